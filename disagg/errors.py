@@ -1,0 +1,70 @@
+"""Every error that disagg raises on purpose.
+
+    DisaggError                 base; its text is written for the person who runs the system
+    ├── ConfigError             the YAML or a command line option is wrong (exit status 2)
+    ├── StartupError            an engine, Ray or the router did not come up
+    └── TransferError           bytes of a handoff did not arrive; `reason` is a metric label
+        ├── LeaseGone           the producer no longer keeps the blocks
+        ├── PeerRefused         hello failed: other model, layout, secret or version
+        ├── PeerLost            connection refused, reset, or silent past the deadline
+        └── DataCorrupt         size, fingerprint or checksum of what arrived is wrong
+
+A TransferError never reaches a client: the decode engine then computes the prompt itself.
+"""
+
+from __future__ import annotations
+
+
+class DisaggError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(DisaggError):
+    """The configuration is wrong. `problems` holds one line for each thing to mend."""
+
+    def __init__(self, problems: list[str] | str) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class StartupError(DisaggError):
+    """Something did not start. `log_tail` holds the last lines of its own log."""
+
+    def __init__(self, message: str, log_tail: str = "") -> None:
+        self.log_tail = log_tail
+        super().__init__(message)
+
+
+class TransferError(DisaggError):
+    """A handoff's bytes did not arrive. `reason` labels `disagg_kv_load_failures_total`."""
+
+    reason = "transfer"
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        if reason is not None:
+            self.reason = reason
+        super().__init__(message)
+
+
+class LeaseGone(TransferError):
+    """The producer released, expired or never had the lease."""
+
+    reason = "lease_gone"
+
+
+class PeerRefused(TransferError):
+    """The peer is not one we exchange blocks with; the message names the field."""
+
+    reason = "refused"
+
+
+class PeerLost(TransferError):
+    """The peer's connection failed or stayed silent past the deadline."""
+
+    reason = "peer_lost"
+
+
+class DataCorrupt(TransferError):
+    """What arrived is not what was sent."""
+
+    reason = "corrupt"
