@@ -1,0 +1,4 @@
+"""How bytes move: the control channel, its leases, and one module per way of moving.
+
+Imports neither vLLM nor Ray, so that transports run and are measured where neither is installed.
+"""

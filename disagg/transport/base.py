@@ -1,0 +1,97 @@
+"""The contract of a transport: what each end does, and when it may.
+
+A transport has two ends that share its name. The producer's `Sender` and the consumer's
+`Receiver` never talk on their own: the control channel carries `offer` at hello, and one
+fetch's detail and answer. Both ends may be called from several threads at once.
+
+Order of one handoff, seen from the transport:
+
+1. `Sender.offer()` -> bytes, put into the hello reply. `Receiver.usable(offer)` says whether
+   this pair of workers can use the transport; it probes, it does not guess.
+2. `Receiver.request(job)` -> bytes, the detail of the fetch; whatever the sender needs of us.
+3. `Sender.send(blocks, detail, deadline)` -> bytes, while the lease is in use. A two-sided
+   transport moves or stages the bytes here; a one-sided one only names the memory.
+4. `Receiver.receive(job, answer)` -> bytes moved. Everything was checked when it returns.
+5. `Sender.finish(answer)`: the lease is no longer in use; drop what was staged for it. When it
+   returns, this transport reads no block of that fetch any more.
+
+A one-sided read may overlap a free, if the consumer was silent for so long that the producer
+gave the lease up. So what `receive` returned is believed only once `Release` was answered on
+the same connection: the producer answers it only while the lease is still in use.
+
+Errors: every end raises `TransferError` and nothing else on purpose; its `reason` is the label
+of `disagg_kv_load_failures_total`. After an error in `receive` the destination blocks hold
+garbage, which the caller must not use.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from disagg.errors import PeerLost
+from disagg.transport.blocks import Selection
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A moment on this process's monotonic clock that a wait must not pass."""
+
+    at: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """The moment `seconds` from now."""
+        return cls(time.monotonic() + seconds)
+
+    def left(self) -> float:
+        """Seconds left; raises `PeerLost` when there are none."""
+        left = self.at - time.monotonic()
+        if left <= 0:
+            raise PeerLost("deadline passed", reason="deadline")
+        return left
+
+
+@dataclass(frozen=True)
+class FetchJob:
+    """One fetch as the consumer sees it: fill these parts of the local cache."""
+
+    blocks: Selection
+    deadline: Deadline
+
+
+class Sender(Protocol):
+    """The producer's end."""
+
+    name: str
+
+    def offer(self) -> bytes:
+        """What the consumer needs to know before the first fetch."""
+
+    def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
+        """Move, stage or name the blocks; returns what `Receiver.receive` is given."""
+
+    def finish(self, answer: bytes) -> None:
+        """Drop what `send` staged. Called exactly once per `send`; never raises."""
+
+    def close(self) -> None:
+        """Drop everything staged; no call follows."""
+
+
+class Receiver(Protocol):
+    """The consumer's end."""
+
+    name: str
+
+    def usable(self, offer: bytes) -> bool:
+        """Whether this worker can fetch from the producer that made the offer."""
+
+    def request(self, job: FetchJob) -> bytes:
+        """The detail that `Sender.send` is given."""
+
+    def receive(self, job: FetchJob, answer: bytes) -> int:
+        """Fill the job's blocks; returns the number of bytes moved."""
+
+    def close(self) -> None:
+        """Drop connections and mappings; no call follows."""

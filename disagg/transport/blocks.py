@@ -1,0 +1,253 @@
+"""A worker's paged KV cache as plain memory: which bytes belong to which part of which block.
+
+Legend: B blocks, H KV heads, N tokens of a block, C bytes of one head and token (K and V).
+
+A cache is a list of regions, one per layer, each a strided [B, H, N, C]; vLLM's six layouts
+differ in strides alone. Both ends of a handoff have the same regions in the same order and the
+same layout (the fingerprint sees to it); they may differ in H (tensor parallel size) and in N
+(block size). It never looks at what the bytes mean, and never allocates for host caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+
+
+@dataclass(frozen=True)
+class Region:
+    """`memory`: uint8 [B, H, N, C], any strides, C contiguous. `dtype` in safetensors' terms."""
+
+    name: str
+    memory: torch.Tensor
+    dtype: str
+
+    @property
+    def is_token_major(self) -> bool:
+        """Whether a block holds its tokens one after the other, each with all its heads."""
+        return self.memory.stride(2) > self.memory.stride(1) and self.memory.shape[1] > 1
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What one fetch covers of every region, seen from one side.
+
+    `count` units of `unit` tokens each, from the `first` of `block_ids[0]` on; of the heads
+    [heads[0], heads[1]), all if None. Wire order: unit by unit, and inside of a unit as the
+    layout orders heads and tokens.
+    """
+
+    block_ids: Sequence[int]
+    unit: int
+    first: int
+    count: int
+    heads: tuple[int, int] | None = None
+
+
+class Runs(NamedTuple):
+    """Contiguous pieces in wire order: int64 [n] offsets from the region's start, and lengths."""
+
+    offsets: Ints
+    lengths: Ints
+
+
+class BlockCache:
+    """All regions of one worker rank."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        if not regions:
+            raise ValueError("a block cache needs at least one region")
+        shapes = {(len(r.memory), r.memory.shape[2]) for r in regions}
+        if len(shapes) != 1:
+            raise ValueError(f"regions disagree on blocks and block size: {sorted(shapes)}")
+        self.regions = tuple(regions)
+        self.num_blocks, self.block_size = shapes.pop()
+        self.block_bytes = sum(r.memory[0].numel() for r in regions)
+        heads = {r.memory.shape[1] for r in regions}
+        self.heads = heads.pop() if len(heads) == 1 else None
+        self._host = [_host_view(region) for region in regions]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the blocks are host memory."""
+        return self._host[0] is not None
+
+    # ---- selecting -------------------------------------------------------------------------
+
+    def whole(self, block_ids: Sequence[int]) -> Selection:
+        """All of these blocks."""
+        return Selection(block_ids, self.block_size, 0, len(block_ids))
+
+    def check(self, selection: Selection) -> None:
+        """Raise `ValueError` unless every byte of it lies inside this cache."""
+        ids, unit = selection.block_ids, selection.unit
+        if ids and not (min(ids) >= 0 and max(ids) < self.num_blocks):
+            raise ValueError(f"block ids outside 0..{self.num_blocks - 1}")
+        if unit < 1 or self.block_size % unit:
+            raise ValueError(f"units of {unit} tokens do not divide blocks of {self.block_size}")
+        units = len(ids) * (self.block_size // unit)
+        if selection.first < 0 or selection.count < 0 or selection.first + selection.count > units:
+            raise ValueError(f"{selection.count} units from {selection.first} on, of {units}")
+        if selection.heads is not None:
+            first, last = selection.heads
+            if self.heads is None or not 0 <= first < last <= self.heads:
+                raise ValueError(f"heads {first}..{last} of {self.heads}")
+
+    def num_bytes(self, selection: Selection) -> int:
+        """Bytes of a selection over all regions."""
+        share = selection.count * self.block_bytes * selection.unit // self.block_size
+        if selection.heads is None:
+            return share
+        assert self.heads is not None
+        return share * (selection.heads[1] - selection.heads[0]) // self.heads
+
+    def shape(self, index: int, selection: Selection) -> list[int]:
+        """The selection of region `index` as an array in wire order: units, then a unit's axes."""
+        region = self.regions[index]
+        content = region.memory.shape[3] // ITEM_BYTES[region.dtype]
+        first, last = self._heads(index, selection)
+        inner = [last - first, selection.unit]
+        # Of one head or one token both orders are the same bytes. They get one shape, whatever
+        # the layout: a rank that holds a single head cannot tell which order its peer has.
+        if region.is_token_major and min(inner) > 1:
+            inner.reverse()
+        return [selection.count, *inner, content]
+
+    def runs(self, index: int, selection: Selection) -> Runs:
+        """The contiguous pieces of region `index`, neighbours merged."""
+        region = self.regions[index]
+        block, head, token, _ = region.memory.stride()
+        per_block = self.block_size // selection.unit
+        units = np.arange(selection.first, selection.first + selection.count)
+        ids = np.asarray(selection.block_ids, dtype=np.int64)
+        starts = ids[units // per_block] * block + units % per_block * (selection.unit * token)
+        first, last = self._heads(index, selection)
+        axes = [(last - first, head), (selection.unit, token)]
+        if region.is_token_major:
+            axes.reverse()
+        length = region.memory.shape[3]
+        while axes and (axes[-1][1] == length or axes[-1][0] == 1):
+            length *= axes.pop()[0]
+        offsets = starts + first * head
+        for size, stride in axes:
+            offsets = (offsets[:, None] + np.arange(size) * stride).reshape(-1)
+        return _merged(offsets, length)
+
+    def _heads(self, index: int, selection: Selection) -> tuple[int, int]:
+        return selection.heads or (0, self.regions[index].memory.shape[1])
+
+    # ---- bytes -----------------------------------------------------------------------------
+
+    def views(self, index: int, selection: Selection) -> list[Bytes] | None:
+        """The selection of region `index` as the cache's own host memory, in wire order; None
+        where the cache is device memory."""
+        host = self._host[index]
+        if host is None:
+            return None
+        offsets, lengths = self.runs(index, selection)
+        ends = offsets + lengths
+        return [host[at:end] for at, end in zip(offsets.tolist(), ends.tolist(), strict=True)]
+
+    def gather(self, index: int, selection: Selection) -> list[Bytes]:
+        """Host memory that holds the selection of region `index`: `views`, or a copy."""
+        views = self.views(index, selection)
+        if views is None:
+            return [_copy_from_device(*self._units(index, selection))]
+        return views
+
+    def staging(self, index: int, selection: Selection) -> Bytes:
+        """Empty host memory for the selection of region `index`; pinned where that is faster."""
+        size = math.prod(self.shape(index, selection)) * ITEM_BYTES[self.regions[index].dtype]
+        return np.empty(size, np.uint8) if self.on_host else _pinned(size)
+
+    def scatter(self, index: int, selection: Selection, data: Bytes) -> None:
+        """Copy `data` (uint8, wire order) into the selection of region `index`."""
+        host = self._host[index]
+        if host is None:
+            _copy_to_device(*self._units(index, selection), data)
+            return
+        at = 0
+        for view in self.views(index, selection) or ():
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+
+    def _units(self, index: int, selection: Selection) -> tuple[torch.Tensor, Ints, Ints]:
+        """A view [B, units of a block, axes of a unit in wire order, C], and which of its
+        [block, unit] are selected."""
+        region = self.regions[index]
+        memory, per_block = region.memory, self.block_size // selection.unit
+        block, head, token, _ = memory.stride()
+        split = memory.as_strided(
+            (len(memory), per_block, memory.shape[1], selection.unit, memory.shape[3]),
+            (block, selection.unit * token, head, token, 1),
+        )
+        first, last = self._heads(index, selection)
+        split = split[:, :, first:last]
+        if region.is_token_major:
+            split = split.transpose(2, 3)
+        units = np.arange(selection.first, selection.first + selection.count)
+        ids = np.asarray(selection.block_ids, dtype=np.int64)
+        return split, ids[units // per_block], units % per_block
+
+
+def _merged(offsets: Ints, length: int) -> Runs:
+    """Pieces of one length -> runs: neighbours in memory and in order become one."""
+    if not len(offsets):
+        return Runs(offsets, offsets)
+    begins = np.flatnonzero(np.diff(offsets, prepend=offsets[0] - 2 * length) != length)
+    pieces = np.diff(begins, append=len(offsets))
+    return Runs(offsets[begins], pieces * length)
+
+
+def _host_view(region: Region) -> Bytes | None:
+    """The bytes from the region's first to its last, flat."""
+    memory = region.memory
+    if memory.device.type != "cpu":
+        return None
+    extent = 1 + sum((n - 1) * s for n, s in zip(memory.shape, memory.stride(), strict=True))
+    view: Bytes = memory.as_strided((extent,), (1,)).numpy()
+    return view
+
+
+def _copy_from_device(split: torch.Tensor, blocks: Ints, units: Ints) -> Bytes:
+    import torch
+
+    # A stream of our own: the model's stream must neither wait for this copy nor delay it.
+    with torch.cuda.stream(torch.cuda.Stream(split.device)):  # type: ignore[no-untyped-call]
+        at = [torch.from_numpy(index).to(split.device) for index in (blocks, units)]
+        found = split[at[0], at[1]].contiguous()
+        staged = _pinned(found.numel())
+        torch.from_numpy(staged).copy_(found.view(-1), non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+    return staged
+
+
+def _pinned(size: int) -> Bytes:
+    import torch
+
+    # torch keeps pinned memory for the next time; asking the driver anew costs milliseconds.
+    pinned: Bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return pinned
+
+
+def _copy_to_device(split: torch.Tensor, blocks: Ints, units: Ints, data: Bytes) -> None:
+    import torch
+
+    with torch.cuda.stream(torch.cuda.Stream(split.device)):  # type: ignore[no-untyped-call]
+        at = [torch.from_numpy(index).to(split.device) for index in (blocks, units)]
+        rows = torch.from_numpy(data).view(len(blocks), *split.shape[2:])
+        split[at[0], at[1]] = rows.to(split.device, non_blocking=rows.is_pinned())
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,153 @@
+"""One fetch from acquire to release, over the first transport that works."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from disagg.errors import PeerLost, TransferError
+from disagg.transport import protocol as p
+from disagg.transport.base import Deadline, FetchJob, Receiver
+from disagg.transport.client import Connection, Endpoint, Peers
+from disagg.transport.lease import ABORTED, FETCHED
+from disagg.transport.ticket import Handoff
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a fetch did; `failed_over` names the transports that failed before this one."""
+
+    transport: str
+    num_bytes: int
+    seconds: float
+    failed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to fetch from one producer rank: a part of a lease that `readers` ranks of ours read."""
+
+    endpoint: Endpoint
+    lease: int
+    part: p.Part
+    readers: int = 1
+
+
+def fetch(peers: Peers, wanted: Wanted, job: FetchJob, receivers: Sequence[Receiver]) -> Moved:
+    """Fill `job.blocks` with the wanted part, then release the lease.
+
+    `receivers` are tried in order. Raises `TransferError`; the blocks then hold garbage, and
+    the lease is released or will run out.
+    """
+    endpoint = wanted.endpoint
+    try:
+        with peers.connection(endpoint, job.deadline) as connection:
+            return _fetch(connection, wanted, job, receivers)
+    except PeerLost:
+        peers.forget(endpoint)
+        raise
+
+
+def total(moved: Sequence[Moved]) -> Moved:
+    """Several fetches of one load, one after the other, as one."""
+    transports = dict.fromkeys(one.transport for one in moved)
+    failed = dict.fromkeys(name for one in moved for name in one.failed_over)
+    return Moved(
+        "+".join(transports),
+        sum(one.num_bytes for one in moved),
+        sum(one.seconds for one in moved),
+        tuple(failed),
+    )
+
+
+def release(peers: Peers, endpoint: Endpoint, lease: int, outcome: str, deadline: Deadline) -> None:
+    """End a lease without fetching."""
+    with peers.connection(endpoint, deadline) as connection:
+        _release(connection, lease, outcome, deadline)
+
+
+def release_all(
+    peers: Peers, endpoints: Sequence[Endpoint], lease: int, deadline: Deadline
+) -> None:
+    """End a lease on several ranks. One that cannot be told does not keep the others from it;
+    the first error is raised when all were tried."""
+    errors: list[TransferError] = []
+    for endpoint in endpoints:
+        try:
+            release(peers, endpoint, lease, ABORTED, deadline)
+        except TransferError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def release_everywhere(ticket: Handoff, secret: bytes, deadline: Deadline) -> None:
+    """End a lease on all ranks of its producer, from a process that has no cache itself."""
+    peers = Peers("release", {}, secret)
+    try:
+        release_all(peers, ticket.endpoints, ticket.lease, deadline)
+    finally:
+        peers.close()
+
+
+def renew(peers: Peers, endpoint: Endpoint, leases: list[int], deadline: Deadline) -> None:
+    """Keep leases of requests that still wait in our queue."""
+    with peers.connection(endpoint, deadline) as connection:
+        request = p.Renew(endpoint.generation, leases)
+        connection.ask(request, p.Done, deadline)
+
+
+def _fetch(
+    connection: Connection, wanted: Wanted, job: FetchJob, receivers: Sequence[Receiver]
+) -> Moved:
+    began, lease = time.monotonic(), wanted.lease
+    connection.ask(p.Acquire(connection.endpoint.generation, lease), p.Acquired, job.deadline)
+    errors: list[str] = []
+    failed: list[str] = []
+    last: TransferError | None = None
+    for receiver in _common(connection, receivers):
+        try:
+            num_bytes = _over(connection, receiver, wanted.part, job)
+        except PeerLost:
+            raise
+        except TransferError as error:
+            failed.append(receiver.name)
+            errors.append(f"{receiver.name}: {error}")
+            last = error
+            continue
+        # Only its answer says that the lease was in use until now.
+        _release(connection, lease, FETCHED, job.deadline, wanted.readers)
+        seconds = time.monotonic() - began
+        return Moved(receiver.name, num_bytes, seconds, tuple(failed))
+    # The lease is of no more use to anybody; say so rather than let it run out.
+    _release(connection, lease, ABORTED, job.deadline)
+    if last is None:
+        raise TransferError("the two workers have no transport in common", reason="no_transport")
+    raise TransferError("; ".join(errors), reason=last.reason) from last
+
+
+def _common(connection: Connection, receivers: Sequence[Receiver]) -> list[Receiver]:
+    offers, usable = connection.welcome.offers, connection.usable
+    for receiver in receivers:
+        if receiver.name not in usable:
+            offer = offers.get(receiver.name)
+            usable[receiver.name] = offer is not None and receiver.usable(offer)
+    return [receiver for receiver in receivers if usable[receiver.name]]
+
+
+def _over(connection: Connection, receiver: Receiver, part: p.Part, job: FetchJob) -> int:
+    request = p.Fetch(receiver.name, part, receiver.request(job))
+    answer = connection.ask(request, p.Fetched, job.deadline).answer
+    try:
+        return receiver.receive(job, answer)
+    except PeerLost as error:
+        # Whether the peer lives is for the control connection to say; another way may work.
+        raise TransferError(str(error), reason=error.reason) from error
+
+
+def _release(
+    connection: Connection, lease: int, outcome: str, deadline: Deadline, readers: int = 1
+) -> None:
+    request = p.Release(connection.endpoint.generation, lease, outcome, readers)
+    connection.ask(request, p.Done, deadline)

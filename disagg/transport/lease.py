@@ -1,0 +1,122 @@
+"""Leases: the producer's promise to keep a finished request's blocks.
+
+A lease is granted by the scheduler half, kept here by each worker rank, and ends once: released
+by its consumer, or past its deadline while nobody uses it. Blocks are handed back to vLLM only
+through `take_ended`, and never while a connection uses the lease. Ids ascend within one life of
+the worker, so that an id not yet heard of can be told from one that is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from disagg.errors import LeaseGone
+from disagg.transport.base import Deadline
+
+FETCHED, ABORTED = "fetched", "aborted"
+
+
+@dataclass
+class Lease:
+    """Blocks of one finished request, in prompt order."""
+
+    id: int
+    request_id: str
+    block_ids: Sequence[int]
+    seconds: float
+    deadline: float
+    users: int = 0
+    fetched: int = 0
+    outcome: str | None = None
+
+
+class EndedLease(NamedTuple):
+    """A lease whose blocks vLLM may free. outcome: fetched, aborted or expired."""
+
+    request_id: str
+    outcome: str
+
+
+class LeaseTable:
+    """All leases of one worker rank. Safe for use from any thread."""
+
+    def __init__(self) -> None:
+        self._leases: dict[int, Lease] = {}
+        self._highest = -1
+        self._changed = threading.Condition()
+
+    def grant(self, lease: int, request_id: str, block_ids: Sequence[int], seconds: float) -> None:
+        """Keep these blocks for `seconds` from now, or until released."""
+        with self._changed:
+            deadline = time.monotonic() + seconds
+            self._leases[lease] = Lease(lease, request_id, block_ids, seconds, deadline)
+            self._highest = max(self._highest, lease)
+            self._changed.notify_all()
+
+    def acquire(self, lease: int, deadline: Deadline) -> Lease:
+        """Take a lease into use; `done_using` must follow. Raises `LeaseGone`."""
+        with self._changed:
+            # The answer of the prefill engine reaches the consumer before the grant reaches the
+            # workers, by about one engine step, which may be a long one.
+            self._changed.wait_for(lambda: self._highest >= lease, timeout=deadline.left())
+            held = self._leases.get(lease)
+            if held is None or held.outcome or self._expired(held):
+                raise LeaseGone(f"lease {lease} was released, has expired or never was")
+            held.users += 1
+            return held
+
+    def done_using(self, lease: int) -> None:
+        """The counterpart of `acquire`. The lease lives on unless it was released."""
+        with self._changed:
+            self._leases[lease].users -= 1
+
+    def release(self, lease: int, outcome: str, readers: int = 1) -> None:
+        """End a lease; unknown and ended ones are left alone. Blocks in use stay until unused.
+
+        "fetched" ends it only when it was said `readers` times.
+        """
+        with self._changed:
+            held = self._leases.get(lease)
+            if held is None or held.outcome is not None:
+                return
+            held.fetched += outcome == FETCHED
+            if outcome != FETCHED or held.fetched >= readers:
+                held.outcome = outcome
+
+    def renew(self, leases: Sequence[int]) -> None:
+        """Start the leases' time anew; those that ended stay ended."""
+        with self._changed:
+            for lease in leases:
+                held = self._leases.get(lease)
+                if held is not None and not held.outcome and not self._expired(held):
+                    held.deadline = time.monotonic() + held.seconds
+
+    def take_ended(self) -> list[EndedLease]:
+        """Forget and return the leases that ended and are in no use."""
+        with self._changed:
+            ended = []
+            for held in list(self._leases.values()):
+                if held.users == 0 and (held.outcome or self._expired(held)):
+                    ended.append(EndedLease(held.request_id, held.outcome or "expired"))
+                    del self._leases[held.id]
+            return ended
+
+    def held(self) -> int:
+        """How many leases keep blocks now."""
+        with self._changed:
+            return len(self._leases)
+
+    def check_integrity(self) -> None:
+        """Assert what must hold at any time."""
+        with self._changed:
+            for number, held in self._leases.items():
+                assert number == held.id <= self._highest
+                assert held.users >= 0
+
+    @staticmethod
+    def _expired(held: Lease) -> bool:
+        return held.users == 0 and time.monotonic() > held.deadline

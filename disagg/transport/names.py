@@ -1,0 +1,9 @@
+"""The transports there are, in order of preference. A leaf: importing it costs nothing."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+TransportName = Literal["process_memory", "tcp", "shared_storage"]
+
+PREFERENCE: tuple[TransportName, ...] = get_args(TransportName)

@@ -1,0 +1,70 @@
+"""How a transport's ends are made, by name.
+
+A transport's module is imported when its end is made, so that what one of them needs is no
+burden to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from disagg.transport.base import Receiver, Sender
+from disagg.transport.blocks import BlockCache
+from disagg.transport.names import TransportName
+from disagg.transport.shared_storage import Storage
+
+
+@dataclass(frozen=True)
+class Means:
+    """What transports need beside the cache: the address to listen on, the secret, a folder."""
+
+    host: str
+    secret: bytes
+    storage: Storage
+
+
+def make_sender(name: TransportName, cache: BlockCache, means: Means) -> Sender:
+    """The producer's end."""
+    match name:
+        case "process_memory":
+            from disagg.transport.process_memory import ProcessMemorySender
+
+            return ProcessMemorySender(cache)
+        case "tcp":
+            from disagg.transport.tcp import TcpSender
+
+            return TcpSender(cache, means.host, means.secret)
+        case "shared_storage":
+            from disagg.transport.shared_storage import SharedStorageSender
+
+            return SharedStorageSender(cache, means.storage)
+
+
+def make_receiver(name: TransportName, cache: BlockCache, means: Means) -> Receiver:
+    """The consumer's end."""
+    match name:
+        case "process_memory":
+            from disagg.transport.process_memory import ProcessMemoryReceiver
+
+            return ProcessMemoryReceiver(cache)
+        case "tcp":
+            from disagg.transport.tcp import TcpReceiver
+
+            return TcpReceiver(cache, means.secret)
+        case "shared_storage":
+            from disagg.transport.shared_storage import SharedStorageReceiver
+
+            return SharedStorageReceiver(cache, means.storage)
+
+
+def make_senders(names: Sequence[TransportName], cache: BlockCache, means: Means) -> list[Sender]:
+    """The producer's ends, in the order given."""
+    return [make_sender(name, cache, means) for name in names]
+
+
+def make_receivers(
+    names: Sequence[TransportName], cache: BlockCache, means: Means
+) -> list[Receiver]:
+    """The consumer's ends, in the order given."""
+    return [make_receiver(name, cache, means) for name in names]

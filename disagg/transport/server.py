@@ -1,0 +1,212 @@
+"""The producer's end of the control channel: one listening port per worker rank.
+
+A thread per connection (one per handoff in flight) answers requests in order. Whatever a peer
+sends, the worst it gets is an error and a closed connection: ids are checked against the lease,
+sizes against limits. A connection that ends gives back what it had in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from disagg.errors import PeerLost, TransferError
+from disagg.transport import protocol as p
+from disagg.transport.address import listen, resolve_host
+from disagg.transport.base import Deadline, Sender
+from disagg.transport.blocks import BlockCache, Selection
+from disagg.transport.channel import Channel, tune
+from disagg.transport.lease import Lease, LeaseTable
+
+logger = logging.getLogger(__name__)
+
+_HELLO_S = 5.0
+_MAX_CONNECTIONS = 512
+
+
+class ControlServer:
+    """Serves leases of one worker. `use_limit_s` bounds the silence of a consumer that has one."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        secret: bytes,
+        hello: p.Welcome,
+        fingerprint: Mapping[str, str],
+        cache: BlockCache,
+        leases: LeaseTable,
+        senders: Sequence[Sender],
+        use_limit_s: float,
+    ) -> None:
+        self._secret, self._welcome, self._fingerprint = secret, hello, dict(fingerprint)
+        self._cache, self._leases, self._use_limit_s = cache, leases, use_limit_s
+        self._senders = {sender.name: sender for sender in senders}
+        # Not the socket's own name, which lacks the scope of a link-local address.
+        self.host = resolve_host(host)
+        self._listener = listen(self.host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self._channels: set[Channel] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        threading.Thread(target=self._accept, name="disagg-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening and drop every connection."""
+        with self._lock:
+            self._closed = True
+            channels = list(self._channels)
+        # shutdown wakes the accepting thread; close alone would not.
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # some systems refuse it on a listening socket, and wake the thread anyway
+        self._listener.close()
+        for channel in channels:
+            channel.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                logger.exception("control channel cannot accept; retrying")
+                threading.Event().wait(0.1)
+                continue
+            if len(self._channels) >= _MAX_CONNECTIONS:
+                logger.warning("control channel refuses a connection: %d open", _MAX_CONNECTIONS)
+                sock.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(sock,), name="disagg-control", daemon=True
+            ).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        channel: Channel | None = None
+        try:
+            tune(sock)
+            channel = Channel.accept(sock, self._secret, Deadline.after(_HELLO_S))
+            with self._lock:
+                self._channels.add(channel)
+            if not self._closed:
+                _Session(self, channel).run()
+        except PeerLost as gone:
+            logger.debug("control connection ended: %s", gone)
+        except (TransferError, msgspec.DecodeError) as error:
+            logger.warning("control connection refused: %s", error)
+        finally:
+            if channel is not None:
+                with self._lock:
+                    self._channels.discard(channel)
+                channel.close()
+            else:
+                sock.close()
+
+
+class _Session:
+    """One connection: at most one lease in use, and what was staged for it."""
+
+    def __init__(self, server: ControlServer, channel: Channel) -> None:
+        self._server, self._channel = server, channel
+        self._may_fetch = False
+        self._lease: Lease | None = None
+        self._staged: list[tuple[Sender, bytes]] = []
+
+    def run(self) -> None:
+        try:
+            self._hello()
+            while True:
+                wait = Deadline.after(self._server._use_limit_s) if self._lease else None
+                request = p.decode_request(self._channel.receive(wait))
+                self._channel.send(p.encode(self._answer(request)), Deadline.after(_HELLO_S))
+        finally:
+            self._give_back()
+
+    def _hello(self) -> None:
+        hello = p.decode_request(self._channel.receive(Deadline.after(_HELLO_S)))
+        if not isinstance(hello, p.Hello):
+            raise TransferError("the first message must be Hello")
+        problem = None
+        if hello.version != p.VERSION:
+            problem = f"protocol version differs: {p.VERSION} here, {hello.version} there"
+        elif hello.fingerprint:
+            problem = p.misfit(self._server._fingerprint, hello.fingerprint)
+            self._may_fetch = problem is None
+        answer: p.Answer = self._server._welcome
+        if problem is not None:
+            logger.warning("engine %s refused at hello: %s", hello.engine, problem)
+            answer = p.Failed("refused", problem)
+        self._channel.send(p.encode(answer), Deadline.after(_HELLO_S))
+        if problem is not None:
+            raise PeerLost("refused at hello")
+
+    def _answer(self, request: p.Request) -> p.Answer:
+        try:
+            match request:
+                case p.Acquire():
+                    return self._acquire(request)
+                case p.Fetch():
+                    return self._fetch(request)
+                case p.Release():
+                    return self._release(request)
+                case p.Renew():
+                    if request.generation == self._server._welcome.generation:
+                        self._server._leases.renew(request.leases)
+                    return p.Done()
+                case p.Hello():
+                    return p.Failed("protocol", "hello was said already")
+        except TransferError as error:
+            return p.Failed(error.reason, str(error))
+
+    def _acquire(self, request: p.Acquire) -> p.Answer:
+        if not self._may_fetch:
+            return p.Failed("protocol", "a peer without a cache may only release")
+        if self._lease is not None:
+            return p.Failed("protocol", "this connection has a lease in use")
+        if request.generation != self._server._welcome.generation:
+            return p.Failed("lease_gone", "the lease was given by an earlier life of this engine")
+        deadline = Deadline.after(self._server._use_limit_s)
+        self._lease = self._server._leases.acquire(request.lease, deadline)
+        return p.Acquired(len(self._lease.block_ids))
+
+    def _fetch(self, request: p.Fetch) -> p.Answer:
+        if self._lease is None:
+            return p.Failed("protocol", "no lease is in use on this connection")
+        sender = self._server._senders.get(request.transport)
+        if sender is None:
+            return p.Failed("no_transport", f"{request.transport!r} is not on offer")
+        part = request.part
+        blocks = Selection(
+            self._lease.block_ids, part.unit, part.start, part.stop - part.start, part.heads
+        )
+        try:
+            self._server._cache.check(blocks)
+        except ValueError as error:
+            return p.Failed("range", str(error))
+        deadline = Deadline.after(self._server._use_limit_s)
+        answer = sender.send(blocks, request.detail, deadline)
+        self._staged.append((sender, answer))
+        return p.Fetched(answer)
+
+    def _release(self, request: p.Release) -> p.Answer:
+        if request.generation != self._server._welcome.generation:
+            return p.Done()
+        self._server._leases.release(request.lease, request.outcome, request.readers)
+        if self._lease is not None and self._lease.id == request.lease:
+            self._give_back()
+        return p.Done()
+
+    def _give_back(self) -> None:
+        staged, self._staged = self._staged, []
+        for sender, answer in staged:
+            sender.finish(answer)
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._server._leases.done_using(lease.id)

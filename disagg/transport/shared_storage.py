@@ -1,0 +1,309 @@
+"""Shared storage: the producer writes one safetensors file per fetch, the consumer reads it.
+
+A file is written under a temporary name, synced if asked for, and renamed: what has its name
+is whole. The consumer checks size, block shape and checksum (xxh3) before it trusts a byte, and
+removes the file; the producer removes it too when the lease ends, so a file outlives its
+handoff only if both processes die, and `sweep` takes those. A name that came over the wire is
+never used as a path: only its last part counts, inside our own folder.
+
+The consumer reads straight into its blocks and does not map the file: a mapped file that
+another host truncates or removes kills the reader with SIGBUS, a read fails with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import shutil
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+
+from disagg.errors import DataCorrupt, TransferError
+from disagg.transport.base import Deadline, FetchJob
+from disagg.transport.blocks import ITEM_BYTES, BlockCache, Bytes, Selection
+
+NAME = "shared_storage"
+_SUFFIX = ".safetensors"
+_LENGTH = struct.Struct("<Q")
+_IOV_MAX = 512
+_MAX_AGE_S = 3600.0
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """A file the consumer must find in its own folder, and its content."""
+
+    name: str
+    token: bytes
+
+
+class _File(msgspec.Struct, frozen=True):
+    """What the consumer must find: `size` of the whole file, xxh3-128 over the tensors."""
+
+    name: str
+    size: int
+    checksum: bytes
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The folder and its rules. Both ends must see the same folder, under any path."""
+
+    folder: Path
+    max_bytes: int
+    fsync: bool = False
+
+
+class SharedStorageSender:
+    """Writes fetches as files. At most `max_bytes` of them exist at any time."""
+
+    name = NAME
+
+    def __init__(self, cache: BlockCache, storage: Storage) -> None:
+        self._cache, self._storage = cache, storage
+        self._prefix = f"{_owner()}-{secrets.token_hex(4)}"
+        self._live: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._count = 0
+        storage.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        sweep(storage.folder)
+        self._probe = _Offer(f"{self._prefix}.probe", secrets.token_bytes(16))
+        self._probe_path.write_bytes(self._probe.token)
+
+    @property
+    def _probe_path(self) -> Path:
+        return self._storage.folder / self._probe.name
+
+    def offer(self) -> bytes:
+        return msgspec.msgpack.encode(self._probe)
+
+    def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
+        header = _header(self._cache, blocks)
+        size = len(header) + self._cache.num_bytes(blocks)
+        name = self._reserve(size)
+        try:
+            checksum = self._write(name, header, blocks)
+            deadline.left()
+        except OSError as error:
+            self._remove(name)
+            raise TransferError(f"cannot write: {error}", reason="storage_write") from error
+        except BaseException:
+            self._remove(name)
+            raise
+        return msgspec.msgpack.encode(_File(name, size, checksum))
+
+    def finish(self, answer: bytes) -> None:
+        self._remove(msgspec.msgpack.decode(answer, type=_File).name)
+
+    def close(self) -> None:
+        for name in list(self._live):
+            self._remove(name)
+        _unlink(self._probe_path)
+
+    def _reserve(self, size: int) -> str:
+        with self._lock:
+            in_use = sum(self._live.values())
+            if in_use + size > self._storage.max_bytes:
+                raise TransferError(
+                    f"{size} bytes more than the {in_use} in use would pass "
+                    f"transfer.storage.max_bytes ({self._storage.max_bytes})",
+                    reason="storage_full",
+                )
+            self._count += 1
+            name = f"{self._prefix}-{self._count}{_SUFFIX}"
+            self._live[name] = size
+            return name
+
+    def _remove(self, name: str) -> None:
+        _unlink(self._storage.folder / name)
+        _unlink(self._storage.folder / (name + ".tmp"))
+        with self._lock:
+            self._live.pop(name, None)
+
+    def _write(self, name: str, header: bytes, blocks: Selection) -> bytes:
+        path, checksum = self._storage.folder / name, xxhash.xxh3_128()
+        temporary = path.with_name(name + ".tmp")
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            _write_all(descriptor, [np.frombuffer(header, dtype=np.uint8)])
+            for index in range(len(self._cache.regions)):
+                pieces = self._cache.gather(index, blocks)
+                _write_all(descriptor, pieces)
+                for piece in pieces:
+                    checksum.update(piece.data)
+            if self._storage.fsync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.rename(path)
+        return checksum.digest()
+
+
+class SharedStorageReceiver:
+    """Reads files straight into the cache: one copy."""
+
+    name = NAME
+
+    def __init__(self, cache: BlockCache, storage: Storage) -> None:
+        self._cache, self._folder = cache, storage.folder
+
+    def usable(self, offer: bytes) -> bool:
+        try:
+            probe = msgspec.msgpack.decode(offer, type=_Offer)
+            return (self._folder / Path(probe.name).name).read_bytes() == probe.token
+        except (msgspec.DecodeError, OSError, ValueError):
+            return False
+
+    def request(self, job: FetchJob) -> bytes:
+        return b""
+
+    def receive(self, job: FetchJob, answer: bytes) -> int:
+        try:
+            file = msgspec.msgpack.decode(answer, type=_File)
+        except msgspec.DecodeError as error:
+            raise DataCorrupt(f"answer not understood: {error}") from error
+        path = self._folder / Path(file.name).name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                self._load(job, file, descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise TransferError(f"cannot read: {error}", reason="storage_read") from error
+        finally:
+            _unlink(path)
+        return self._cache.num_bytes(job.blocks)
+
+    def close(self) -> None:
+        """Nothing is kept between fetches."""
+
+    def _load(self, job: FetchJob, file: _File, descriptor: int) -> None:
+        header = _header(self._cache, job.blocks)
+        size = len(header) + self._cache.num_bytes(job.blocks)
+        found = os.fstat(descriptor).st_size
+        if found != size or file.size != size:
+            raise DataCorrupt(f"{found} bytes where {size} were due", reason="storage_size")
+        if os.read(descriptor, len(header)) != header:
+            raise DataCorrupt("the file describes other blocks", reason="storage_header")
+        checksum = xxhash.xxh3_128()
+        for index in range(len(self._cache.regions)):
+            views = self._cache.views(index, job.blocks)
+            pieces = [self._cache.staging(index, job.blocks)] if views is None else views
+            _read_all(descriptor, pieces)
+            for piece in pieces:
+                checksum.update(piece.data)
+            if views is None:
+                self._cache.scatter(index, job.blocks, pieces[0])
+            job.deadline.left()
+        if checksum.digest() != file.checksum:
+            raise DataCorrupt("checksum differs", reason="storage_checksum")
+
+
+def sweep(folder: Path, max_age_s: float = _MAX_AGE_S) -> int:
+    """Remove what dead processes of this host left, and anything older than `max_age_s`."""
+    removed = 0
+    for path in folder.iterdir():
+        if path.suffix not in (_SUFFIX, ".tmp", ".probe"):
+            continue
+        try:
+            old = time.time() - path.stat().st_mtime > max_age_s and path.suffix != ".probe"
+        except FileNotFoundError:
+            continue  # somebody else was faster
+        if old or _owner_is_dead(path.name):
+            _unlink(path)
+            removed += 1
+    return removed
+
+
+def default_folder(temporary: str) -> Path:
+    """This user's own folder in the system's temporary one."""
+    return Path(temporary) / f"disagg-{os.getuid()}"
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space of the file system that holds the folder."""
+    return shutil.disk_usage(folder).free
+
+
+def _header(cache: BlockCache, blocks: Selection) -> bytes:
+    """The file's head in safetensors' format: length, JSON padded to 8 bytes."""
+    entries: dict[str, object] = {}
+    offset = 0
+    for index, region in enumerate(cache.regions):
+        shape = cache.shape(index, blocks)
+        end = offset + math.prod(shape) * ITEM_BYTES[region.dtype]
+        entries[region.name] = {
+            "dtype": region.dtype,
+            "shape": shape,
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return _LENGTH.pack(len(text)) + text
+
+
+def _write_all(descriptor: int, pieces: Sequence[Bytes]) -> None:
+    """Gathering write: few system calls, each without the GIL."""
+    _vectored(os.writev, descriptor, pieces)
+
+
+def _read_all(descriptor: int, pieces: Sequence[Bytes]) -> None:
+    """Scattering read that fills every piece."""
+    _vectored(os.readv, descriptor, pieces)
+
+
+def _vectored(
+    call: Callable[[int, Sequence[memoryview]], int], descriptor: int, pieces: Sequence[Bytes]
+) -> None:
+    left = [piece.data for piece in reversed(pieces)]
+    while left:
+        batch = left[: -_IOV_MAX - 1 : -1]
+        count = call(descriptor, batch)
+        if count == 0:
+            raise DataCorrupt("the file ends early", reason="storage_size")
+        while left and count >= len(left[-1]):
+            count -= len(left.pop())
+        if count:
+            left[-1] = left[-1][count:]
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _owner() -> str:
+    """This process, so that another one can tell whether it lives: host, pid, start time."""
+    host = xxhash.xxh32_hexdigest(socket.gethostname().encode())
+    return f"{host}-{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def _owner_is_dead(name: str) -> bool:
+    host, _, rest = name.partition("-")
+    if host != xxhash.xxh32_hexdigest(socket.gethostname().encode()):
+        return False
+    pid, _, rest = rest.partition("-")
+    started = rest.partition("-")[0]
+    return pid.isdigit() and str(_start_time(int(pid))) != started
+
+
+def _start_time(pid: int) -> int:
+    """Clock ticks between boot and the start of `pid`; 0 if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])

@@ -1,0 +1,82 @@
+"""Pairs of workers in two processes, over every transport and kind of memory there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transport.caches import PLAIN, Shape
+from transport.pairs import MakePair, Pair, Start
+from transport.worker import Remote, Setup, Worker
+
+from disagg.transport.names import TransportName
+
+# Transport -> the kinds of memory that it moves.
+KINDS: dict[TransportName, tuple[str, ...]] = {
+    "process_memory": ("cpu",),
+    "tcp": ("cpu", "cuda"),
+    "shared_storage": ("cpu", "cuda"),
+}
+Way = tuple[TransportName, str]
+WAYS: list[Way] = [
+    (name, kind)
+    for name, kinds in KINDS.items()
+    for kind in kinds
+    if importlib.util.find_spec(f"disagg.transport.{name}")
+]
+
+
+@pytest.fixture(params=WAYS, ids="-".join)
+def way(request: pytest.FixtureRequest) -> Way:
+    chosen: Way = request.param
+    if chosen[1] == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return chosen
+
+
+@pytest.fixture
+def start(way: Way, tmp_path: Path) -> Iterator[Start]:
+    """Starts workers of the transport under test, `remote` or here; ends them afterwards, and
+    looks whether anything was left behind."""
+    started: list[Remote | Worker] = []
+    seeds = iter(range(1, 1000))
+    folder = tmp_path / "storage"
+    folder.mkdir(mode=0o700)
+
+    def start(shape: Shape, *, remote: bool, empty: bool, **more: object) -> Remote | Worker:
+        seed = None if empty else next(seeds)
+        setup = Setup(way[0], way[1], shape, seed, folder, **more)  # type: ignore[arg-type]
+        worker = Remote(setup) if remote else Worker(setup)
+        started.append(worker)
+        return worker
+
+    yield start
+    killed = False
+    for worker in started:
+        killed |= isinstance(worker, Remote) and not worker.is_alive()
+        worker.close()
+    assert killed or os.listdir(folder) == []
+
+
+@pytest.fixture
+def make_pair(start: Start) -> Iterator[MakePair]:
+    made: list[Pair] = []
+
+    def make(shape: Shape = PLAIN, target: Shape | None = None, use_limit_s: float = 20) -> Pair:
+        producer = start(shape, remote=True, empty=False, use_limit_s=use_limit_s)
+        consumer = start(target or shape, remote=False, empty=True)
+        assert isinstance(producer, Remote)
+        assert isinstance(consumer, Worker)
+        made.append(Pair(producer, consumer, shape))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.producer.is_alive():
+            one.producer.signal(signal.SIGCONT)
+            assert one.nothing_held(), "leases are still held"

@@ -1,0 +1,50 @@
+"""A producer and a consumer, and what must be true of them after a fetch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transport import caches
+from transport.caches import Shape
+from transport.worker import Order, Remote, Worker, wait_until
+
+from disagg.transport import handoff
+from disagg.transport import protocol as p
+
+
+@dataclass
+class Pair:
+    """A producer in a process of its own, a consumer here."""
+
+    producer: Remote
+    consumer: Worker
+    shape: Shape
+
+    def order(self, lease: int, targets: Sequence[int], **more: object) -> Order:
+        """Whole blocks from the lease's first on, into these blocks here."""
+        unit = self.shape.tokens
+        part = p.Part(unit, 0, len(targets))
+        mine = self.consumer.cache.whole(targets)
+        return Order(self.producer.endpoint, lease, part, mine, **more)  # type: ignore[arg-type]
+
+    def fetch(self, lease: int, targets: Sequence[int], **more: object) -> handoff.Moved:
+        return self.consumer.fetch(self.order(lease, targets, **more))
+
+    def original(self) -> caches.BlockCache:
+        """A cache with what the producer's held when it started."""
+        return caches.make(self.shape, self.producer.setup.seed)
+
+    def is_right(self, sources: Sequence[int], targets: Sequence[int]) -> bool:
+        """Whether the consumer's blocks hold what the producer's held when it started."""
+        expected = caches.prompts(self.original(), sources)
+        return caches.same(expected, self.consumer.prompts(targets))
+
+    def nothing_held(self, seconds: float = 2.0) -> bool:
+        """Whether the producer gets all its blocks back in time."""
+        return wait_until(lambda: self.producer.call("held") == 0, seconds)
+
+
+MakePair = Callable[..., Pair]
+Start = Callable[..., Any]

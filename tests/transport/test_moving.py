@@ -1,0 +1,213 @@
+"""Every transport moves exactly the blocks asked for, whatever their number, shape and size."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from transport import caches
+from transport.caches import Shape
+from transport.pairs import MakePair, Start
+from transport.worker import Order
+
+from disagg.errors import LeaseGone, PeerLost, TransferError
+from disagg.transport import protocol as p
+from disagg.transport.base import Deadline, FetchJob
+from disagg.transport.blocks import Selection
+
+LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets"),
+    [
+        ([], []),
+        ([7], [3]),
+        ([0, 1, 2, 3], [10, 11, 12, 13]),
+        ([9, 4, 5, 6, 23], [0, 2, 1, 20, 19]),
+        (list(range(24)), list(reversed(range(24)))),
+    ],
+    ids=["none", "one", "a-run", "any-order", "all"],
+)
+def test_blocks(make_pair: MakePair, sources: list[int], targets: list[int]) -> None:
+    pair = make_pair()
+    pair.producer.call("grant", 0, sources)
+    moved = pair.fetch(0, targets)
+    assert moved.num_bytes == len(sources) * 3 * 2 * 8 * 64
+    assert moved.transport == pair.producer.setup.transport
+    assert pair.is_right(sources, targets)
+    assert caches.untouched(pair.consumer.cache, but=targets)
+    assert pair.nothing_held()
+    assert pair.producer.call("outcome", 0) == "fetched"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(blocks=1, heads=1, tokens=1, content=1, layers=1),
+        Shape(blocks=3, heads=1, tokens=1, content=3, layers=1),
+        Shape(blocks=16, heads=2, tokens=16, content=64, layers=2),
+        Shape(blocks=1024, heads=2, tokens=16, content=128, layers=16),
+        pytest.param(
+            Shape(blocks=256, heads=8, tokens=128, content=256, layers=16), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["1B", "9B", "64KiB", "64MiB", "1GiB"],
+)
+def test_sizes(make_pair: MakePair, shape: Shape) -> None:
+    pair = make_pair(shape)
+    sources, targets = list(range(shape.blocks)), list(range(shape.blocks))
+    random.Random(1).shuffle(targets)
+    pair.producer.call("grant", 0, sources)
+    moved = pair.fetch(0, targets, seconds=60)
+    assert moved.num_bytes == pair.consumer.cache.block_bytes * shape.blocks
+    assert pair.is_right(sources, targets)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_heads_and_units(make_pair: MakePair, layout: str) -> None:
+    """Two of four heads and an odd number of half blocks: pieces of some hundred bytes, more of
+    them than one system call takes."""
+    shape = Shape(blocks=70, heads=4, layout=layout)
+    pair = make_pair(shape)
+    sources, targets = list(range(5, 65)), list(range(69, 9, -1))
+    pair.producer.call("grant", 0, sources)
+    part, mine = p.Part(4, 3, 118, (1, 3)), Selection(targets, 4, 1, 115, (2, 4))
+    moved = pair.consumer.fetch(Order(pair.producer.endpoint, 0, part, mine))
+    assert moved.num_bytes == 115 * 4 * 2 * 64 * 3
+    for index in range(shape.layers):
+        sent = caches.tokens(pair.original(), index, sources)[12:472, 1:3]
+        got = caches.tokens(pair.consumer.cache, index, targets)
+        assert got[4:464, 2:4].equal(sent)
+        assert bool((got[:, :2] == caches.POISON).all())
+        assert bool((got[:4] == caches.POISON).all())
+        assert bool((got[464:] == caches.POISON).all())
+    assert caches.untouched(pair.consumer.cache, but=targets)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLNHC"])
+def test_two_producer_ranks_into_one(start: Start, layout: str) -> None:
+    one, both = Shape(heads=1, layout=layout), Shape(heads=2, layout=layout)
+    ranks = [start(one, remote=True, empty=False) for _ in range(2)]
+    consumer = start(both, remote=False, empty=True)
+    sources, targets = [4, 9, 2], [20, 1, 2]
+    for head, rank in enumerate(ranks):
+        rank.call("grant", 0, sources)
+        mine = Selection(targets, 8, 0, 3, (head, head + 1))
+        consumer.fetch(Order(rank.endpoint, 0, p.Part(8, 0, 3, (0, 1)), mine))
+    for index in range(one.layers):
+        got = caches.tokens(consumer.cache, index, targets)
+        for head, rank in enumerate(ranks):
+            sent = caches.tokens(caches.make(one, rank.setup.seed), index, sources)
+            assert got[:, head].equal(sent[:, 0])
+    assert caches.untouched(consumer.cache, but=targets)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLNHC"])
+def test_one_producer_rank_into_two(start: Start, layout: str) -> None:
+    one, both = Shape(heads=1, layout=layout), Shape(heads=2, layout=layout)
+    producer = start(both, remote=True, empty=False)
+    producer.call("grant", 0, [4, 9, 2])
+    original = caches.make(both, producer.setup.seed)
+    for head in range(2):
+        assert producer.call("outcome", 0) is None, "the other rank has not fetched yet"
+        consumer = start(one, remote=False, empty=True)
+        part, mine = p.Part(8, 0, 3, (head, head + 1)), consumer.cache.whole([20, 1, 2])
+        consumer.fetch(Order(producer.endpoint, 0, part, mine, readers=2))
+        for index in range(one.layers):
+            got = caches.tokens(consumer.cache, index, [20, 1, 2])
+            assert got[:, 0].equal(caches.tokens(original, index, [4, 9, 2])[:, head])
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(16, 4), (4, 16), (12, 8)])
+def test_block_sizes_that_differ(make_pair: MakePair, theirs: int, ours: int) -> None:
+    pair = make_pair(Shape(tokens=theirs), Shape(tokens=ours))
+    unit = 4
+    sources, targets = [5, 3, 8, 1, 0, 9], [9, 8, 2, 1, 11, 0]
+    count = min(6 * theirs, 6 * ours) // unit - 1
+    pair.producer.call("grant", 0, sources)
+    part, mine = p.Part(unit, 1, 1 + count), Selection(targets, unit, 0, count)
+    pair.consumer.fetch(Order(pair.producer.endpoint, 0, part, mine))
+    for index in range(3):
+        sent = caches.tokens(pair.original(), index, sources)[unit:][: count * unit]
+        got = caches.tokens(pair.consumer.cache, index, targets)
+        assert got[: count * unit].equal(sent)
+        assert bool((got[count * unit :] == caches.POISON).all())
+
+
+def test_64_at_once(make_pair: MakePair) -> None:
+    shape = Shape(blocks=256, content=512)
+    pair = make_pair(shape)
+    order = random.Random(2).sample(range(256), 256)
+    for lease in range(64):
+        pair.producer.call("grant", lease, order[lease * 4 : lease * 4 + 4])
+    with ThreadPoolExecutor(64) as pool:
+        list(pool.map(lambda n: pair.fetch(n, range(n * 4, n * 4 + 4)), range(64)))
+    assert pair.is_right(order, range(256))
+    assert {pair.producer.call("outcome", lease) for lease in range(64)} <= {"fetched", None}
+    assert pair.nothing_held()
+
+
+def test_both_directions_at_once(start: Start) -> None:
+    shape = Shape(blocks=64, content=512)
+    there, here = start(shape, remote=True, empty=False), start(shape, remote=False, empty=False)
+    theirs = caches.make(shape, there.setup.seed)
+    ours = caches.make(shape, here.setup.seed)
+    part, mine = p.Part(8, 0, 16), here.cache.whole(range(32, 48))
+    for lease in range(8):
+        there.call("grant", lease, range(16))
+        here.grant(lease, range(16))
+        there.start("fetch", Order(here.endpoint, lease, part, mine))
+        here.fetch(Order(there.endpoint, lease, part, mine))
+        there.result()
+        assert caches.same(here.prompts(range(32, 48)), caches.prompts(theirs, range(16)))
+        assert caches.same(there.call("prompts", range(32, 48)), caches.prompts(ours, range(16)))
+
+
+def test_nothing_moves_past_the_deadline(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.producer.call("grant", 0, [1])
+    pair.fetch(0, [1])
+    pair.producer.call("grant", 1, [1], 0.3)
+    began = time.monotonic()
+    with pytest.raises(PeerLost) as error:
+        pair.fetch(1, [2], seconds=0)
+    assert error.value.reason == "deadline"
+    assert time.monotonic() - began < 1
+    assert caches.untouched(pair.consumer.cache, but=[1])
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"\x00", b"\x93\x01\x02\x03", bytes(64), b"\xff" * 64],
+    ids=["empty", "zero", "short", "zeros", "ones"],
+)
+def test_garbage_is_refused(make_pair: MakePair, garbage: bytes) -> None:
+    receiver, cache = (pair := make_pair()).consumer.receiver, pair.consumer.cache
+    job = FetchJob(cache.whole([1]), Deadline.after(2))
+    assert receiver.usable(garbage) is False
+    with pytest.raises(TransferError):
+        receiver.receive(job, garbage)
+    assert caches.untouched(cache, but=[1])
+
+
+def test_wrong_secret(make_pair: MakePair, start: Start) -> None:
+    pair = make_pair()
+    guesser = start(pair.shape, remote=False, empty=True, secret=b"guessed")
+    pair.producer.call("grant", 0, [1])
+    with pytest.raises(PeerLost, match="is the secret the same"):
+        guesser.fetch(pair.order(0, [1]))
+    assert caches.untouched(guesser.cache, but=[])
+    pair.fetch(0, [1])
+    assert pair.is_right([1], [1])
+
+
+def test_another_generation_and_a_used_lease_are_gone(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.producer.call("grant", 0, [1])
+    pair.fetch(0, [1])
+    with pytest.raises(LeaseGone):
+        pair.fetch(0, [2])
+    assert caches.untouched(pair.consumer.cache, but=[1])

@@ -1,0 +1,270 @@
+"""What only process memory has: whom it takes for readable, and how it cuts its system calls."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transport import caches
+from transport.caches import Shape
+from transport.nobody import REFUSED, look_as_nobody
+from transport.worker import CONTEXT
+
+from disagg.errors import DataCorrupt, PeerLost, TransferError
+from disagg.transport import process_memory, process_vm
+from disagg.transport.base import Deadline, FetchJob
+from disagg.transport.blocks import BlockCache, Region, Selection
+from disagg.transport.process_memory import ProcessMemoryReceiver, ProcessMemorySender
+
+SHAPE = Shape(blocks=40, heads=4, layout="BLNHC")
+
+
+def ends(shape: Shape = SHAPE) -> tuple[ProcessMemorySender, ProcessMemoryReceiver]:
+    """Both ends here: a process may read itself, by the very same call."""
+    sender = ProcessMemorySender(caches.make(shape, 1))
+    return sender, ProcessMemoryReceiver(caches.make(shape, None))
+
+
+def changed(offer: bytes, **fields: Any) -> bytes:
+    content = msgspec.msgpack.decode(offer)
+    assert set(fields) <= set(content)
+    return msgspec.msgpack.encode({**content, **fields})
+
+
+def gone() -> int:
+    """The pid of a process that has ended."""
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(pid, 0)
+    return pid
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (lambda: {"boot": "0" * 36}, "another host"),
+        (lambda: {"pid_namespace": 1}, "another host or in another pid namespace"),
+        (lambda: {"pid": gone()}, "gone"),
+        (lambda: {"pid": -1}, "gone"),
+        (lambda: {"pid": os.getppid()}, "gone|cannot read|another process"),
+        (lambda: {"started": 1}, "gone"),
+        (lambda: {"token": bytes(16)}, "another process"),
+        (lambda: {"token_at": 4096}, "Bad address"),
+        (lambda: {"token_at": -1}, "no sense"),
+        (lambda: {"regions": b""}, "no sense"),
+        (lambda: {"regions": bytes(63)}, "no sense"),
+        (lambda: {"regions": bytes(64)}, "no sense|differ"),
+    ],
+)
+def test_not_usable(
+    fields: Callable[[], dict[str, Any]], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, receiver = ends()
+    offer = sender.offer()
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            assert not receiver.usable(changed(offer, **fields()))
+    (line,) = {record.getMessage() for record in caplog.records}
+    assert len(caplog.records) == 1
+    assert re.search(why, line)
+    assert receiver.usable(offer)
+
+
+def test_caches_that_differ_or_lie_on_a_device() -> None:
+    sender, receiver = ends()
+    assert not ends(Shape(layers=2))[1].usable(sender.offer())
+    assert not ends(Shape(content=32))[1].usable(sender.offer())
+    # Stands for any memory that is not the host's.
+    meta = Region("x", torch.empty(4, 1, 2, 8, dtype=torch.uint8, device="meta"), "U8")
+    assert ProcessMemorySender(BlockCache([meta])).offer() == b""
+    assert not ProcessMemoryReceiver(BlockCache([meta])).usable(sender.offer())
+    assert not receiver.usable(b"")
+
+
+def test_a_closed_sender_is_not_usable() -> None:
+    sender, receiver = ends()
+    assert receiver.usable(sender.offer())
+    sender.close()
+    assert not receiver.usable(sender.offer())
+
+
+def test_another_users_process_is_not_usable() -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs another user")
+    sender, _ = ends()
+    child = CONTEXT.Process(target=look_as_nobody, args=(sender.offer(), SHAPE), daemon=True)
+    child.start()
+    child.join(20)
+    assert child.exitcode == REFUSED
+
+
+@pytest.mark.parametrize("calls", [1, 7, 64, 4096])
+@pytest.mark.parametrize("iovecs", [1, 2, 5, 1024])
+def test_any_cut_into_calls(monkeypatch: pytest.MonkeyPatch, calls: int, iovecs: int) -> None:
+    """Pieces of both sides end at different bytes; no call may take too many of either."""
+    monkeypatch.setattr(process_vm, "_CALL_BYTES", calls * 64)
+    monkeypatch.setattr(process_vm, "_IOV_MAX", iovecs)
+    theirs, ours = Shape(blocks=20, layout="BLHNC"), Shape(blocks=20, tokens=4, layout="BLHNC")
+    sender = ProcessMemorySender(caches.make(theirs, 1))
+    receiver = ProcessMemoryReceiver(cache := caches.make(ours, None))
+    assert receiver.usable(sender.offer())
+    read, most = process_vm.read, [0, 0]
+
+    def counted(pid: int, near: Any, far: Any) -> int:
+        most[:] = max(most[0], len(near)), max(most[1], len(far))
+        assert near[:, 1].sum() == far[:, 1].sum() <= calls * 64
+        return read(pid, near, far)
+
+    monkeypatch.setattr(process_vm, "read", counted)
+    answer = sender.send(Selection([7, 8, 3, 19], 4, 1, 5), b"", Deadline.after(5))
+    job = FetchJob(Selection([1, 9, 10, 2, 18], 4, 0, 5), Deadline.after(5))
+    assert receiver.receive(job, answer) == 5 * 4 * 2 * 64 * 3
+    assert 1 <= max(most) <= iovecs
+    for index in range(3):
+        sent = caches.tokens(sender._cache, index, [7, 8, 3, 19])[4:24]
+        assert caches.tokens(cache, index, [1, 9, 10, 2, 18]).equal(sent)
+    assert caches.untouched(cache, but=[1, 9, 10, 2, 18])
+
+
+def test_pieces_are_a_stream() -> None:
+    generator = random.Random(5)
+    lengths = np.array([generator.randint(1, 9) for _ in range(3000)])
+    addresses = np.arange(3000) * 100
+    pieces = process_vm.Pieces(addresses, lengths, [int(lengths.sum())])
+    stream = np.concatenate([at + np.arange(n) for at, n in zip(addresses, lengths, strict=True)])
+    for _ in range(200):
+        at = generator.randrange(pieces.total)
+        end = generator.randint(at + 1, pieces.reach(at))
+        iovecs = pieces.between(at, end).astype(np.int64)
+        assert len(iovecs) <= 1024
+        assert (iovecs[:, 1] > 0).all()
+        found = np.concatenate([begin + np.arange(n) for begin, n in iovecs])
+        assert np.array_equal(found, stream[at:end])
+
+
+def test_short_reads_go_on_where_they_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = ends()
+    assert receiver.usable(sender.offer())
+    read, generator = process_vm.read, random.Random(6)
+
+    def short(pid: int, near: Any, far: Any) -> int:
+        near, far = near[:1].copy(), far[:1].copy()
+        near[0, 1] = far[0, 1] = generator.randint(1, int(min(near[0, 1], far[0, 1])))
+        return read(pid, near, far)
+
+    monkeypatch.setattr(process_vm, "read", short)
+    answer = sender.send(sender._cache.whole([4, 5, 1]), b"", Deadline.after(5))
+    receiver.receive(FetchJob(receiver._cache.whole([2, 1, 9]), Deadline.after(5)), answer)
+    assert caches.same(
+        caches.prompts(sender._cache, [4, 5, 1]), caches.prompts(receiver._cache, [2, 1, 9])
+    )
+
+
+def test_memory_that_is_no_longer_there() -> None:
+    """A region whose last page is not mapped: the first blocks are read, then it ends."""
+    page = mmap.PAGESIZE
+    area = mmap.mmap(-1, 4 * page)
+    memory = torch.frombuffer(area, dtype=torch.uint8).view(4, 1, 1, page)
+    sender = ProcessMemorySender(BlockCache([Region("x", memory, "U8")]))
+    receiver = ProcessMemoryReceiver(
+        BlockCache([Region("x", torch.zeros(4, 1, 1, page, dtype=torch.uint8), "U8")])
+    )
+    assert receiver.usable(sender.offer())
+    answer = sender.send(sender._cache.whole(range(4)), b"", Deadline.after(5))
+    job = FetchJob(receiver._cache.whole(range(4)), Deadline.after(5))
+    libc = ctypes.CDLL(None)
+    where = ctypes.c_void_p(memory.data_ptr() + 3 * page)
+    assert libc.mprotect(where, page, 0) == 0
+    try:
+        with pytest.raises(TransferError, match=os.strerror(errno.EFAULT)) as error:
+            receiver.receive(job, answer)
+        assert error.value.reason == "process_memory"
+    finally:
+        libc.mprotect(where, page, 3)
+    assert receiver.receive(job, answer) == 4 * page
+
+
+@pytest.mark.parametrize(
+    ("named", "mine"),
+    [
+        (Selection([1, 2], 8, 0, 2), Selection([1], 8, 0, 1)),
+        (Selection([1], 8, 0, 1), Selection([1, 2], 8, 0, 2)),
+        (Selection([1], 8, 0, 1), Selection([1], 4, 0, 2)),
+        (Selection([1], 8, 0, 1, (0, 2)), Selection([1], 8, 0, 1, (0, 1))),
+    ],
+)
+def test_sides_that_mean_different_things(named: Selection, mine: Selection) -> None:
+    sender, receiver = ends()
+    assert receiver.usable(sender.offer())
+    answer = sender.send(named, b"", Deadline.after(5))
+    with pytest.raises(DataCorrupt):
+        receiver.receive(FetchJob(mine, Deadline.after(5)), answer)
+    assert caches.untouched(receiver._cache, but=[])
+
+
+@pytest.mark.parametrize("block", [-1, 40, 1 << 30])
+def test_blocks_outside_of_the_offer_are_never_read(block: int) -> None:
+    sender, receiver = ends()
+    assert receiver.usable(sender.offer())
+    content = msgspec.msgpack.decode(sender.send(Selection([1], 8, 0, 1), b"", Deadline.after(5)))
+    content[1] = np.array([block], np.int32).tobytes()
+    job = FetchJob(receiver._cache.whole([1]), Deadline.after(5))
+    with pytest.raises(DataCorrupt, match="outside"):
+        receiver.receive(job, msgspec.msgpack.encode(content))
+
+
+def test_an_answer_names_only_what_it_must() -> None:
+    sender, _ = ends()
+    some = sender.send(Selection(range(40), 4, 61, 5), b"", Deadline.after(5))
+    assert len(some) < 60
+    wide = np.zeros((1, 1, 1, 1), np.uint8)
+    cache = BlockCache([Region("x", torch.from_numpy(wide), "U8")])
+    with pytest.raises(TransferError) as error:
+        ProcessMemorySender(cache).send(cache.whole([0] * 300_000), b"", Deadline.after(5))
+    assert error.value.reason == "too_large"
+
+
+def test_deadline_is_looked_at_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = ends()
+    assert receiver.usable(sender.offer())
+    answer = sender.send(sender._cache.whole([1]), b"", Deadline.after(5))
+    with pytest.raises(PeerLost) as error:
+        receiver.receive(FetchJob(receiver._cache.whole([1]), Deadline.after(-1)), answer)
+    assert error.value.reason == "deadline"
+
+
+@pytest.mark.parametrize("scope", ["0", "1", "2", "nonsense", None])
+def test_yama(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, scope: str | None) -> None:
+    """Readers are named where, and only where, that makes the difference; and unnamed again."""
+    file = tmp_path / "ptrace_scope"
+    if scope is not None:
+        file.write_text(scope + "\n")
+    asked: list[tuple[int, int]] = []
+
+    def prctl(option: int, value: Any) -> int:
+        asked.append((option, value.value))
+        return 0
+
+    monkeypatch.setattr(process_memory, "_PTRACE_SCOPE", file)
+    monkeypatch.setattr(process_memory, "_prctl", prctl)
+    sender, _ = ends()
+    sender.close()
+    everyone = (1 << 64) - 1
+    named = [(0x59616D61, everyone), (0x59616D61, 0)]
+    assert asked == (named if scope == "1" else [])
+
+
+def test_a_kernel_without_yama_refuses_and_that_is_fine() -> None:
+    if process_memory._PTRACE_SCOPE.exists():
+        pytest.skip("this kernel has Yama")
+    assert process_memory._let_anyone_read() is False

@@ -1,0 +1,283 @@
+"""One worker of either role: in this process, or driven over a pipe in one of its own.
+
+Every wait has a deadline. It must never mock what it drives: control server, leases and
+transports are the real ones, and faults are signals sent to real processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transport import caches
+
+from disagg.transport import handoff
+from disagg.transport import protocol as p
+from disagg.transport.base import Deadline, FetchJob, Receiver
+from disagg.transport.blocks import Selection
+from disagg.transport.client import Endpoint, Peers
+from disagg.transport.lease import LeaseTable
+from disagg.transport.names import PREFERENCE, TransportName
+from disagg.transport.registry import Means, make_receiver, make_sender
+from disagg.transport.server import ControlServer
+from disagg.transport.shared_storage import Storage
+
+FINGERPRINT = {"model": "tiny"}
+SECRET = b"correct horse"
+
+# Processes come from one that has imported torch already, so that each costs no seconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "numpy.random"]
+    + [f"disagg.transport.{name}" for name in ("server", "handoff", *PREFERENCE)]
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A worker to be. `seed` None: a cache of poison, for a consumer."""
+
+    transport: TransportName
+    device: str
+    shape: caches.Shape
+    seed: int | None
+    folder: Path
+    use_limit_s: float = 20.0
+    secret: bytes = SECRET
+
+
+@dataclass
+class Act:
+    """A signal to a process, once the fetch has come to a certain point. `done`: when it was."""
+
+    signal: signal.Signals
+    pid: int = field(default_factory=os.getpid)
+    done: float = 0.0
+
+    def __call__(self) -> None:
+        os.kill(self.pid, self.signal)
+        # Signals take effect on every thread only some time later.
+        if self.signal == signal.SIGKILL:
+            wait_until(lambda: not is_running(self.pid), 5)
+        elif self.signal == signal.SIGSTOP and self.pid != os.getpid():
+            wait_until(lambda: is_stopped(self.pid), 5)
+        self.done = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Order:
+    """One fetch. `before` and `after` are sent around `Receiver.receive`, in its own thread;
+    to this very worker if they are bare signals."""
+
+    endpoint: Endpoint
+    lease: int
+    part: p.Part
+    mine: Selection
+    seconds: float = 10.0
+    readers: int = 1
+    before: Act | signal.Signals | None = None
+    after: Act | signal.Signals | None = None
+
+
+class Worker:
+    """A worker's cache with both ends of one transport, its control server, and an owner of the
+    blocks that frees them like vLLM: what `grant` was told to scribble over has other content
+    within milliseconds of the lease's end."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.cache = caches.make(setup.shape, setup.seed, setup.device)
+        storage = Storage(setup.folder, 4 << 30)
+        means = Means("127.0.0.1", SECRET, storage)
+        self.sender = make_sender(setup.transport, self.cache, means)
+        self.receiver = make_receiver(setup.transport, self.cache, means)
+        self.leases = LeaseTable()
+        generation = os.urandom(8).hex()
+        self.server = ControlServer(
+            host="127.0.0.1",
+            port=0,
+            secret=SECRET,
+            hello=p.Welcome("engine", generation, {self.sender.name: self.sender.offer()}),
+            fingerprint=FINGERPRINT,
+            cache=self.cache,
+            leases=self.leases,
+            senders=[self.sender],
+            use_limit_s=setup.use_limit_s,
+        )
+        self.endpoint = Endpoint("127.0.0.1", self.server.port, generation)
+        self.peers = Peers("engine", FINGERPRINT, setup.secret)
+        self._scribbled: dict[str, Sequence[int]] = {}
+        self._outcomes: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._freeing = threading.Thread(target=self._free, daemon=True)
+        self._freeing.start()
+
+    def grant(
+        self, lease: int, block_ids: Sequence[int], seconds: float = 30, scribble: bool = False
+    ) -> None:
+        if scribble:
+            self._scribbled[str(lease)] = block_ids
+        self.leases.grant(lease, str(lease), block_ids, seconds)
+
+    def fetch(self, order: Order) -> handoff.Moved:
+        receiver: Receiver = self.receiver
+        if order.before is not None or order.after is not None:
+            receiver = _Interrupted(receiver, _act(order.before), _act(order.after))
+        wanted = handoff.Wanted(order.endpoint, order.lease, order.part, order.readers)
+        job = FetchJob(order.mine, Deadline.after(order.seconds))
+        return handoff.fetch(self.peers, wanted, job, [receiver])
+
+    def prompts(self, block_ids: Sequence[int]) -> list[np.ndarray]:
+        return caches.prompts(self.cache, block_ids)
+
+    def held(self) -> int:
+        """How many leases keep blocks that were not given back and scribbled over yet."""
+        with self._lock:
+            return self.leases.held()
+
+    def outcome(self, lease: int) -> str | None:
+        """fetched, aborted or expired; None while blocks are kept."""
+        return self._outcomes.get(str(lease))
+
+    def close(self) -> None:
+        self.peers.close()
+        self.receiver.close()
+        self.server.close()
+        self.sender.close()
+        self._closed.set()
+        self._freeing.join(5)
+        self.leases.check_integrity()
+
+    def _free(self) -> None:
+        while not self._closed.wait(0.002):
+            with self._lock:
+                for ended in self.leases.take_ended():
+                    blocks = self._scribbled.pop(ended.request_id, None)
+                    if blocks is not None:
+                        caches.fill(self.cache, blocks, caches.SCRIBBLE)
+                    self._outcomes[ended.request_id] = ended.outcome
+
+
+class _Interrupted:
+    """The receiver, with signals sent where the fetch is between two messages."""
+
+    def __init__(self, inner: Receiver, before: Act | None, after: Act | None) -> None:
+        self.name, self._inner, self._before, self._after = inner.name, inner, before, after
+
+    def usable(self, offer: bytes) -> bool:
+        return self._inner.usable(offer)
+
+    def request(self, job: FetchJob) -> bytes:
+        return self._inner.request(job)
+
+    def receive(self, job: FetchJob, answer: bytes) -> int:
+        if self._before:
+            self._before()
+        moved = self._inner.receive(job, answer)
+        if self._after:
+            self._after()
+        return moved
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Remote:
+    """A worker in a process of its own."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = CONTEXT.Process(target=_serve, args=(theirs, setup), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid or 0
+        self.endpoint: Endpoint = self.result(60)
+
+    def call(self, method: str, *args: Any, **named: Any) -> Any:
+        """What `Worker`'s method of this name returns or raises there."""
+        self.start(method, *args, **named)
+        return self.result()
+
+    def start(self, method: str, *args: Any, **named: Any) -> None:
+        """Call, without waiting for the end; one call at a time."""
+        self._pipe.send((method, args, named))
+
+    def result(self, seconds: float = 20) -> Any:
+        """The end of the call that was started. EOFError: the process is gone."""
+        assert self._pipe.poll(seconds), f"the worker has not answered for {seconds} s"
+        fine, value = self._pipe.recv()
+        if not fine:
+            raise value
+        return value
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+        if number == signal.SIGKILL:
+            self._process.join(5)
+
+    def is_alive(self) -> bool:
+        return is_running(self.pid)
+
+    def close(self) -> None:
+        if self.is_alive():
+            os.kill(self.pid, signal.SIGCONT)
+            self.start("close")
+            self.result()
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            raise AssertionError("the worker does not end")
+        self._pipe.close()
+
+
+def wait_until(true: Any, seconds: float) -> bool:
+    """Whether it came true in time."""
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in "ZX"
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def _act(given: Act | signal.Signals | None) -> Act | None:
+    return Act(given) if isinstance(given, signal.Signals) else given
+
+
+def _serve(pipe: Connection, setup: Setup) -> None:
+    worker = Worker(setup)
+    pipe.send((True, worker.endpoint))
+    method = ""
+    while method != "close":
+        try:
+            method, args, named = pipe.recv()
+        except EOFError:
+            os._exit(1)  # whoever drives us is gone
+        try:
+            answer = (True, getattr(worker, method)(*args, **named))
+        except Exception as error:  # noqa: BLE001 - it is raised where the call came from
+            answer = (False, error)
+        pipe.send(answer)
