@@ -1,0 +1,210 @@
+"""`DisaggConnector`: vLLM's connector interface, handed on to the two halves.
+
+It decides nothing. Exactly one half exists in a process: the scheduler's or a worker's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+from disagg.connector.geometry import check_supported, kv_heads, splits_blocks
+from disagg.connector.messages import StepWork, WorkerAddress
+from disagg.connector.metrics import ConnectorPromMetrics, ConnectorStats
+from disagg.connector.prompt import hasher
+from disagg.connector.scheduler import SchedulerHalf
+from disagg.connector.settings import read_secret, read_settings
+from disagg.connector.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+def _log_as_vllm_does() -> None:
+    """vLLM sets up its own logger alone; without handlers our lines would be lost."""
+    ours, theirs = logging.getLogger("disagg"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
+
+
+class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
+    """Asynchronous pull of KV blocks from prefill to decode engines, under leases."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm_does()
+        check_supported(vllm_config, kv_cache_config)
+        transfer = self._kv_transfer_config
+        settings = read_settings(transfer.kv_connector_extra_config)
+        secret = read_secret()
+        engine_id = str(transfer.engine_id)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            # vLLM's default fails the request; ours is never to lose one. Read after this.
+            transfer.kv_load_failure_policy = "fail" if settings.strict else "recompute"
+            self._scheduler = SchedulerHalf(
+                settings,
+                secret,
+                engine_id=engine_id,
+                block_size=vllm_config.cache_config.block_size,
+                world_size=vllm_config.parallel_config.tensor_parallel_size,
+                kv_heads=kv_heads(vllm_config),
+                splits_blocks=splits_blocks(vllm_config),
+                hash_blocks=hasher(vllm_config.cache_config.prefix_caching_hash_algo),
+                produces=transfer.is_kv_producer,
+                consumes=transfer.is_kv_consumer,
+            )
+        else:
+            self._worker = WorkerHalf(
+                vllm_config,
+                kv_cache_config,
+                settings,
+                secret,
+                name=settings.engine_name or engine_id,
+                rank=get_tensor_model_parallel_rank(),
+                world_size=vllm_config.parallel_config.tensor_parallel_size,
+            )
+
+    @property
+    def scheduler(self) -> SchedulerHalf:
+        """The scheduler half; only in the scheduler's process."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerHalf:
+        """The worker half; only in a worker's process."""
+        assert self._worker is not None
+        return self._worker
+
+    # ---- scheduler side --------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        addresses = [metadata[rank] for rank in sorted(metadata)]
+        self.scheduler.set_endpoints(
+            [address.endpoint for address in addresses if isinstance(address, WorkerAddress)]
+        )
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self.scheduler.num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self.scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler.step_work()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler.update(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.request_finished(request, block_ids[0])
+
+    # ---- worker side -----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.address()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        work = self._get_connector_metadata()
+        assert isinstance(work, StepWork)
+        self.worker.start(work)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete before vLLM schedules their request."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Blocks are read where they are, after the request finished."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved during the forward pass."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received, failed = self.worker.finished()
+        return KVConnectorTransferResults(sent, received, failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.take_report()
+
+    # ---- both ------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._scheduler is None:
+            return None
+        stats = self._scheduler.take_stats()
+        return None if stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

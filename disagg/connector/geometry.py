@@ -1,0 +1,156 @@
+"""From vLLM's KV cache tensors to plain block regions, and to the fingerprint peers compare.
+
+Refuses at start what this connector cannot move, naming the setting to change. Legend for
+shapes: B blocks, H KV heads of this rank, N tokens of a block, C content (K and V of one head
+and token).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import vllm
+
+from disagg.errors import ConfigError
+from disagg.transport.blocks import BlockCache, Region
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_SAMPLE = 1 << 20
+
+
+def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
+    """Raise `ConfigError` for engines whose blocks this connector cannot move."""
+    problems = []
+    if len(kv_cache.kv_cache_groups) > 1:
+        problems.append(
+            "disable_hybrid_kv_cache_manager: False — this model has several KV cache groups, "
+            "which are not handed over; set it to True"
+        )
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        problems.append(
+            f"pipeline_parallel_size: {parallel.pipeline_parallel_size} — handoffs need 1; use "
+            "tensor_parallel_size instead"
+        )
+    if parallel.decode_context_parallel_size > 1:
+        problems.append(
+            f"decode_context_parallel_size: {parallel.decode_context_parallel_size} — "
+            "handoffs need 1"
+        )
+    block_size = config.cache_config.block_size
+    if kv_cache.hash_block_size not in (None, block_size):
+        problems.append(
+            f"block_size: {block_size} — prefix hashes cover {kv_cache.hash_block_size} tokens; "
+            "both must be the same"
+        )
+    if config.speculative_config is not None:
+        problems.append("speculative_config — handoffs of draft caches are not supported; unset it")
+    if problems:
+        raise ConfigError(problems)
+
+
+def block_cache(kv_caches: dict[str, torch.Tensor]) -> BlockCache:
+    """Regions of all layers, in layer order; layers that share a cache count once."""
+    regions: list[Region] = []
+    seen: set[int] = set()
+    for name, cache in kv_caches.items():
+        if not isinstance(cache, torch.Tensor):
+            raise ConfigError(f"model: layer {name} keeps recurrent state, which is not moved")
+        if cache.data_ptr() in seen:
+            continue
+        seen.add(cache.data_ptr())
+        regions.append(_region(name, cache))
+    return BlockCache(regions)
+
+
+def _region(name: str, cache: torch.Tensor) -> Region:
+    """cache: vLLM's logical [B, H, N, C] with the layout's strides; [B, N, C] with MLA."""
+    if cache.dim() == 3:
+        cache = cache.unsqueeze(1)
+    if cache.dim() != 4 or cache.stride(3) != 1:
+        raise ConfigError(
+            f"attention_backend: layer {name} keeps its cache as {list(cache.shape)} with strides "
+            f"{list(cache.stride())}, which is not moved; choose another backend"
+        )
+    return Region(name, cache.view(torch.uint8), _DTYPES[cache.dtype])
+
+
+def kv_heads(config: VllmConfig) -> int:
+    """KV heads of the whole model, over which tensor parallel ranks share; 1 with MLA."""
+    model = config.model_config
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def splits_blocks(config: VllmConfig) -> bool:
+    """Whether a part of a block's tokens is a part of its bytes."""
+    return str(config.device_config.device_type) != "cpu"
+
+
+def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig, cache: BlockCache) -> dict[str, str]:
+    """What must agree, field by field, before two workers exchange a block.
+
+    Nothing of tensor parallelism: ranks of different sizes slice and merge heads.
+    """
+    model, caching = config.model_config, config.cache_config
+    # vLLM's CPU kernels pack the tokens of a block together, so a block cannot be cut.
+    block_size = str(caching.block_size) if not splits_blocks(config) else "any"
+    contents = ", ".join(
+        dict.fromkeys(f"{region.dtype}[{region.memory.shape[3]}]" for region in cache.regions)
+    )
+    return {
+        "vllm": vllm.__version__.partition("+")[0],
+        "checkpoint": checkpoint(model.model, model.revision),
+        "quantization": str(model.quantization),
+        "dtype": str(model.dtype),
+        "kv_cache_dtype": str(caching.cache_dtype),
+        "prefix_caching_hash_algo": str(caching.prefix_caching_hash_algo),
+        "block_size": block_size,
+        "kv_cache_layout": str(kv_cache.kv_cache_layout),
+        "kv_heads": str(kv_heads(config)),
+        "layers": str(len(cache.regions)),
+        "bytes_of_a_head_and_token": contents,
+    }
+
+
+def checkpoint(path: str, revision: str | None) -> str:
+    """A digest that tells two checkpoints apart wherever they lie.
+
+    Samples both ends of each weight file: reading a large one whole would cost minutes.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return f"{path}@{revision or 'default'}"
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(_canonical_config(folder))
+    for file in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as weights:
+            digest.update(weights.read(_SAMPLE))
+            weights.seek(max(0, size - _SAMPLE))
+            digest.update(weights.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+def _canonical_config(folder: Path) -> bytes:
+    try:
+        text = (folder / "config.json").read_text()
+    except OSError:
+        return b""  # formats without one are told apart by their weights
+    return json.dumps(json.loads(text), sort_keys=True).encode()

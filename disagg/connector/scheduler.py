@@ -1,0 +1,291 @@
+"""The scheduler half: decides what is kept, what is loaded, and what is told to peers.
+
+Runs inside vLLM's scheduler, so it never waits and never does I/O. One `Pull` object follows a
+request's load from arrival to end. Bad params of any kind end in local computation.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from disagg.connector import params as wire
+from disagg.connector import prompt
+from disagg.connector.messages import Grant, Letter, Load, LoadReport, StepReport, StepWork
+from disagg.connector.metrics import ConnectorStats
+from disagg.connector.settings import ConnectorSettings
+from disagg.transport import sharding
+from disagg.transport.client import Endpoint
+from disagg.transport.ticket import Handoff
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_KEPT = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class PullState(enum.Enum):
+    """Where a load stands. QUEUED -> LOADING -> DONE, or QUEUED -> DONE."""
+
+    QUEUED = "queued"
+    LOADING = "loading"
+    DONE = "done"
+
+
+@dataclass
+class Pull:
+    """One request's load on the consumer. tokens: prompt tokens that the lease can serve."""
+
+    handoff: Handoff
+    tokens: int
+    state: PullState = PullState.QUEUED
+    problem: str | None = None
+    renewed: float = 0.0
+    called_off: bool = False
+
+
+class SchedulerHalf:
+    """Scheduler side of `DisaggConnector`."""
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        secret: bytes,
+        *,
+        engine_id: str,
+        block_size: int,
+        world_size: int,
+        kv_heads: int,
+        splits_blocks: bool,
+        hash_blocks: prompt.Hasher,
+        produces: bool,
+        consumes: bool,
+    ) -> None:
+        self._settings, self._secret = settings, secret
+        self._engine_id, self._block_size, self._world_size = engine_id, block_size, world_size
+        self._kv_heads, self._splits_blocks = kv_heads, splits_blocks
+        self._hash_blocks = hash_blocks
+        self._produces, self._consumes = produces, consumes
+        self._endpoints: list[Endpoint] = []
+        self._next_lease = 0
+        self._leases: dict[str, str] = {}  # request id -> how it ended, once a rank said so
+        self._pulls: dict[str, Pull] = {}
+        self._reports: dict[str, list[LoadReport]] = {}
+        self._work = StepWork()
+        self._stats = ConnectorStats()
+
+    def set_endpoints(self, endpoints: list[Endpoint]) -> None:
+        """Where the workers listen, by rank."""
+        self._endpoints = endpoints
+
+    # ---- a request comes -------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Look at its params once; what cannot be used is dropped here, and counted."""
+        wanted = wire.read(request.kv_transfer_params, self._secret)
+        if not isinstance(request.kv_transfer_params, dict):
+            # vLLM's scheduler calls .get() on whatever a client managed to put there.
+            request.kv_transfer_params = None
+        if wanted.handoff is None:
+            if wanted.problem is not None:
+                self._refuse(request, wanted.problem, None)
+            return
+        tokens, problem = self._servable(request, wanted.handoff)
+        if problem is not None:
+            self._refuse(request, problem, wanted.handoff)
+            return
+        pull = Pull(wanted.handoff, tokens, renewed=time.monotonic())
+        self._pulls[request.request_id] = pull
+
+    def _servable(self, request: Request, handoff: Handoff) -> tuple[int, str | None]:
+        """How many leading tokens the lease can serve, or why it cannot serve any."""
+        if not self._consumes:
+            return 0, "role"
+        if not self._block_sizes_fit(handoff.block_size):
+            return 0, "block_size"
+        if not sharding.fits(len(handoff.endpoints), self._world_size, self._kv_heads):
+            return 0, "tensor_parallel_size"
+        if not prompt.hashable(request):
+            return 0, "prompt_embeds"
+        ours = self._digests(request, handoff.block_size)
+        tokens = prompt.shared_tokens(ours, handoff.digests, handoff.num_tokens, handoff.block_size)
+        tokens = min(tokens, request.num_prompt_tokens)
+        return (tokens, None) if tokens > 0 else (0, "prompt_mismatch")
+
+    def _block_sizes_fit(self, theirs: int) -> bool:
+        small, large = sorted((theirs, self._block_size))
+        return small == large or (self._splits_blocks and small > 0 and large % small == 0)
+
+    def _digests(self, request: Request, block_size: int) -> bytes:
+        hashes: Sequence[bytes] = request.block_hashes
+        if block_size != self._block_size:
+            hashes = self._hash_blocks(request, block_size)
+        return prompt.digests(request, hashes, block_size)
+
+    def _refuse(self, request: Request, problem: str, handoff: Handoff | None) -> None:
+        logger.warning("request %s computes its prompt here: %s", request.request_id, problem)
+        self._stats.count("failures", problem)
+        self._stats.count("handoffs", "none|failed")
+        if handoff is not None and problem != "prompt_mismatch":
+            self._release(handoff)
+        if self._settings.strict:
+            handoff = handoff or Handoff("", -1, [], 0, self._block_size, b"")
+            pull = Pull(handoff, request.num_prompt_tokens, problem=problem)
+            self._pulls[request.request_id] = pull
+
+    # ---- the consumer's load ---------------------------------------------------------------
+
+    def num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond `computed`. Without side effects; may be asked again."""
+        pull = self._pulls.get(request.request_id)
+        if pull is None or pull.state is not PullState.QUEUED:
+            return 0, False
+        if pull.tokens - computed <= 0 or computed >= request.num_tokens - 1:
+            return 0, False  # the last token is computed in any case
+        if self._lease_is_loading(pull):
+            return None, False  # n > 1: the other one's blocks will be in the prefix cache
+        return pull.tokens - computed, True
+
+    def _lease_is_loading(self, pull: Pull) -> bool:
+        return any(
+            other.state is PullState.LOADING and other.handoff == pull.handoff
+            for other in self._pulls.values()
+            if other is not pull
+        )
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Blocks are allocated: start the load, or let go of a lease that is not needed."""
+        pull = self._pulls.get(request.request_id)
+        if pull is None or pull.state is not PullState.QUEUED:
+            return
+        if external == 0:
+            pull.state = PullState.DONE
+            self._stats.count("handoffs", "none|local_hit")
+            self._release(pull.handoff)
+            return
+        pull.state = PullState.LOADING
+        unit = min(self._block_size, pull.handoff.block_size)
+        start, stop = (pull.tokens - external) // unit, -(-pull.tokens // unit)
+        per_block = self._block_size // unit
+        self._work.loads.append(
+            Load(
+                request.request_id,
+                pull.handoff.lease,
+                pull.handoff.endpoints,
+                unit,
+                start,
+                stop,
+                start % per_block,
+                list(blocks.get_block_ids()[0][start // per_block : -(-stop // per_block)]),
+                pull.problem,
+            )
+        )
+
+    # ---- a request ends --------------------------------------------------------------------
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks of a finished prefill; call off what a finished consumer wanted."""
+        pull = self._pulls.get(request.request_id)
+        if pull is not None:
+            self._call_off(request.request_id, pull)
+        params = request.kv_transfer_params
+        if not self._produces or request.status not in _KEPT:
+            return False, None
+        if not params or not params.get("do_remote_decode"):
+            return False, None
+        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if tokens < request.num_prompt_tokens or not prompt.hashable(request):
+            return False, None
+        return True, self._grant(request, block_ids[: -(-tokens // self._block_size)], tokens)
+
+    def _call_off(self, request_id: str, pull: Pull) -> None:
+        if pull.state is PullState.LOADING:
+            # vLLM keeps the blocks until the worker reports; the pull stays until then.
+            pull.called_off = True
+            self._work.cancels.append(request_id)
+            return
+        if pull.state is PullState.QUEUED:
+            self._stats.count("handoffs", "none|aborted")
+            self._release(pull.handoff)
+        del self._pulls[request_id]
+
+    def _grant(self, request: Request, block_ids: list[int], tokens: int) -> dict[str, Any]:
+        lease, self._next_lease = self._next_lease, self._next_lease + 1
+        seconds = self._settings.lease_s
+        self._work.grants.append(Grant(lease, request.request_id, block_ids, seconds))
+        self._leases[request.request_id] = "held"
+        self._stats.set_leases_held(len(self._leases))
+        handoff = Handoff(
+            self._engine_id,
+            lease,
+            self._endpoints,
+            tokens,
+            self._block_size,
+            self._digests(request, self._block_size),
+        )
+        return wire.answer(handoff, self._secret, request.request_id, [block_ids])
+
+    def _release(self, handoff: Handoff) -> None:
+        if handoff.endpoints:
+            self._work.releases.append(Letter(handoff.lease, handoff.endpoints))
+
+    # ---- each step -------------------------------------------------------------------------
+
+    def step_work(self) -> StepWork:
+        """What the workers shall do in this step."""
+        self._renew_queued()
+        work, self._work = self._work, StepWork()
+        return work
+
+    def _renew_queued(self) -> None:
+        now, every = time.monotonic(), self._settings.lease_s / 3
+        for pull in self._pulls.values():
+            if pull.state is PullState.QUEUED and now - pull.renewed > every:
+                pull.renewed = now
+                if pull.problem is None:
+                    letter = Letter(pull.handoff.lease, pull.handoff.endpoints)
+                    self._work.renewals.append(letter)
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Take in what the workers report."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, StepReport):
+            for load in report.loads:
+                self._reports.setdefault(load.request_id, []).append(load)
+            self._leases.update({ended.request_id: ended.outcome for ended in report.leases})
+        for request_id in output.finished_recving or ():
+            pull = self._pulls[request_id]
+            pull.state = PullState.DONE
+            self._count_load(self._reports.pop(request_id), pull)
+            if pull.called_off:
+                del self._pulls[request_id]
+        for request_id in output.finished_sending or ():
+            self._stats.count("leases", self._leases.pop(request_id))
+            self._stats.set_leases_held(len(self._leases))
+
+    def _count_load(self, reports: list[LoadReport], pull: Pull) -> None:
+        worst = next((r for r in reports if r.outcome != "loaded"), reports[0])
+        if pull.problem is None:
+            self._stats.count("handoffs", f"{worst.transport}|{worst.outcome}")
+        if worst.outcome == "loaded":
+            self._stats.count("bytes", worst.transport, sum(r.num_bytes for r in reports))
+            self._stats.observe_seconds(max(r.seconds for r in reports))
+        elif worst.outcome == "failed" and pull.problem is None:
+            self._stats.count("failures", worst.reason or "transfer")
+
+    def take_stats(self) -> ConnectorStats:
+        """Counts since the last call."""
+        stats, self._stats = self._stats, ConnectorStats()
+        return stats

@@ -1,0 +1,86 @@
+"""What `kv_connector_extra_config` may say. Every key has a default that works on one host.
+
+The secret is never among the keys: vLLM logs them. It comes from `DISAGG_SECRET`, or else from
+a file that this user's engines on this host share.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from disagg.errors import ConfigError
+from disagg.transport.names import PREFERENCE, TransportName
+from disagg.transport.shared_storage import Storage, default_folder
+
+SECRET_VARIABLE = "DISAGG_SECRET"
+
+
+class ConnectorSettings(BaseModel):
+    """The keys of `kv_connector_extra_config`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine_name: str | None = Field(None, description="Name in logs; the engine id if not given")
+    host: str = Field("127.0.0.1", description="Address the control channel listens on")
+    port: int = Field(0, ge=0, le=65535, description="First rank's port; 0: any free one")
+    transports: list[TransportName] = Field(default=list(PREFERENCE), min_length=1)
+    storage_path: Path | None = None
+    storage_max_bytes: int = Field(8 << 30, gt=0)
+    storage_fsync: bool = False
+    lease_s: float = Field(30.0, gt=0)
+    load_deadline_s: float = Field(30.0, gt=0)
+    load_threads: int = Field(8, ge=1, le=256)
+    strict: bool = False
+
+    def storage(self) -> Storage:
+        """Folder and limits of shared storage."""
+        folder = self.storage_path or default_folder(tempfile.gettempdir())
+        return Storage(folder, self.storage_max_bytes, self.storage_fsync)
+
+
+def read_settings(extra_config: dict[str, Any]) -> ConnectorSettings:
+    """Parse the extra config; raises `ConfigError` with one line per wrong key."""
+    try:
+        return ConnectorSettings.model_validate(extra_config)
+    except ValidationError as error:
+        raise ConfigError(
+            [
+                f"kv_connector_extra_config.{'.'.join(map(str, problem['loc']))}: "
+                f"{problem['input']!r} — {problem['msg']}; keys: "
+                f"{', '.join(ConnectorSettings.model_fields)}"
+                for problem in error.errors()
+            ]
+        ) from error
+
+
+def read_secret() -> bytes:
+    """The deployment's secret; made once per user and host where none is configured."""
+    configured = os.environ.get(SECRET_VARIABLE)
+    if configured:
+        return configured.encode()
+    folder = default_folder(tempfile.gettempdir())
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder} can be written by others, so its secret proves nothing; remove it, or set "
+            f"{SECRET_VARIABLE}"
+        )
+    path = folder / "secret"
+    if not path.exists():
+        fresh = folder / f"secret.{os.getpid()}.{secrets.token_hex(4)}"
+        fresh.touch(mode=0o600)
+        fresh.write_text(secrets.token_hex(32))
+        try:
+            os.link(fresh, path)  # fails if another engine was faster; both then read that one
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+    return path.read_text().encode()

@@ -1,0 +1,305 @@
+"""The worker half of one rank: serves leases, runs loads, reports what ended.
+
+vLLM calls in from its model loop; nothing here may block it. Loads and letters run in threads
+of ours, each bounded by a deadline; their copies let go of the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+import queue
+import secrets as random
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from disagg.connector import geometry
+from disagg.connector.messages import (
+    Grant,
+    LeaseReport,
+    Letter,
+    Load,
+    LoadReport,
+    StepReport,
+    StepWork,
+    WorkerAddress,
+)
+from disagg.connector.settings import ConnectorSettings
+from disagg.errors import PeerLost, TransferError
+from disagg.transport import handoff, sharding
+from disagg.transport.base import Deadline, FetchJob, Receiver, Sender
+from disagg.transport.blocks import BlockCache, Selection
+from disagg.transport.client import Endpoint, Peers
+from disagg.transport.lease import LeaseTable
+from disagg.transport.protocol import Part, Welcome
+from disagg.transport.registry import Means, make_receivers, make_senders
+from disagg.transport.server import ControlServer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+_LETTER_S = 5.0
+# A consumer gives up at its own deadline; past that and some slack its silence is a death.
+_USE_SLACK_S = 5.0
+
+
+class WorkerHalf:
+    """Worker side of `DisaggConnector`, for one tensor-parallel rank."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        kv_cache: KVCacheConfig,
+        settings: ConnectorSettings,
+        secret: bytes,
+        *,
+        name: str,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        assert config.kv_transfer_config is not None
+        self._config, self._kv_cache, self._settings = config, kv_cache, settings
+        self._transfer = config.kv_transfer_config
+        self._secret, self._name = secret, name
+        self._rank, self._world_size = rank, world_size
+        self._kv_heads = geometry.kv_heads(config)
+        self._leases = LeaseTable()
+        self._ended: queue.SimpleQueue[LoadReport] = queue.SimpleQueue()
+        self._cancelled: dict[str, threading.Event] = {}
+        self._report = StepReport()
+        self._senders: list[Sender] = []
+        self._receivers: list[Receiver] = []
+        self._server: ControlServer | None = None
+        self._endpoint: Endpoint | None = None
+        self._peers: Peers | None = None
+        self._cache: BlockCache | None = None
+        self._loaders = ThreadPoolExecutor(settings.load_threads, "disagg-load")
+        self._postman = ThreadPoolExecutor(2, "disagg-letter")
+
+    # ---- start and end ---------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the caches, start to listen."""
+        ask_for_amx(self._config.device_config.device_type)
+        cache = geometry.block_cache(kv_caches)
+        fingerprint = geometry.fingerprint(self._config, self._kv_cache, cache)
+        names, storage = self._settings.transports, self._settings.storage()
+        means = Means(self._settings.host, self._secret, storage)
+        logger.info(
+            "%s rank %d: %d blocks of %d bytes, transports %s, storage %s",
+            self._name,
+            self._rank,
+            cache.num_blocks,
+            cache.block_bytes,
+            ", ".join(names),
+            storage.folder,
+        )
+        self._cache = cache
+        if self._transfer.is_kv_consumer:
+            self._receivers = make_receivers(names, cache, means)
+            self._peers = Peers(self._name, fingerprint, self._secret)
+        if self._transfer.is_kv_producer:
+            self._senders = make_senders(names, cache, means)
+            self._server = self._listen(cache, fingerprint)
+
+    def _listen(self, cache: BlockCache, fingerprint: dict[str, str]) -> ControlServer:
+        offers = {sender.name: sender.offer() for sender in self._senders}
+        welcome = Welcome(self._name, random.token_hex(8), offers)
+        server = ControlServer(
+            host=self._settings.host,
+            port=self._settings.port and self._settings.port + self._rank,
+            secret=self._secret,
+            hello=welcome,
+            fingerprint=fingerprint,
+            cache=cache,
+            leases=self._leases,
+            senders=self._senders,
+            use_limit_s=self._settings.load_deadline_s + _USE_SLACK_S,
+        )
+        self._endpoint = Endpoint(server.host, server.port, welcome.generation)
+        logger.info("%s rank %d: control channel on %s", self._name, self._rank, self._endpoint)
+        return server
+
+    def address(self) -> WorkerAddress | None:
+        """Where consumers reach this rank; None if it produces nothing."""
+        return WorkerAddress(self._endpoint) if self._endpoint else None
+
+    def shutdown(self) -> None:
+        """Close every socket and remove every file; running loads end by their closed socket."""
+        for event in self._cancelled.values():
+            event.set()
+        if self._server is not None:
+            self._server.close()
+        if self._peers is not None:
+            self._peers.close()
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+        self._postman.shutdown(wait=False, cancel_futures=True)
+        for receiver in self._receivers:
+            receiver.close()
+        for sender in self._senders:
+            sender.close()
+
+    # ---- each step -------------------------------------------------------------------------
+
+    def start(self, work: StepWork) -> None:
+        """Begin what the scheduler half decided in this step."""
+        for grant in work.grants:
+            self._grant(grant)
+        for load in work.loads:
+            self._cancelled[load.request_id] = threading.Event()
+            self._loaders.submit(self._load, load, Deadline.after(self._settings.load_deadline_s))
+        for request_id in work.cancels:
+            if request_id in self._cancelled:
+                self._cancelled[request_id].set()
+        for letter in work.releases:
+            self._postman.submit(self._post, letter, release=True)
+        for letter in work.renewals:
+            self._postman.submit(self._post, letter, release=False)
+
+    def finished(self) -> tuple[set[str], set[str], set[str]]:
+        """Request ids (sent, received or given up, failed) since the last call."""
+        ended = self._leases.take_ended()
+        self._report.leases += [LeaseReport(*lease) for lease in ended]
+        received, failed = set(), set()
+        while not self._ended.empty():
+            report = self._ended.get_nowait()
+            self._report.loads.append(report)
+            self._cancelled.pop(report.request_id)
+            received.add(report.request_id)
+            if report.outcome != "loaded":
+                failed.add(report.request_id)
+        return {lease.request_id for lease in ended}, received, failed
+
+    def take_report(self) -> StepReport | None:
+        """What the scheduler half is to hear of, if anything."""
+        if not self._report.loads and not self._report.leases:
+            return None
+        report, self._report = self._report, StepReport()
+        return report
+
+    def _grant(self, grant: Grant) -> None:
+        self._leases.grant(grant.lease, grant.request_id, grant.block_ids, grant.seconds)
+
+    # ---- in threads of ours ----------------------------------------------------------------
+
+    def _load(self, load: Load, deadline: Deadline) -> None:
+        """Always reports exactly once: vLLM holds the request's blocks until then."""
+        outcome, reason, moved = "failed", load.problem, None
+        try:
+            if self._cancelled[load.request_id].is_set():
+                outcome = "aborted"
+                self._release(load.endpoints, load.lease)
+            elif load.problem is None:
+                moved = self._fetch(load, deadline)
+                outcome = "loaded"
+        except TransferError as error:
+            reason = error.reason
+            logger.warning(
+                "request %s computes its prompt here, its KV did not come (%s): %s",
+                load.request_id,
+                reason,
+                error,
+            )
+        except Exception:
+            reason = "internal"
+            logger.exception("load of request %s failed unexpectedly", load.request_id)
+        finally:
+            self._ended.put(
+                LoadReport(
+                    load.request_id,
+                    outcome,
+                    moved.transport if moved else "none",
+                    moved.num_bytes if moved else 0,
+                    moved.seconds if moved else 0.0,
+                    reason,
+                )
+            )
+
+    def _fetch(self, load: Load, deadline: Deadline) -> handoff.Moved:
+        """Fetch this rank's heads from every producer rank that holds some of them."""
+        assert self._peers is not None
+        wanted = list(self._wanted(load))
+        moved: list[handoff.Moved] = []
+        try:
+            for source, blocks in wanted:
+                job = FetchJob(blocks, deadline)
+                moved.append(handoff.fetch(self._peers, source, job, self._receivers))
+        except TransferError:
+            # The other ranks' blocks are of no more use; the producer need not wait to learn it.
+            self._release([source.endpoint for source, _ in wanted[len(moved) + 1 :]], load.lease)
+            raise
+        for one in moved:
+            for name in one.failed_over:
+                logger.warning("request %s: transport %s failed over", load.request_id, name)
+        self._release(self._unread(load.endpoints), load.lease)
+        return handoff.total(moved)
+
+    def _wanted(self, load: Load) -> Iterator[tuple[handoff.Wanted, Selection]]:
+        producers = len(load.endpoints)
+        count = load.stop - load.start
+        readers = sharding.readers(producers, self._world_size, self._kv_heads)
+        for source in sharding.sources(producers, self._world_size, self._rank, self._kv_heads):
+            # Ranks of one size hold the same heads, so blocks go over whole.
+            theirs, ours = (source.theirs, source.ours) if self._slices(producers) else (None, None)
+            part = Part(load.unit, load.start, load.stop, theirs)
+            endpoint = load.endpoints[source.rank]
+            yield (
+                handoff.Wanted(endpoint, load.lease, part, readers[source.rank]),
+                Selection(load.block_ids, load.unit, load.first, count, ours),
+            )
+
+    def _slices(self, producers: int) -> bool:
+        size = self._world_size
+        return min(producers, self._kv_heads) != min(size, self._kv_heads)
+
+    def _unread(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
+        """Producer ranks that nobody reads (replicas), and whose lease this rank is to end."""
+        readers = sharding.readers(len(endpoints), self._world_size, self._kv_heads)
+        return [
+            endpoint
+            for rank, endpoint in enumerate(endpoints)
+            if readers[rank] == 0 and rank % self._world_size == self._rank
+        ]
+
+    def _post(self, letter: Letter, *, release: bool) -> None:
+        """Tell the producer's ranks; between them, our ranks tell each of them once."""
+        assert self._peers is not None
+        endpoints = letter.endpoints[self._rank :: self._world_size]
+        if release:
+            self._release(endpoints, letter.lease)
+            return
+        try:
+            for endpoint in endpoints:
+                handoff.renew(self._peers, endpoint, [letter.lease], Deadline.after(_LETTER_S))
+        except TransferError as error:
+            logger.info("lease %d is not renewed: %s", letter.lease, error)
+
+    def _release(self, endpoints: Sequence[Endpoint], lease: int) -> None:
+        """Never raises: no load depends on it, and leases end by themselves too."""
+        assert self._peers is not None
+        try:
+            handoff.release_all(self._peers, endpoints, lease, Deadline.after(_LETTER_S))
+        except PeerLost as error:
+            logger.info("lease %d ends by itself: %s", lease, error)
+        except TransferError as error:
+            logger.warning("lease %d not released: %s", lease, error)
+
+
+def ask_for_amx(device_type: str) -> None:
+    """Ask the kernel for AMX tile state, if this is a CPU engine on x86-64 Linux.
+
+    vLLM's CPU attention uses AMX without asking; a decode worker whose first forward pass is
+    one token after a load then dies with SIGILL. Harmless where there is no AMX.
+    """
+    if device_type != "cpu" or platform.system() != "Linux" or platform.machine() != "x86_64":
+        return
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    ctypes.CDLL(None, use_errno=True).syscall(arch_prctl, request_permission, tile_data)
