@@ -1,0 +1,157 @@
+"""The Ray actor around one vLLM engine.
+
+vLLM's start blocks for a minute, so the engine runs in a thread with an event loop of its
+own and the actor's loop stays free: `progress`, `log_tail` and `stop` always answer. No
+exception of vLLM's leaves the actor (its types may not unpickle elsewhere, and a remote
+trace helps nobody): failures come back as `EngineFailure`. vLLM's processes never outlive
+the actor: they are in its process group, which `guardian` ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import ray
+import uvloop
+
+from disagg.engine import guardian, logs
+from disagg.engine.args import engine_args, engine_env
+from disagg.engine.server import bind, run_engine, url_of
+from disagg.engine.spec import EngineFailure, EngineHome, EngineInfo, EngineSpec
+
+TAIL_LINES = 40
+
+
+class EngineActor:
+    """Hosts one engine from `start` to `stop`; started once, never again."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._log = _own_log()
+        scratch = tempfile.mkdtemp(prefix="disagg-ipc-")
+        if os.getpgid(0) != os.getpid():  # Ray makes each worker a group's leader; older ones don't
+            os.setpgid(0, 0)
+        self._guardian_pid = guardian.spawn(Path(scratch))
+        os.environ.update(engine_env(spec, scratch=scratch))
+        context = ray.get_runtime_context()
+        self._node_id = context.get_node_id()
+        self._address = "127.0.0.1" if spec.loopback else _node_address()
+        self._info: EngineInfo | None = None
+        self._failure: EngineFailure | None = None
+        self._began = time.monotonic()
+        self._grace_s = 0.0
+        self._changed = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._stop: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine_loop: asyncio.AbstractEventLoop | None = None
+
+    async def home(self) -> EngineHome:
+        """Where this process lives; answers before vLLM is imported."""
+        return EngineHome(
+            self._node_id, self._address, os.getpid(), self._guardian_pid, str(self._log)
+        )
+
+    async def start(self) -> EngineInfo | EngineFailure:
+        """Start the engine; returns when it serves or has failed."""
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        await self._changed.wait()
+        outcome = self._info or self._failure
+        assert outcome is not None
+        return outcome
+
+    async def ended(self) -> EngineFailure | None:
+        """Returns when a ready engine has ended: why, or None if it was told to stop."""
+        await self._ended.wait()
+        return self._failure
+
+    async def progress(self) -> str:
+        """What the engine is doing, in a few words."""
+        if self._failure:
+            return "failed"
+        return "ready" if self._info else logs.stage(logs.tail(self._log, 10_000))
+
+    async def health(self) -> bool:
+        """Whether the engine serves."""
+        return self._info is not None and not self._ended.is_set()
+
+    async def log_tail(self, lines: int = TAIL_LINES) -> str:
+        """The last lines of the log of the engine and all its processes."""
+        return logs.tail(self._log, lines)
+
+    async def stop(self, grace_s: float) -> None:
+        """Let requests in flight run for `grace_s`, then stop. A start is not waited for."""
+        self._grace_s = grace_s
+        if self._engine_loop is None or self._stop is None or self._info is None:
+            return
+        self._engine_loop.call_soon_threadsafe(self._stop.set)
+        await self._ended.wait()
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            uvloop.run(self._serve())
+        # SystemExit too: vLLM ends so on some bad arguments, and nothing may leave the thread.
+        except BaseException as error:  # noqa: BLE001
+            self._failure = self._explain(error)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._changed.set)
+        self._loop.call_soon_threadsafe(self._ended.set)
+
+    async def _serve(self) -> None:
+        self._engine_loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        _check_model(self._spec.deployment.model.path)
+        with bind(self._address) as sock:
+            engine_id = f"{self._spec.run_id}-{self._spec.name}-{os.getpid()}"
+            args = engine_args(self._spec, host=self._address, engine_id=engine_id)
+            url = url_of(sock)
+            await run_engine(
+                args, sock, lambda model: self._ready(url, model), self._stop, lambda: self._grace_s
+            )
+
+    def _ready(self, url: str, model: dict[str, str | int]) -> None:
+        self._info = EngineInfo(
+            name=self._spec.name,
+            role=self._spec.role,
+            url=url,
+            pid=os.getpid(),
+            node_id=self._node_id,
+            model=model,
+            startup_s=time.monotonic() - self._began,
+        )
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._changed.set)
+
+    def _explain(self, error: BaseException) -> EngineFailure:
+        sys.stdout.flush()
+        log = logs.tail(self._log, 10_000)
+        own = logs.describe(error)
+        cause = own if not logs.is_relayed(own) else logs.root_cause(log) or own
+        return EngineFailure(cause, logs.tail(self._log, TAIL_LINES))
+
+
+def _own_log() -> Path:
+    """Join stderr to stdout, so that one file, shown by Ray's dashboard, has all lines in order."""
+    sys.stderr.flush()
+    os.dup2(1, 2)
+    return Path(os.readlink("/proc/self/fd/1"))
+
+
+def _check_model(path: str) -> None:
+    """Say at once, and better than the model hub's client does, that a folder is missing."""
+    if path.startswith(("/", "./", "../")) and not Path(path).is_dir():
+        raise FileNotFoundError(f"model.path: there is no folder {path} on {platform.node()}")
+
+
+def _node_address() -> str:
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address

@@ -1,0 +1,100 @@
+"""Turns a deployment into the arguments and the environment of one vLLM engine.
+
+Imports vLLM nowhere, so that `disagg check` can show the result in milliseconds. What the
+user wrote always wins over a default. The deployment's secret must never appear in the
+arguments: vLLM logs them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from disagg.config import Deployment
+from disagg.engine.spec import EngineSpec
+
+SECRET_ENV = "DISAGG_SECRET"
+
+# Options of vLLM's server rather than of its engine; the user may override them by name.
+SERVER_DEFAULTS: dict[str, Any] = {
+    "enable_prompt_tokens_details": True,  # usage.prompt_tokens_details.cached_tokens
+    "disable_uvicorn_access_log": True,
+    "uvicorn_log_level": "warning",
+}
+
+
+def is_cpu(spec: EngineSpec) -> bool:
+    """Whether the engine runs on the CPU: it asks Ray for no GPU."""
+    return spec.deployment.pool(spec.role).resources.num_gpus == 0
+
+
+def engine_args(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any]:
+    """The engine's arguments by vLLM's own names.
+
+    `host` is the address that the connector's control channel binds to unless the YAML
+    names one; `engine_id` must be unique for every start.
+    """
+    deployment = spec.deployment
+    args = _model_args(deployment) | SERVER_DEFAULTS | {"distributed_executor_backend": "mp"}
+    if is_cpu(spec):
+        args["enforce_eager"] = True  # compiling needs a C++ toolchain and minutes
+    args |= deployment.engine.args | deployment.pool(spec.role).args
+    args["kv_transfer_config"] = kv_transfer_config(spec, host=host, engine_id=engine_id)
+    return {name: value for name, value in args.items() if value is not None}
+
+
+def kv_transfer_config(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any]:
+    """How vLLM loads and configures `DisaggConnector`."""
+    transfer = spec.deployment.transfer
+    return {
+        "kv_connector": "DisaggConnector",
+        "kv_connector_module_path": "disagg.connector",
+        "kv_role": "kv_producer" if spec.role == "prefill" else "kv_consumer",
+        "kv_load_failure_policy": "fail" if transfer.strict else "recompute",
+        "engine_id": engine_id,
+        "kv_connector_extra_config": {
+            "transports": list(transfer.transports),
+            "storage_path": spec.storage_path,
+            "storage_max_bytes": transfer.storage.max_bytes,
+            "storage_fsync": transfer.storage.fsync,
+            "lease_s": transfer.lease_s,
+            "load_deadline_s": transfer.load_deadline_s,
+            "host": transfer.host or host,
+            "engine_name": spec.name,
+            "strict": transfer.strict,
+        },
+    }
+
+
+def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
+    """The engine's environment, to be merged into its process's own.
+
+    `scratch` is a folder of this engine's for vLLM's sockets and rendezvous files; whoever
+    made it removes it.
+    """
+    deployment = spec.deployment
+    pool = deployment.pool(spec.role)
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_RPC_BASE_PATH": scratch, "TMPDIR": scratch}
+    if Path(deployment.model.path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if spec.loopback:
+        env["VLLM_HOST_IP"] = "127.0.0.1"
+    if is_cpu(spec):
+        env |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(max(1, int(pool.resources.num_cpus))),
+        }
+    return env | deployment.engine.env | pool.env | {SECRET_ENV: spec.secret}
+
+
+def _model_args(deployment: Deployment) -> dict[str, Any]:
+    model = deployment.model
+    args: dict[str, Any] = {"model": model.path, "trust_remote_code": model.trust_remote_code}
+    if model.served_name is not None:
+        args["served_model_name"] = [model.served_name]
+    if model.tokenizer is not None:
+        args["tokenizer"] = model.tokenizer
+    if model.revision is not None:
+        args["revision"] = model.revision
+    return args

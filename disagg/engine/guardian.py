@@ -1,0 +1,150 @@
+"""A small process that outlives an engine's actor by seconds and cleans up after it.
+
+    python guardian.py PID FOLDER [--detach]
+
+It waits for process PID, the actor, to end in whatever way (SIGKILL included), then ends
+every process of the actor's process group, that is vLLM's, removes FOLDER (vLLM's sockets)
+and the shared-memory segments which that group had made and nobody uses any more.
+
+Ray kills the group of a dead worker too, but not everywhere, and neither Ray nor vLLM then
+removes the segments. Runs outside the group, in a session of its own. Uses the standard
+library only and imports nothing of ours, so that it costs 10 MB. It must never signal a
+process that is not of that group, nor unlink a segment that another process has mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+POLL_MS = 1000
+TERM_GRACE_S = 2.0
+SHM = Path("/dev/shm")
+# Python's shared memory and semaphores, torch's, NCCL's. Ray's own plasma is not ours.
+SEGMENT_PREFIXES = ("psm_", "sem.mp-", "torch_", "nccl-")
+
+
+def watch(pid: int, folder: Path) -> None:
+    """Wait for `pid`, then clean up."""
+    segments: set[str] = set()
+    seen: set[str] = set()
+    poller = select.poll()
+    try:
+        poller.register(os.pidfd_open(pid), select.POLLIN)
+        while not poller.poll(POLL_MS):
+            listing = _listing()
+            # Reading the maps of a torch process is not free: only when something changed.
+            if listing - seen:
+                segments |= {name for member in _group(pid) for name in _mapped(member)}
+            seen = listing
+    except ProcessLookupError:
+        pass  # it ended before we looked
+    end_group(pid)
+    _unlink(segments)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_group(pgid: int) -> None:
+    """SIGTERM, a short grace, SIGKILL; returns when the group is empty or cannot be ended."""
+    _signal(pgid, signal.SIGTERM)
+    deadline = time.monotonic() + TERM_GRACE_S
+    while any(_group(pgid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _signal(pgid, signal.SIGKILL)
+    deadline = time.monotonic() + TERM_GRACE_S
+    while any(_group(pgid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def wait_gone(guardian_pid: int, pgid: int) -> None:
+    """For another process of the same node: wait until the guardian has done its work.
+
+    The guardian itself may have been killed, so what is left of the group is ended here.
+    """
+    deadline = time.monotonic() + 3 * TERM_GRACE_S
+    while Path("/proc", str(guardian_pid)).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if any(_group(pgid)):
+        end_group(pgid)
+
+
+def _signal(pgid: int, signum: signal.Signals) -> None:
+    # A group's number stays taken while a member lives; with none left there is no one to signal.
+    if any(_group(pgid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pgid, signum)
+
+
+def _group(pgid: int) -> Iterator[int]:
+    """Living members (no zombies) of a process group."""
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            stat = Path("/proc", entry, "stat").read_text()
+        except OSError:
+            continue  # gone meanwhile
+        state, _, group = stat.rpartition(")")[2].split()[:3]
+        if int(group) == pgid and state not in "ZX":
+            yield int(entry)
+
+
+def _listing() -> set[str]:
+    return {name for name in os.listdir(SHM) if name.startswith(SEGMENT_PREFIXES)}
+
+
+def _mapped(pid: int) -> set[str]:
+    """Names of the shared-memory segments that a process has mapped."""
+    try:
+        maps = Path("/proc", str(pid), "maps").read_text()
+    except OSError:
+        return set()
+    paths = (line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/dev/shm/" in line)
+    names = {path.removeprefix("/dev/shm/") for path in paths}
+    return {name for name in names if name.startswith(SEGMENT_PREFIXES)}
+
+
+def _unlink(segments: set[str]) -> None:
+    left = segments & _listing()
+    if not left:
+        return
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    in_use = {name for pid in pids for name in _mapped(pid)}
+    for name in left - in_use:
+        (SHM / name).unlink(missing_ok=True)
+
+
+def spawn(folder: Path) -> int:
+    """Start a guardian for the calling process. Returns the guardian's process id.
+
+    Ray kills the direct children of a worker that exits, so the guardian is a grandchild.
+    """
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder)]
+    launcher = subprocess.run([*command, "--detach"], check=True, stdout=subprocess.PIPE, text=True)
+    return int(launcher.stdout)
+
+
+def _detach() -> None:
+    """Go on in a grandchild with a session of its own, and tell our starter its id."""
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        os._exit(0)
+    os.setsid()
+    silence = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(silence, descriptor)
+
+
+if __name__ == "__main__":
+    if sys.argv[3:] == ["--detach"]:
+        _detach()
+    watch(int(sys.argv[1]), Path(sys.argv[2]))

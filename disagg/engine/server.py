@@ -1,0 +1,178 @@
+"""Runs one vLLM engine and vLLM's own OpenAI server on a socket that we bound.
+
+vLLM is imported here, inside `run_engine`, and takes most of a minute; call it in a thread
+that may block. It never installs signal handlers and never closes over a fixed port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+    from vllm.engine.protocol import EngineClient
+
+WATCH_S = 1.0
+
+
+class EngineDied(Exception):
+    """vLLM's engine process ended on its own while serving."""
+
+
+def bind(host: str, port: int = 0) -> socket.socket:
+    """A TCP socket bound to one address; port 0 takes any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """The http URL of a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def to_argv(args: Mapping[str, Any]) -> list[str]:
+    """Engine arguments as vLLM's command line, so that vLLM itself checks and converts them."""
+    argv: list[str] = []
+    for name, value in args.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, list) and not any(isinstance(item, dict) for item in value):
+            argv += [flag, *map(str, value)]
+        elif isinstance(value, dict | list):
+            argv.append(f"{flag}={json.dumps(value)}")
+        else:
+            argv.append(f"{flag}={value}")
+    return argv
+
+
+def parse_args(args: Mapping[str, Any]) -> Namespace:
+    """vLLM's own namespace for the arguments. Raises ValueError with vLLM's words."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.launcher import validate_api_server_args
+    from vllm.logger import configure_logging_from_args
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
+    parsed: Namespace = make_arg_parser(Parser()).parse_args(to_argv(args))  # type: ignore[no-untyped-call]
+    configure_logging_from_args(parsed)
+    validate_parsed_serve_args(parsed)
+    if parsed.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(parsed.tool_parser_plugin)
+    if parsed.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(parsed.reasoning_parser_plugin)
+    validate_api_server_args(parsed)  # type: ignore[no-untyped-call]
+    return parsed
+
+
+async def run_engine(
+    args: Mapping[str, Any],
+    sock: socket.socket,
+    ready: Callable[[dict[str, str | int]], None],
+    stop: asyncio.Event,
+    grace_s: Callable[[], float],
+) -> None:
+    """Start the engine, call `ready` with what the model resolved to, serve until `stop`.
+
+    Raises whatever vLLM raises at start, and EngineDied when the engine ends on its own.
+    `grace_s` is asked when stopping: how long requests in flight may still run.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.entry import (
+        build_async_engine_client_from_engine_args,
+    )
+    from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
+
+    parsed = parse_args(args)
+    vllm_args = AsyncEngineArgs.from_cli_args(parsed)
+    propagate_flash_late_interaction(parsed, vllm_args)
+    async with build_async_engine_client_from_engine_args(vllm_args) as engine:
+        server = await _build_server(engine, parsed)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        await _until_started(server, serving)
+        ready(_model_info(engine, parsed))
+        try:
+            await _watch(engine, serving, stop)
+        finally:
+            server.config.timeout_graceful_shutdown = max(1, round(grace_s()))
+            server.should_exit = True
+            await serving
+
+
+async def _build_server(engine: EngineClient, parsed: Namespace) -> uvicorn.Server:
+    import uvicorn
+    from vllm import envs
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.launcher import NoSignalServer
+    from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+
+    from disagg.engine.routes import add_routes
+
+    tasks = await engine.get_supported_tasks()
+    app: FastAPI = build_app(parsed, tasks, engine.model_config)
+    await init_app_state(engine, app.state, parsed, tasks)
+    add_routes(app)
+    config = uvicorn.Config(
+        app,
+        log_config=get_uvicorn_log_config(parsed) or uvicorn.config.LOGGING_CONFIG,
+        log_level=parsed.uvicorn_log_level,
+        access_log=not parsed.disable_uvicorn_access_log,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        h11_max_incomplete_event_size=parsed.h11_max_incomplete_event_size,
+    )
+    server: uvicorn.Server = NoSignalServer(config)
+    app.state.server = server  # vLLM's error handlers stop it when the engine is dead
+    return server
+
+
+async def _until_started(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    while not server.started:
+        if serving.done():
+            await serving
+            raise EngineDied("the HTTP server ended while starting")
+        await asyncio.sleep(0.01)
+
+
+async def _watch(engine: EngineClient, serving: asyncio.Task[None], stop: asyncio.Event) -> None:
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        while not stopping.done():
+            await asyncio.wait({stopping, serving}, timeout=WATCH_S, return_when="FIRST_COMPLETED")
+            if engine.errored or serving.done():
+                raise EngineDied("vLLM's engine process died: killed, or out of memory")
+    finally:
+        stopping.cancel()
+
+
+def _model_info(engine: EngineClient, parsed: Namespace) -> dict[str, str | int]:
+    model = engine.vllm_config.model_config
+    cache = engine.vllm_config.cache_config
+    served = parsed.served_model_name
+    return {
+        "name": served[0] if served else parsed.model,
+        "root": parsed.model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
+        "block_size": cache.block_size,
+        "num_blocks": cache.num_gpu_blocks or 0,
+    }
