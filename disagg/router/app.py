@@ -1,0 +1,191 @@
+"""The FastAPI app: who may come in, which path does what, and errors in OpenAI's shape.
+
+Nothing here talks to an engine; `service` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import aiohttp
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from disagg.config import RouterSection
+from disagg.router import legs, upstream
+from disagg.router.errors import ApiError
+from disagg.router.metrics import RouterMetrics, exposition
+from disagg.router.pairing import Pairer, RoundRobin
+from disagg.router.presence import ClientLeft, WhileConnected
+from disagg.router.service import Answer, Service
+from disagg.router.topology import EngineEndpoint, Topology
+
+PROBE_S = 2.0
+_CLIENT_LEFT = 499
+_READ = ["GET", "HEAD"]
+_METHODS = [*_READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+Work = Callable[[Request, bytes], Awaitable[Answer]]
+
+
+def create_app(
+    settings: RouterSection,
+    engines: Sequence[EngineEndpoint],
+    *,
+    api_keys: Sequence[str] = (),
+    strict: bool = False,
+) -> FastAPI:
+    """The router in front of these engines. Apps share nothing with one another."""
+    topology, metrics = Topology(engines), RouterMetrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with upstream.open_client(settings.limits) as client:
+            pairer = Pairer(topology, RoundRobin(), RoundRobin())
+            service = Service(client, pairer, metrics, settings.limits, strict=strict)
+            app.state.service = service
+            yield
+            await service.close()
+
+    app = FastAPI(title="disagg", lifespan=lifespan, docs_url=None, openapi_url=None)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(Exception, _failed)
+    _add_own_routes(app, topology, metrics)
+    _add_api_routes(app, settings, metrics, [key.encode() for key in api_keys])
+    return app
+
+
+def _add_own_routes(app: FastAPI, topology: Topology, metrics: RouterMetrics) -> None:
+    @app.api_route("/health", methods=_READ)
+    async def health() -> Response:
+        return Response()
+
+    @app.api_route("/ready", methods=_READ)
+    async def ready() -> Response:
+        service: Service = app.state.service
+        answers = await asyncio.gather(*(_answers(service.client, e) for e in topology.engines))
+        state = {e.name: ok for e, ok in zip(topology.engines, answers, strict=True)}
+        up = {e.role for e in topology.engines if state[e.name]}
+        shown = {name: "up" if ok else "does not answer /health" for name, ok in state.items()}
+        is_ready = {"prefill", "decode"} <= up
+        return JSONResponse({"ready": is_ready, "engines": shown}, 200 if is_ready else 503)
+
+    @app.api_route("/metrics", methods=_READ)
+    async def show_metrics() -> Response:
+        service: Service = app.state.service
+        text = await exposition(metrics, service.client, topology.engines)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_api_routes(
+    app: FastAPI, settings: RouterSection, metrics: RouterMetrics, keys: Sequence[bytes]
+) -> None:
+    limit = settings.limits.max_body_bytes
+
+    async def complete(request: Request, data: bytes) -> Answer:
+        service: Service = app.state.service
+        return await service.complete(request.url.path, legs.parsed(data), request.headers)
+
+    async def forward(request: Request, data: bytes) -> Answer:
+        service: Service = app.state.service
+        return await service.forward(request.method, _raw_target(request), data, request.headers)
+
+    async def internal(request: Request) -> Response:
+        # Engines speak to the router there, and to nobody else.
+        return ApiError(404, "there is no such path").response()
+
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        completions = _Endpoint(path, complete, metrics, keys, limit)
+        app.router.routes.append(Route(path, completions, methods=["POST"]))
+    app.add_route("/disagg/{rest:path}", internal, methods=_METHODS)
+    other = _Endpoint("other", forward, metrics, keys, limit)
+    app.router.routes.append(Route("/{rest:path}", other, methods=_METHODS))
+
+
+class _Endpoint:
+    """Serves one route: checks, lets `work` find the answer, sends it, and counts it.
+
+    An ASGI app of its own, so that one piece of code sees a request from its first byte to its
+    answer's last, and nothing is lost between two.
+    """
+
+    def __init__(
+        self, route: str, work: Work, metrics: RouterMetrics, keys: Sequence[bytes], limit: int
+    ) -> None:
+        self._route, self._work, self._metrics = route, work, metrics
+        self._keys, self._limit = keys, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status: int | None = None
+        try:
+            try:
+                request = Request(scope, receive)
+                _check_key(request, self._keys)
+                data = await _body(request, self._limit)
+                async with WhileConnected(receive):
+                    answer = await self._work(request, data)
+                    status = answer.status_code
+                    await answer(scope, receive, send)
+            except ApiError as error:
+                status = error.status
+                await error.response()(scope, receive, send)
+        except (ClientDisconnect, ClientLeft):
+            status = status or _CLIENT_LEFT  # in mid-answer the status that it got stands
+        finally:
+            self._metrics.requests.labels(self._route, str(status or 500)).inc()
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """What the framework refuses by itself, such as a method that no route has."""
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, error.detail, error.headers).response()
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A defect of ours. The framework raises it again afterwards, and uvicorn logs it."""
+    return ApiError(500, "the router failed at this request; its log says why").response()
+
+
+async def _answers(client: aiohttp.ClientSession, engine: EngineEndpoint) -> bool:
+    timeout = aiohttp.ClientTimeout(total=PROBE_S)
+    try:
+        async with client.get(f"{engine.url}/health", timeout=timeout) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _check_key(request: Request, keys: Sequence[bytes]) -> None:
+    if not keys:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # All are compared, so that the time taken tells nothing about which one came close.
+    matches = [hmac.compare_digest(given.strip().encode(), key) for key in keys]
+    if scheme.lower() != "bearer" or not any(matches):
+        raise ApiError(
+            401,
+            "missing or wrong API key: send Authorization: Bearer <key>",
+            {"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _raw_target(request: Request) -> str:
+    """Path and query as the client wrote them."""
+    path: bytes = request.scope["raw_path"]
+    query: bytes = request.scope["query_string"]
+    return (path + (b"?" + query if query else b"")).decode("latin-1")
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > limit:
+            raise ApiError(413, f"the body is over {limit} bytes (router.limits.max_body_bytes)")
+    return bytes(data)

@@ -1,0 +1,169 @@
+"""The bodies of both legs, from the body the client sent. Pure functions.
+
+The prefill leg asks for one token and a lease (NIXL's pull contract); the decode leg is the
+client's own request with the params that came back. What a client says about transfers is
+never believed: it is dropped first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from disagg.router.errors import ApiError
+
+# Everything that shapes the answer but not the prompt's KV.
+_NOT_FOR_PREFILL = (
+    "stream_options",
+    "min_tokens",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "echo",
+)
+_REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+PARAMS = "kv_transfer_params"
+_KEY = PARAMS.encode()
+_ESCAPED = b"\\u00"
+# Where vLLM 0.32 reads the params from; the last is of /inference/v1/generate.
+_DOORS: Sequence[Sequence[str]] = (
+    (),
+    ("vllm_xargs",),
+    ("extra_body",),
+    ("sampling_params", "extra_args"),
+)
+
+
+def parsed(data: bytes) -> dict[str, Any]:
+    """The JSON object that a client sent; anything else is an `ApiError` 400."""
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {type(body).__name__}")
+    return body
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    """A leg's body as JSON."""
+    try:
+        return msgspec.json.encode(body)
+    except RecursionError as error:
+        raise _too_deep() from error
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, "the body is nested too deeply")
+
+
+def without_params(body: dict[str, Any]) -> dict[str, Any]:
+    """The client's body without transfer params, by any of the doors that vLLM has.
+
+    The same object if there was nothing to drop.
+    """
+    for path in _DOORS:
+        body = _without(body, path)
+    return body
+
+
+def _without(body: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    if not path:
+        return {k: v for k, v in body.items() if k != PARAMS} if PARAMS in body else body
+    inner = body.get(path[0])
+    if not isinstance(inner, dict):
+        return body
+    clean = _without(inner, path[1:])
+    return body if clean is inner else {**body, path[0]: clean}
+
+
+def passed_through(data: bytes, content_type: str) -> bytes:
+    """The body of a request that goes to decode alone: byte for byte, or without params.
+
+    Read as vLLM reads it, with `json.loads`, which takes UTF-16 and UTF-32 as well. What cannot
+    be read must not reach an engine as JSON; the one door beside JSON is a form's `vllm_xargs`.
+    Raises `ApiError` 400.
+    """
+    if not _may_name_params(data):
+        return data
+    try:
+        body = json.loads(data)
+    except RecursionError as error:
+        raise _too_deep() from error
+    except ValueError as error:
+        if "json" in content_type.lower():
+            raise ApiError(400, f"the body is not JSON: {error}") from error
+        if _KEY in data or (b"vllm_xargs" in data and _ESCAPED in data):
+            raise ApiError(400, f"{PARAMS} are not for clients to send") from error
+        return data
+    clean = without_params(body) if isinstance(body, dict) else body
+    if clean is body:
+        return data
+    try:
+        return json.dumps(clean).encode()
+    except RecursionError as error:
+        raise _too_deep() from error
+
+
+def _may_name_params(data: bytes) -> bool:
+    # A key of ASCII letters can be spelt in JSON as it is, or with \u00.. for some of them;
+    # other encodings than UTF-8 have zero bytes, for `{` at least.
+    return _KEY in data or _ESCAPED in data or b"\0" in data
+
+
+def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
+    """The prefill leg's body."""
+    leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
+    leg |= {"stream": False, "max_tokens": 1, "n": 1, PARAMS: _REMOTE_DECODE}
+    if "max_completion_tokens" in body:
+        leg["max_completion_tokens"] = 1
+    return leg
+
+
+def decode_body(body: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
+    """The decode leg's body; without params the engine computes the prompt itself."""
+    return body if params is None else {**body, PARAMS: params}
+
+
+def params_of(answer: bytes) -> dict[str, Any] | None:
+    """The params in a prefill's answer, if there is something to fetch."""
+    try:
+        content = msgspec.json.decode(answer)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    params = content.get(PARAMS) if isinstance(content, dict) else None
+    return params if isinstance(params, dict) and params.get("do_remote_prefill") else None
+
+
+def local_reason(body: dict[str, Any]) -> str | None:
+    """Why a prefill leg would be of no use, or None: the label of a metric."""
+    if _several_prompts(body.get("prompt")):
+        return "several_prompts"  # one params object cannot stand for several leases
+    if body.get("prompt_logprobs") is not None or (
+        body.get("echo") and body.get("logprobs") is not None
+    ):
+        return "prompt_logprobs"  # decode computes every prompt position anyhow
+    if body.get("use_beam_search"):
+        return "beam_search"
+    if body.get("prompt_embeds") is not None:
+        return "prompt_embeds"
+    return None
+
+
+def _several_prompts(prompt: Any) -> bool:
+    if not isinstance(prompt, list) or len(prompt) < 2:
+        return False
+    return not all(isinstance(token, int) for token in prompt)

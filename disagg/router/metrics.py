@@ -1,0 +1,106 @@
+"""The router's own metrics, and those of the engines behind it, as one exposition.
+
+Every `disagg_*` family of every engine is shown with the labels `engine` and `role`. A dead
+engine costs its series and a short wait, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import aiohttp
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from disagg.router.topology import EngineEndpoint
+
+SCRAPE_S = 2.0
+_TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class RouterMetrics:
+    """One set per app, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "disagg_router_requests",
+            "Requests by the endpoint and the status the client got (499: the client left).",
+            ("route", "status"),
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "disagg_router_in_flight",
+            "Requests that are with an engine of this role now.",
+            ("role",),
+            registry=self.registry,
+        )
+        self.ttft = Histogram(
+            "disagg_router_ttft_seconds",
+            "From a request's arrival to the first byte of its answer.",
+            buckets=_TTFT,
+            registry=self.registry,
+        )
+        self.local = Counter(
+            "disagg_router_local",
+            "Requests sent to decode without a prefill leg's result, by reason.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self.releases = Counter(
+            "disagg_router_releases",
+            "Leases given back because nobody will fetch them, by how that went.",
+            ("outcome",),
+            registry=self.registry,
+        )
+        for role in ("prefill", "decode"):
+            self.in_flight.labels(role)
+
+
+async def exposition(
+    metrics: RouterMetrics, client: aiohttp.ClientSession, engines: Sequence[EngineEndpoint]
+) -> bytes:
+    """The text of /metrics."""
+    texts = await asyncio.gather(*(_scrape(client, engine) for engine in engines))
+    registry = CollectorRegistry()
+    registry.register(_Merged(engines, texts))
+    return generate_latest(metrics.registry) + generate_latest(registry)
+
+
+async def _scrape(client: aiohttp.ClientSession, engine: EngineEndpoint) -> str | None:
+    timeout = aiohttp.ClientTimeout(total=SCRAPE_S)
+    try:
+        async with client.get(f"{engine.url}/metrics", timeout=timeout) as answer:
+            return await answer.text() if answer.status == 200 else None
+    except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError):
+        return None
+
+
+class _Merged(Collector):
+    """Families of the same name from several engines, told apart by labels."""
+
+    def __init__(self, engines: Sequence[EngineEndpoint], texts: Sequence[str | None]) -> None:
+        self._scrapes = list(zip(engines, texts, strict=True))
+
+    def collect(self) -> Iterable[Metric]:
+        up = Metric("disagg_router_engine_up", "Whether the engine's metrics answer.", "gauge")
+        families = {up.name: up}
+        for engine, text in self._scrapes:
+            labels = {"engine": engine.name, "role": engine.role}
+            up.add_sample(up.name, labels, float(text is not None))
+            for family in text_string_to_metric_families(text or ""):
+                if family.name.startswith("disagg_"):
+                    self._add(families, family, labels)
+        return families.values()
+
+    @staticmethod
+    def _add(families: dict[str, Metric], family: Metric, labels: dict[str, str]) -> None:
+        merged = families.setdefault(
+            family.name, Metric(family.name, family.documentation, family.type)
+        )
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                merged.add_sample(sample.name, {**sample.labels, **labels}, sample.value)

@@ -1,0 +1,79 @@
+"""HTTP to the engines: one pooled client, and the headers that go there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import aiohttp
+
+from disagg.config import LimitsSection
+from disagg.router.topology import EngineEndpoint
+
+# RFC 9110, 7.6.1, and what an HTTP client or server sets itself.
+_HOP_BY_HOP = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+}
+# The client's key is ours to check, not the engines' to see. `Expect` was answered by our own
+# server; passed on, it would wait for an engine's.
+_NOT_UPSTREAM = _HOP_BY_HOP | {
+    b"content-length",
+    b"host",
+    b"authorization",
+    b"accept-encoding",
+    b"cookie",
+    b"expect",
+    b"x-request-id",
+}
+_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"server", b"date"}
+RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
+Headers: TypeAlias = Sequence[tuple[str, str]]
+
+
+def open_client(limits: LimitsSection) -> aiohttp.ClientSession:
+    """The one client of an app; no limit of its own on connections, and no memory of cookies."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("accept", "content-type", "user-agent"),
+        auto_decompress=False,  # bytes are relayed with the header that says what they are
+    )
+
+
+def to_engine(headers: RawHeaders, request_id: str) -> Headers:
+    """The client's headers (names in lower case) as the engines get them."""
+    sent = [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in headers
+        if name not in _NOT_UPSTREAM
+    ]
+    # Not compressed, so that an error event fits into the stream.
+    return [*sent, ("x-request-id", request_id), ("accept-encoding", "identity")]
+
+
+def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+    """An engine's headers as the client gets them, repeated ones too."""
+    lower = [(name.lower(), value) for name, value in headers]
+    return [header for header in lower if header[0] not in _NOT_DOWNSTREAM]
+
+
+async def post(
+    client: aiohttp.ClientSession,
+    engine: EngineEndpoint,
+    path: str,
+    data: bytes,
+    headers: Headers = (),
+) -> aiohttp.ClientResponse:
+    """POST JSON; the answer's head has come when this returns. Raises `aiohttp.ClientError`."""
+    sent = [header for header in headers if header[0] != "content-type"]
+    sent.append(("content-type", "application/json"))
+    return await client.post(f"{engine.url}{path}", data=data, headers=sent)

@@ -1,0 +1,208 @@
+"""A router over real sockets, in front of fake engines.
+
+`FakeEngine` is only there to load and to provoke the router: a real HTTP server that computes
+nothing, records what it is sent, and fails in the ways it is told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+from aiohttp import web
+
+from disagg.config import LimitsSection, Role, RouterSection
+from disagg.router.main import RouterServer, bind, create_app
+from disagg.router.topology import EngineEndpoint
+
+T = TypeVar("T")
+PARAMS = {"do_remote_prefill": True, "remote_host": "p", "disagg": "ticket", "floats": 1.0}
+
+
+class Loop:
+    """An event loop in a thread, for servers that synchronous tests talk to."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+
+@dataclass
+class FakeEngine:
+    """status, first_byte_s, gate (it answers when set), chunks, chunk_s, cut_after: how it
+    behaves. Change them at any time."""
+
+    role: Role
+    status: int = 200
+    first_byte_s: float = 0.0
+    gate: threading.Event | None = None
+    chunks: int = 3
+    chunk_s: float = 0.0
+    cut_after: int | None = None
+    params: Any = field(default_factory=lambda: PARAMS)
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    released: list[Any] = field(default_factory=list)
+    left: threading.Event = field(default_factory=threading.Event)
+    runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/disagg/release", self._release)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/v1/responses", self._respond)
+        app.router.add_get("/gzip", self._gzip)
+        app.router.add_get("/cut", self._cut)
+        app.router.add_get("/empty", self._empty)
+        app.router.add_route("*", "/{rest:.*}", self._other)
+        self.runner = web.AppRunner(app, handler_cancellation=True)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append({k.lower(): v for k, v in request.headers.items()})
+        try:
+            await asyncio.sleep(self.first_byte_s)
+            if self.gate is not None:
+                await asyncio.to_thread(self.gate.wait, 20)
+            if self.status != 200:
+                return web.json_response({"error": {"message": "told to"}}, status=self.status)
+            if not body.get("stream"):
+                return web.json_response({"role": self.role, "kv_transfer_params": self.params})
+            return await self._stream(request)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.left.set()
+            raise
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        if self.first_byte_s or self.gate is not None:
+            return await self._complete(request)
+        return await self._other(request)
+
+    async def _gzip(self, request: web.Request) -> web.Response:
+        """Packed though nobody asked, with a header twice."""
+        answer = web.Response(body=gzip.compress(b"packed"))
+        answer.headers["content-encoding"] = "gzip"
+        answer.headers["seen-cookie"] = request.headers.get("cookie", "")
+        answer.headers.add("set-cookie", "a=1")
+        answer.headers.add("set-cookie", "b=2")
+        return answer
+
+    async def _cut(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"content-type": "application/json"})
+        await answer.prepare(request)
+        await answer.write(b'{"half": ')
+        await asyncio.sleep(0.05)
+        assert request.transport is not None
+        request.transport.abort()
+        return answer
+
+    async def _empty(self, request: web.Request) -> web.Response:
+        return web.Response(status=204)
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await answer.prepare(request)
+        for number in range(self.chunks):
+            if number == self.cut_after:
+                assert request.transport is not None
+                request.transport.abort()
+                return answer
+            await answer.write(event(number))
+            await asyncio.sleep(self.chunk_s)
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+    async def _release(self, request: web.Request) -> web.Response:
+        self.released.append((await request.json())["kv_transfer_params"])
+        return web.json_response({"status": "released"})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            text="# HELP disagg_leases_held Held.\n# TYPE disagg_leases_held gauge\n"
+            'disagg_leases_held{engine="0"} 2.0\n'
+            "# HELP disagg_leases_total Ended.\n# TYPE disagg_leases_total counter\n"
+            'disagg_leases_total{engine="0",outcome="fetched"} 5.0\n'
+            "# HELP vllm:other Not ours.\n# TYPE vllm:other gauge\nvllm:other 1.0\n"
+        )
+
+    async def _other(self, request: web.Request) -> web.Response:
+        text = await request.text()
+        seen = {"path": request.path_qs, "method": request.method, "text": text}
+        return web.json_response(seen, status=200 if request.path != "/v1/missing" else 404)
+
+
+def event(number: int) -> bytes:
+    return f"data: {json.dumps({'n': number, 'text': 'ä' * 10})}\n\n".encode()
+
+
+@dataclass
+class Setup:
+    """A router's URL and the engines behind it."""
+
+    url: str
+    prefill: FakeEngine
+    decode: FakeEngine
+    loop: Loop
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
+    """Starts a router and its engines; keyword arguments go to `create_app` and the limits."""
+    undo: list[Callable[[], Coroutine[Any, Any, None]]] = []
+
+    def start(*, limits: dict[str, Any] | None = None, **options: Any) -> Setup:
+        prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+        engines = []
+        for engine in (prefill, decode):
+            loop.run(engine.start())
+            undo.append(engine.stop)
+            engines.append(EngineEndpoint(f"{engine.role}-0", engine.role, engine.url))
+        sock = bind("127.0.0.1", 0)
+        section = RouterSection(port=0, limits=LimitsSection(**(limits or {})))
+        server = RouterServer(create_app(section, engines, **options), sock)
+        loop.run(server.start())
+        undo.append(lambda: server.stop(1))
+        return Setup(f"http://127.0.0.1:{sock.getsockname()[1]}", prefill, decode, loop)
+
+    yield start
+    for stop in reversed(undo):
+        loop.run(stop())
+
+
+@pytest.fixture
+def setup(make: Callable[..., Setup]) -> Setup:
+    return make()
