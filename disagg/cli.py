@@ -1,0 +1,159 @@
+"""The command line. It says what other modules decide, and must never decide anything itself.
+
+Everything heavy is imported inside the one command that needs it, so that `disagg --help`
+answers at once. Exit status: 0 done, 1 something failed, 2 the configuration is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from disagg.errors import ConfigError, DisaggError, StartupError
+
+app = typer.Typer(
+    help="Serve large language models with prefill and decode apart, on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The deployment's YAML.")]
+_PASS_ON: dict[str, Any] = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+
+
+def main() -> None:
+    """Run one command; errors raised on purpose end in readable lines, not in a traceback."""
+    try:
+        app()
+    except DisaggError as error:
+        sys.exit(_report(error))
+
+
+@app.command()
+def serve(file: File) -> None:
+    """Run a deployment in the foreground, on this machine or on the Ray cluster it belongs to."""
+    from disagg import checks, config
+
+    deployment = config.load(file)
+    _warn(checks.check(deployment))
+    raise typer.Exit(import_module("disagg.cluster").serve(deployment))
+
+
+@app.command()
+def check(
+    file: File,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not YAML.")] = False,
+) -> None:
+    """Check a file against this machine, start nothing, and print what would run."""
+    import yaml
+
+    from disagg import checks, config
+    from disagg.plan import plan
+
+    deployment = config.load(file)
+    _warn(checks.check(deployment))
+    resolved = plan(deployment)
+    if as_json:
+        typer.echo(json.dumps(resolved, indent=2))
+    else:
+        typer.echo(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), nl=False)
+
+
+@app.command("make-model")
+def make_model(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],
+    layers: Annotated[int, typer.Option(help="Transformer layers.")] = 4,
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 256,
+    kv_heads: Annotated[int, typer.Option(help="Key-value heads.")] = 2,
+    head_dim: Annotated[int, typer.Option(help="Size of one head.")] = 64,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 4096,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    max_position_embeddings: Annotated[int, typer.Option(help="Longest context.")] = 32768,
+) -> None:
+    """Write a small random-weight Qwen3 checkpoint that vLLM loads; no model hub is asked."""
+    from disagg import checkpoint
+
+    made = checkpoint.make_model(
+        folder,
+        layers=layers,
+        hidden=hidden,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        seed=seed,
+        dtype=dtype,
+        max_position_embeddings=max_position_embeddings,
+    )
+    typer.echo(f"{folder}: {'written' if made else 'already there'}")
+
+
+@app.command()
+def router(
+    prefill: Annotated[list[str], typer.Option(help="URL of a prefill engine; repeat for more.")],
+    decode: Annotated[list[str], typer.Option(help="URL of a decode engine; repeat for more.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+) -> None:
+    """Run the router alone, before engines that someone else started."""
+    run = import_module("disagg.router.main").run
+    raise typer.Exit(run(prefill=prefill, decode=decode, host=host, port=port))
+
+
+@app.command()
+def demo() -> None:
+    """Show it all: serve a small model, hand caches over, and compare with a single engine."""
+    _unwind_on_sigterm()
+    raise typer.Exit(import_module("disagg.bench.demo").run())
+
+
+@app.command(context_settings=_PASS_ON)
+def bench(ctx: typer.Context) -> None:
+    """Measure; `disagg bench --help` lists what."""
+    _unwind_on_sigterm()
+    # The typer app that owns these commands imports what it measures: not before it is needed.
+    import_module("disagg.bench.cli").app(args=ctx.args, prog_name="disagg bench")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from disagg import __version__
+
+    typer.echo(__version__)
+
+
+def _unwind_on_sigterm() -> None:
+    """SIGTERM then ends as Ctrl-C does, and what was started is stopped on the way out."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+
+
+def _warn(warnings: list[str]) -> None:
+    for line in warnings:
+        typer.echo(f"warning: {line}", err=True)
+
+
+def _report(error: DisaggError) -> int:
+    if isinstance(error, ConfigError):
+        for line in error.problems:
+            typer.echo(line, err=True)
+        return 2
+    typer.echo(f"error: {error}", err=True)
+    if isinstance(error, StartupError) and error.log_tail:
+        typer.echo(f"\nThe last lines of its log:\n{error.log_tail}", err=True)
+    return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""The YAML that describes one deployment: one pydantic model per section, and its loading.
+
+Imports neither torch, vLLM nor Ray, so that reading a file costs milliseconds, and must never
+decide what needs the machine: ports, folders' rights and vLLM's own argument names are
+checked in `disagg.checks`. Unknown keys are refused; nothing wrong becomes a default.
+
+A relative path in the file is taken from the folder in which `disagg` was started, as one on
+the command line is. Loading makes it absolute, because engines run in other folders.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+
+from disagg.config_file import explain, read_mapping
+from disagg.errors import ConfigError
+from disagg.transport.names import PREFERENCE, TransportName
+
+Role = Literal["prefill", "decode"]
+
+_MIN_SECRET_LENGTH = 16
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def is_local(checkpoint: str) -> bool:
+    """Whether a checkpoint is a folder (there, or meant to be) rather than a hub's name."""
+    return _HUB_NAME.fullmatch(checkpoint) is None or Path(checkpoint).is_dir()
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+def _absolute_checkpoint(checkpoint: str) -> str:
+    return str(_absolute(Path(checkpoint))) if is_local(checkpoint) else checkpoint
+
+
+def _numbers_as_text(env: Any) -> Any:
+    # YAML reads `OMP_NUM_THREADS: 1` as a number. A bool has no one spelling: it is refused.
+    if not isinstance(env, dict):
+        return env
+    return {
+        name: str(value) if type(value) in (int, float) else value for name, value in env.items()
+    }
+
+
+def _each_once(names: list[TransportName]) -> list[TransportName]:
+    if len(set(names)) != len(names):
+        raise ValueError("names one twice; keep the first of each")
+    return names
+
+
+LocalPath = Annotated[Path, AfterValidator(_absolute)]
+Checkpoint = Annotated[str, Field(min_length=1), AfterValidator(_absolute_checkpoint)]
+Environment = Annotated[dict[str, str], BeforeValidator(_numbers_as_text)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Which checkpoint to serve."""
+
+    path: Checkpoint = Field(description="Checkpoint folder, or a hub name")
+    served_name: str | None = Field(None, description="Name in the API; the path if not given")
+    tokenizer: Checkpoint | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+class ResourcesSection(Section):
+    """What one engine asks of Ray."""
+
+    num_cpus: float = Field(1.0, ge=0)
+    num_gpus: float = Field(0.0, ge=0)
+    custom: dict[str, float] = Field(default_factory=dict, description="Ray's custom resources")
+
+
+class EngineSection(Section):
+    """What all engines share; a pool's own values win."""
+
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="vLLM engine arguments by their own names"
+    )
+    env: Environment = Field(default_factory=dict)
+    startup_timeout_s: float = Field(600.0, gt=0)
+
+
+class PoolSection(Section):
+    """The engines of one role."""
+
+    replicas: int = Field(1, ge=1)
+    resources: ResourcesSection = ResourcesSection()
+    args: dict[str, Any] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
+
+
+class StorageSection(Section):
+    """The folder that handoff files pass through."""
+
+    path: LocalPath | None = Field(
+        None, description="Default: a folder of this user's in the temp dir"
+    )
+    max_bytes: int = Field(8 << 30, gt=0, description="A handoff that would pass it is refused")
+    fsync: bool = False
+
+
+class TransferSection(Section):
+    """How KV blocks move."""
+
+    transports: Annotated[list[TransportName], AfterValidator(_each_once)] = Field(
+        default=list(PREFERENCE), min_length=1
+    )
+    storage: StorageSection = StorageSection()
+    lease_s: float = Field(30.0, gt=0, le=3600)
+    load_deadline_s: float = Field(30.0, gt=0, le=3600)
+    host: str | None = Field(
+        None, description="Address of the control channel; default: the node's"
+    )
+    secret_env: str | None = Field(None, description="Environment variable with the secret")
+    secret_file: LocalPath | None = None
+    strict: bool = Field(False, description="Refuse a request for which no KV could be loaded")
+
+
+class LimitsSection(Section):
+    """Bounds of the router."""
+
+    max_body_bytes: int = Field(32 << 20, gt=0)
+    connect_timeout_s: float = Field(5.0, gt=0)
+    prefill_timeout_s: float = Field(300.0, gt=0)
+    first_byte_timeout_s: float = Field(600.0, gt=0)
+    between_bytes_timeout_s: float = Field(120.0, gt=0)
+
+
+class RouterSection(Section):
+    """The OpenAI endpoint."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="0: any free port")
+    api_keys_env: str | None = Field(
+        None, description="Environment variable, keys separated by commas"
+    )
+    api_keys_file: LocalPath | None = None
+    limits: LimitsSection = LimitsSection()
+
+
+class Deployment(Section):
+    """The whole file."""
+
+    name: str = Field("disagg", pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
+    model: ModelSection
+    engine: EngineSection = EngineSection()
+    prefill: PoolSection = PoolSection()
+    decode: PoolSection = PoolSection()
+    transfer: TransferSection = TransferSection()
+    router: RouterSection = RouterSection()
+
+    def pool(self, role: Role) -> PoolSection:
+        """The section of one role."""
+        return self.prefill if role == "prefill" else self.decode
+
+
+def load(path: str | Path) -> Deployment:
+    """Read one file. Raises ConfigError with one line for each problem."""
+    content = read_mapping(Path(path))
+    try:
+        return Deployment.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(explain(error, Deployment)) from error
+
+
+def secret(deployment: Deployment) -> str:
+    """The configured secret, or a fresh random one: ask once per run, and hand it on.
+
+    Raises ConfigError if it is configured twice, can't be read, or is too short to be one.
+    """
+    transfer = deployment.transfer
+    value = _env_or_file(
+        "transfer.secret_env", transfer.secret_env, "transfer.secret_file", transfer.secret_file
+    )
+    if value is None:
+        return secrets.token_hex(32)
+    if len(value.strip()) < _MIN_SECRET_LENGTH:
+        key = "secret_env" if transfer.secret_env is not None else "secret_file"
+        raise ConfigError(
+            f"transfer.{key}: {len(value.strip())} characters — a secret needs at least "
+            f"{_MIN_SECRET_LENGTH}; make one with: openssl rand -hex 32"
+        )
+    return value.strip()
+
+
+def api_keys(deployment: Deployment) -> tuple[str, ...]:
+    """The keys that clients must show; empty when none are configured.
+
+    Raises ConfigError if they are configured twice, can't be read, or name no key.
+    """
+    router = deployment.router
+    value = _env_or_file(
+        "router.api_keys_env", router.api_keys_env, "router.api_keys_file", router.api_keys_file
+    )
+    if value is None:
+        return ()
+    keys = tuple(key.strip() for key in re.split(r"[,\n]", value) if key.strip())
+    if not keys:
+        name = "api_keys_env" if router.api_keys_env is not None else "api_keys_file"
+        raise ConfigError(
+            f"router.{name}: no key in it — put keys in, separated by commas or lines"
+        )
+    return keys
+
+
+def _env_or_file(env_key: str, env: str | None, file_key: str, file: Path | None) -> str | None:
+    """The text that one of two keys leads to; None when neither is set."""
+    if env is not None and file is not None:
+        raise ConfigError(f"{env_key}: {env!r} — {file_key} is set too; keep one of them")
+    if env is not None:
+        value = os.environ.get(env)
+        if not value:
+            state = "not set" if value is None else "empty"
+            raise ConfigError(f"{env_key}: {env!r} — this variable is {state}; export it")
+        return value
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{file_key}: {str(file)!r} — {error.strerror}; make it readable"
+        ) from error

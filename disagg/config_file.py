@@ -1,0 +1,154 @@
+"""Reads a YAML file, and words what is wrong with one so that a person can mend it.
+
+Every problem is one line: the key's path in the file, the value, the fix. Knows YAML and
+pydantic, and nothing of what the keys mean; never turns something wrong into a default.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from disagg.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which besides refuses a key given twice (PyYAML keeps the last)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = getattr(key_node, "value", None)
+            line = key_node.start_mark.line + 1
+            if isinstance(key, str) and seen.setdefault(key, line) != line:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} is already on line {seen[key]}; keep one of them",
+                    problem_mark=key_node.start_mark,
+                )
+        return super().construct_mapping(node, deep)
+
+
+def read_mapping(path: Path) -> dict[Any, Any]:
+    """The file's keys and values. Raises ConfigError if it can't be read or is no mapping."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a YAML file that can be read") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); save it as UTF-8") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(_syntax_problem(path, error)) from error
+    except ValueError as error:  # PyYAML lets these through, for 2026-13-01 for example
+        raise ConfigError(f"{path}: {error}; put the value in quotes") from error
+    if content is None:
+        raise ConfigError(f"{path}: empty; see serve_configs/cpu-1p1d.yaml for a small example")
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path}: a {type(content).__name__}, not sections; start with 'model:' and, "
+            "indented under it, 'path: …'"
+        )
+    return content
+
+
+def _syntax_problem(path: Path, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+    words = getattr(error, "problem", None) or str(error)
+    return f"{place}: not valid YAML: {' '.join(words.split())}"
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line for each problem that pydantic found in the file that `model` describes."""
+    return [_line(details, model) for details in error.errors()]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words that lead from a misspelt name to a known one."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known: {', '.join(names)}" if len(names) <= 12 else "no known name is like it"
+
+
+def show(value: object) -> str:
+    """A value as one short piece of a line."""
+    if value is None:
+        return "empty"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _line(details: ErrorDetails, model: type[BaseModel]) -> str:
+    loc = details["loc"]
+    path = ".".join(str(part) for part in loc)
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        known = _section(model, loc[:-1]).model_fields
+        return f"{path}: unknown key; {nearest(str(loc[-1]), known)}"
+    if kind == "missing":
+        return f"{path}: missing; set it"
+    context: Mapping[str, Any] = details.get("ctx", {})
+    words = _FIXES.get(kind)
+    fix = words(context) if words else details["msg"].removeprefix("Value error, ")
+    return f"{path}: {show(details['input'])} — {fix}"
+
+
+def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
+    for part in loc:
+        annotation = model.model_fields[str(part)].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
+        model = annotation
+    return model
+
+
+def _whole_number(_: Mapping[str, Any]) -> str:
+    return "must be a whole number, without quotes"
+
+
+def _number(_: Mapping[str, Any]) -> str:
+    return "must be a finite number, without quotes"
+
+
+def _flag(_: Mapping[str, Any]) -> str:
+    return "must be true or false"
+
+
+def _text(_: Mapping[str, Any]) -> str:
+    return "must be text; put it in quotes"
+
+
+def _mapping(_: Mapping[str, Any]) -> str:
+    return "must be keys with values, indented under it; remove the line to take the defaults"
+
+
+_FIXES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "greater_than_equal": lambda c: f"must be at least {c['ge']:g}; set {c['ge']:g} or more",
+    "greater_than": lambda c: f"must be more than {c['gt']:g}; set a larger value",
+    "less_than_equal": lambda c: f"must be at most {c['le']:g}; set {c['le']:g} or less",
+    "int_type": _whole_number,
+    "int_parsing": _whole_number,
+    "int_from_float": _whole_number,
+    "float_type": _number,
+    "float_parsing": _number,
+    "finite_number": _number,
+    "bool_type": _flag,
+    "bool_parsing": _flag,
+    "string_type": _text,
+    "path_type": _text,
+    "string_too_short": lambda _: "must not be empty; set it",
+    "string_pattern_mismatch": lambda c: f"must match {c['pattern']}; choose another",
+    "literal_error": lambda c: f"must be {c['expected']}",
+    "list_type": lambda _: "must be a list, like [one, two]",
+    "too_short": lambda c: f"must name at least {c['min_length']}",
+    "dict_type": _mapping,
+    "model_type": _mapping,
+    "model_attributes_type": _mapping,
+}

@@ -1,0 +1,213 @@
+"""Reading the YAML: what is wrong is said in one line that names the key and the fix."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg import config
+from disagg.config import Deployment, load
+from disagg.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted([*ROOT.glob("serve_configs/*.y*ml"), *ROOT.glob("examples/**/*.y*ml")])
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "deployment.yaml"
+    path.write_text(text)
+    return path
+
+
+def problems_of(folder: Path, text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(write(folder, text))
+    assert all("\n" not in line for line in caught.value.problems)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_file_is_valid(path: Path) -> None:
+    assert load(path).model.path
+
+
+def test_there_are_shipped_files() -> None:
+    names = {path.name for path in SHIPPED}
+    assert {"cpu-1p1d.yaml", "gpu-1p1d.yaml", "gpu-2p2d-tp2.yaml"} <= names
+
+
+def test_the_smallest_file_needs_only_a_model(tmp_path: Path) -> None:
+    deployment = load(write(tmp_path, "model: {path: org/name}"))
+    assert deployment.prefill.replicas == deployment.decode.replicas == 1
+    assert deployment.transfer.transports == ["process_memory", "tcp", "shared_storage"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("prefill: {replicas: 0}", "prefill.replicas: 0 — must be at least 1; set 1 or more"),
+        ("prefill: {replica: 2}", "prefill.replica: unknown key; did you mean replicas?"),
+        ("modell: {}", "modell: unknown key; did you mean model?"),
+        (
+            "router: {limits: {max_body: 1}}",
+            "router.limits.max_body: unknown key; did you mean max_body_bytes?",
+        ),
+        ("router: {port: 70000}", "router.port: 70000 — must be at most 65535; set 65535 or less"),
+        ("router: {port: http}", "router.port: 'http' — must be a whole number, without quotes"),
+        ("transfer: {lease_s: 0}", "transfer.lease_s: 0 — must be more than 0; set a larger value"),
+        (
+            "transfer: {lease_s: .nan}",
+            "transfer.lease_s: nan — must be a finite number, without quotes",
+        ),
+        (
+            "transfer: {transports: [carrier-pigeon]}",
+            "transfer.transports.0: 'carrier-pigeon' — must be 'process_memory', 'tcp' or "
+            "'shared_storage'",
+        ),
+        ("transfer: {transports: []}", "transfer.transports: [] — must name at least 1"),
+        ("engine: {env: {A: true}}", "engine.env.A: True — must be text; put it in quotes"),
+        (
+            "decode:",
+            "decode: empty — must be keys with values, indented under it; "
+            "remove the line to take the defaults",
+        ),
+    ],
+)
+def test_a_wrong_value_is_one_line(tmp_path: Path, text: str, line: str) -> None:
+    assert problems_of(tmp_path, f"model: {{path: org/name}}\n{text}") == [line]
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    assert problems_of(tmp_path, "name: x") == ["model: missing; set it"]
+    assert problems_of(tmp_path, "model: {served_name: x}") == ["model.path: missing; set it"]
+
+
+def test_a_transport_named_twice_is_refused(tmp_path: Path) -> None:
+    text = "model: {path: a/b}\ntransfer: {transports: [shared_storage, shared_storage]}"
+    assert problems_of(tmp_path, text)[0].startswith("transfer.transports: [")
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    text = "model: {path: ''}\nprefill: {replicas: -1}\nrouter: {prt: 1}\n"
+    assert [line.split(":")[0] for line in problems_of(tmp_path, text)] == [
+        "model.path",
+        "prefill.replicas",
+        "router.prt",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: [", ":1:9: not valid YAML"),
+        ("model: {path: a}\nmodel: {path: b}\n", "'model' is already on line 1"),
+        ("model:\n\tpath: a\n", "not valid YAML"),
+        ("when: 2026-13-45", "put the value in quotes"),
+        ("- model", "a list, not sections"),
+        ("", "empty"),
+    ],
+)
+def test_what_is_no_yaml_of_ours_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    (line,) = problems_of(tmp_path, text)
+    assert "deployment.yaml" in line
+    assert words in line
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.yaml: No such file"):
+        load(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(tmp_path / "binary")
+
+
+def test_numbers_in_an_environment_become_text(tmp_path: Path) -> None:
+    text = "model: {path: a/b}\nengine: {env: {OMP_NUM_THREADS: 1, X: y}}"
+    assert load(write(tmp_path, text)).engine.env == {"OMP_NUM_THREADS": "1", "X": "y"}
+
+
+def test_relative_paths_are_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "there").mkdir(parents=True)
+    text = "model: {path: %s}\ntransfer: {storage: {path: kv}}\n"
+    deployment = load(write(tmp_path, text % "models/there"))
+    assert deployment.model.path == str(tmp_path / "models/there")
+    assert deployment.transfer.storage.path == tmp_path / "kv"
+    assert load(write(tmp_path, text % "org/name")).model.path == "org/name"
+    assert load(write(tmp_path, text % "./gone")).model.path == str(tmp_path / "gone")
+    assert load(write(tmp_path, text % ".cache/m/gone")).model.path == str(
+        tmp_path / ".cache/m/gone"
+    )
+
+
+def deployment_with(**sections: Any) -> Deployment:
+    return Deployment.model_validate({"model": {"path": "org/name"}, **sections})
+
+
+def test_without_one_the_secret_is_fresh_each_time() -> None:
+    first, second = config.secret(deployment_with()), config.secret(deployment_with())
+    assert first != second
+    assert len(first) == 64
+
+
+def test_the_secret_comes_from_the_variable_or_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "v" * 20)
+    (tmp_path / "secret").write_text("f" * 20 + "\n")
+    assert config.secret(deployment_with(transfer={"secret_env": "MY_SECRET"})) == "v" * 20
+    in_file = {"secret_file": str(tmp_path / "secret")}
+    assert config.secret(deployment_with(transfer=in_file)) == "f" * 20
+
+
+@pytest.mark.parametrize(
+    ("transfer", "words"),
+    [
+        ({"secret_env": "MY_SECRET"}, "this variable is not set; export it"),
+        ({"secret_file": "/nonexistent/secret"}, "No such file or directory"),
+        ({"secret_env": "A", "secret_file": "/b"}, "transfer.secret_file is set too"),
+    ],
+)
+def test_a_secret_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, transfer: dict[str, str], words: str
+) -> None:
+    monkeypatch.delenv("MY_SECRET", raising=False)
+    with pytest.raises(ConfigError, match=words):
+        config.secret(deployment_with(transfer=transfer))
+
+
+def test_a_short_secret_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET", "hunter2")
+    with pytest.raises(ConfigError, match="7 characters") as caught:
+        config.secret(deployment_with(transfer={"secret_env": "MY_SECRET"}))
+    assert "hunter2" not in str(caught.value)
+
+
+def test_api_keys_are_split_at_commas_and_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEYS", "one, two,")
+    assert config.api_keys(deployment_with()) == ()
+    assert config.api_keys(deployment_with(router={"api_keys_env": "KEYS"})) == ("one", "two")
+    (tmp_path / "keys").write_text("three\nfour\n")
+    in_file = {"api_keys_file": str(tmp_path / "keys")}
+    assert config.api_keys(deployment_with(router=in_file)) == ("three", "four")
+    monkeypatch.setenv("KEYS", " , ")
+    with pytest.raises(ConfigError, match=r"router.api_keys_env: no key"):
+        config.api_keys(deployment_with(router={"api_keys_env": "KEYS"}))
+
+
+def test_reading_imports_nothing_heavy() -> None:
+    code = "import sys, disagg.config; print({'torch', 'vllm', 'ray', 'numpy'} & set(sys.modules))"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert output.strip() == "set()"
