@@ -1,0 +1,225 @@
+"""Starts the engines of both pools as Ray actors, all at once, and says which one failed.
+
+Placement is Ray's, by the resources in the YAML. Nothing here waits without a deadline, and
+a remote trace never reaches the user: a failure is a StartupError with the engine's name,
+one line that says why, and the end of its log.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from disagg.config import Deployment, PoolSection, Role
+from disagg.engine import guardian, logs
+from disagg.engine.actor import TAIL_LINES, EngineActor
+from disagg.engine.spec import EngineFailure, EngineHome, EngineInfo, EngineSpec
+from disagg.errors import StartupError
+
+POLL_S = 0.5
+ASK_S = 2.0
+PLACING_S = 15.0
+ROLES: tuple[Role, Role] = ("prefill", "decode")
+
+
+@dataclass
+class Engine:
+    """An engine as the driver sees it, from its launch to its end."""
+
+    spec: EngineSpec
+    actor: Any
+    """Ray's handle of an EngineActor."""
+    started: Any
+    launched_at: float
+    _home: Any
+    _progress: Any = None
+    _stage: str = "starting a process"
+    info: EngineInfo | None = None
+    ended: Any = None
+
+    @property
+    def name(self) -> str:
+        """`prefill-0`."""
+        return self.spec.name
+
+    def home(self) -> EngineHome | None:
+        """Where it runs, if it runs already."""
+        try:
+            home: EngineHome = ray.get(self._home, timeout=0)
+        except (GetTimeoutError, RayError):
+            return None
+        return home
+
+    def stage(self) -> str:
+        """What it is doing, without waiting for the answer."""
+        if self.info is not None:
+            return "ready"
+        if self.home() is None:
+            if time.monotonic() - self.launched_at > PLACING_S:
+                return f"waiting for {_wanted(self.spec)}"
+            return self._stage
+        if self._progress is not None and ray.wait([self._progress], timeout=0)[0]:
+            self._stage = _get(self._progress) or self._stage
+            self._progress = None
+        if self._progress is None:
+            self._progress = self.actor.progress.remote()
+        return self._stage
+
+    def post_mortem(self, error: RayError) -> EngineFailure:
+        """Why the actor itself is gone, from what its log still says."""
+        home = self.home()
+        if home is None:
+            return EngineFailure(f"its actor did not start: {logs.describe(error)}", "")
+        log = _read_log(home)
+        cause = logs.root_cause(log) or f"its process {home.pid} was killed"
+        return EngineFailure(cause, "\n".join(log.splitlines()[-TAIL_LINES:]))
+
+
+def specs(
+    deployment: Deployment, *, run_id: str, storage_path: str, loopback: bool, secret: str
+) -> list[EngineSpec]:
+    """One spec for each replica of both pools."""
+    return [
+        EngineSpec(deployment, role, index, run_id, storage_path, loopback, secret)
+        for role in ROLES
+        for index in range(deployment.pool(role).replicas)
+    ]
+
+
+def check_resources(deployment: Deployment) -> None:
+    """Refuse a deployment that this one machine can never place."""
+    have = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    wanted: dict[str, float] = {}
+    for role in ROLES:
+        pool = deployment.pool(role)
+        for resource, amount in _resources(pool).items():
+            wanted[resource] = wanted.get(resource, 0) + amount * pool.replicas
+    for resource, amount in wanted.items():
+        if amount > have.get(resource, 0):
+            raise StartupError(
+                f"the engines ask for {amount:g} {resource}, this machine has "
+                f"{have.get(resource, 0):g}; lower replicas or resources in the YAML"
+            )
+
+
+def launch(wanted: Sequence[EngineSpec]) -> list[Engine]:
+    """Create all actors and begin all starts; returns at once."""
+    return [_launch(spec) for spec in wanted]
+
+
+def wait_ready(
+    engines: Sequence[Engine], timeout_s: float, progress: Callable[[str], None]
+) -> None:
+    """Return when all engines serve. Raises StartupError for the first that fails."""
+    deadline = time.monotonic() + timeout_s
+    pending = {engine.started: engine for engine in engines}
+    while pending:
+        for ref in ray.wait(list(pending), timeout=POLL_S)[0]:
+            engine = pending.pop(ref)
+            engine.info = _outcome(engine, ref)
+            engine.ended = engine.actor.ended.remote()
+        progress(" · ".join(f"{engine.name}: {engine.stage()}" for engine in engines))
+        if pending and time.monotonic() > deadline:
+            raise _too_slow(next(iter(pending.values())), timeout_s)
+
+
+def first_ended(engines: Sequence[Engine], others: Sequence[Any], timeout_s: float) -> str | None:
+    """Wait up to `timeout_s` for an engine to end; who and why, with its last log lines."""
+    by_ref = {engine.ended: engine for engine in engines}
+    refs: list[Any] = [*by_ref, *others]
+    done, _ = ray.wait(refs, timeout=timeout_s)
+    if not done:
+        return None
+    if done[0] not in by_ref:
+        return "the router died"
+    engine = by_ref[done[0]]
+    try:
+        failure: EngineFailure | None = ray.get(done[0])
+    except RayError as error:
+        failure = engine.post_mortem(error)
+    if failure is None:
+        return f"engine {engine.name} stopped"
+    return f"engine {engine.name} died: {failure.cause}\n{failure.log_tail}"
+
+
+def stop(engines: Sequence[Engine], grace_s: float, timeout_s: float) -> None:
+    """Stop all engines and wait until their processes are gone. Raises nothing."""
+    homes = [home for engine in engines if (home := engine.home())]
+    asked = [engine.actor.stop.remote(grace_s) for engine in engines if engine.info]
+    if asked:
+        ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+    for engine in engines:
+        ray.kill(engine.actor)
+    here = ray.get_runtime_context().get_node_id()
+    for home in homes:
+        if home.node_id == here:  # elsewhere the guardian does it alone
+            guardian.wait_gone(home.guardian_pid, home.pid)
+
+
+def _launch(spec: EngineSpec) -> Engine:
+    resources = spec.deployment.pool(spec.role).resources
+    actor: Any = (
+        ray.remote(EngineActor)
+        .options(
+            name=spec.name,
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
+            resources=resources.custom,
+            max_restarts=0,
+            scheduling_strategy="SPREAD",
+        )
+        .remote(spec)
+    )
+    return Engine(spec, actor, actor.start.remote(), time.monotonic(), actor.home.remote())
+
+
+def _outcome(engine: Engine, ref: Any) -> EngineInfo:
+    try:
+        outcome: EngineInfo | EngineFailure = ray.get(ref)
+    except RayError as error:
+        outcome = engine.post_mortem(error)
+    if isinstance(outcome, EngineFailure):
+        raise StartupError(f"engine {engine.name} did not start: {outcome.cause}", outcome.log_tail)
+    return outcome
+
+
+def _too_slow(engine: Engine, timeout_s: float) -> StartupError:
+    tail = _get(engine.actor.log_tail.remote()) or ""
+    return StartupError(
+        f"engine {engine.name} did not come up in {timeout_s:g} s (engine.startup_timeout_s); "
+        f"it was {engine.stage()}",
+        tail,
+    )
+
+
+def _get(ref: Any) -> str | None:
+    try:
+        answer: str = ray.get(ref, timeout=ASK_S)
+    except (GetTimeoutError, RayError):
+        return None
+    return answer
+
+
+def _read_log(home: EngineHome) -> str:
+    if home.node_id == ray.get_runtime_context().get_node_id():
+        return logs.tail(Path(home.log_path), 10_000)
+    from ray.util.state import get_log
+
+    chunks = get_log(node_id=home.node_id, filename=Path(home.log_path).name, tail=1000, timeout=5)
+    return "".join(chunks)
+
+
+def _resources(pool: PoolSection) -> dict[str, float]:
+    asked = {"CPU": pool.resources.num_cpus, "GPU": pool.resources.num_gpus}
+    return {name: amount for name, amount in (asked | pool.resources.custom).items() if amount}
+
+
+def _wanted(spec: EngineSpec) -> str:
+    pool = spec.deployment.pool(spec.role)
+    return ", ".join(f"{amount:g} {name}" for name, amount in _resources(pool).items()) + " on Ray"

@@ -1,0 +1,164 @@
+"""Joins a running Ray cluster, or runs a private one on this machine for as long as we live.
+
+We join when RAY_ADDRESS is set, as it is inside `ray job submit`. A private Ray shares
+nothing with another one: its ports, folder and processes are its own, and `stop` ends and
+removes all of them. A joined cluster is never stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from disagg.cluster.folders import RunFolder, sweep
+from disagg.cluster.signals import Interrupted
+from disagg.errors import StartupError
+
+OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it; Ray's minimum is 75 MiB
+STOP_S = 3.0
+# A Unix socket's path holds 107 bytes; Ray adds up to this much to the folder's.
+MAX_SOCKET_PATH = 107
+RAYS_PART = "/session_2026-11-20_22-00-00_000000_1234567/sockets/dash_MetricsHead"
+
+PRIVATE_ENV = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run disagg` would start workers by uv
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+}
+
+
+@dataclass
+class RaySession:
+    """A connection to Ray; `private` when the cluster is ours alone."""
+
+    private: bool
+    single_node: bool
+    node_id: str
+    dashboard_url: str | None
+    _folder: RunFolder | None
+
+    def stop(self) -> None:
+        """Leave the cluster; end and remove a private one. Actors of ours end in both cases."""
+        import ray
+
+        ours = _processes(self._folder.path) if self._folder else []
+        ray.shutdown()
+        _end(ours)
+        if self._folder:
+            self._folder.remove()
+
+
+def connect(namespace: str, after_init: Callable[[], None]) -> RaySession:
+    """Join or start Ray. `after_init` runs at once after: Ray replaces signal handlers."""
+    os.environ |= {name: value for name, value in PRIVATE_ENV.items() if name not in os.environ}
+    joined = bool(os.environ.get("RAY_ADDRESS"))
+    folder = None if joined else _private_folder()
+    try:
+        with _temp_folder(folder):
+            context = _init(namespace, folder)
+    except BaseException as error:
+        if folder:
+            _end(_processes(folder.path))
+            folder.remove()
+        if isinstance(error, SystemExit):  # Ray's own handler of SIGTERM, in place meanwhile
+            raise Interrupted(signal.SIGTERM) from error
+        if isinstance(error, Exception):
+            raise StartupError(f"Ray did not start: {_first_line(error)}") from error
+        raise
+    finally:
+        after_init()
+    return RaySession(
+        private=not joined,
+        single_node=not joined or _alive_nodes() == 1,
+        node_id=context.address_info["node_id"],
+        dashboard_url=f"http://{context.dashboard_url}" if context.dashboard_url else None,
+        _folder=folder,
+    )
+
+
+@contextmanager
+def _temp_folder(folder: RunFolder | None) -> Iterator[None]:
+    """Have a private Ray's processes, and so the engines, put temporary files into the folder."""
+    before = os.environ.get("TMPDIR")
+    if folder:
+        os.environ["TMPDIR"] = str(folder.path)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = before
+
+
+def _init(namespace: str, folder: RunFolder | None) -> Any:
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if folder is None:
+        return ray.init(namespace=namespace, **quiet)
+    return ray.init(
+        address="local",
+        namespace=namespace,
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(folder.path),
+        **quiet,
+    )
+
+
+def token_file() -> Path | None:
+    """Where Ray keeps the token that its dashboard asks for; None if it asks for none."""
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token" or "RAY_AUTH_TOKEN" in os.environ:
+        return None
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+    return path if path.is_file() else None
+
+
+def _alive_nodes() -> int:
+    import ray
+
+    return sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
+
+
+def _private_folder() -> RunFolder:
+    own, name = f"disagg-ray-{os.getuid()}", os.urandom(3).hex()
+    parent = Path(tempfile.gettempdir(), own)
+    if len(f"{parent}/{name}{RAYS_PART}") > MAX_SOCKET_PATH:
+        parent = Path("/tmp", own)
+    sweep(parent)
+    return RunFolder(parent, name)
+
+
+def _processes(folder: Path) -> list[psutil.Process]:
+    """Our children that run on this folder, and all their descendants."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        try:
+            if any(str(folder) in word for word in child.cmdline()):
+                found += [child, *child.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Wait for processes that were told to end, and kill those that don't."""
+    _, left = psutil.wait_procs(processes, timeout=STOP_S)
+    for process in left:
+        process.kill()
+    psutil.wait_procs(left, timeout=STOP_S)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,61 @@
+"""The Ray actor around the router.
+
+Binds its port at once, so that a port in use is known before the engines start, and serves
+only when they are ready. It lives on the node where `disagg serve` runs, whose address the
+YAML names. Restarting it must never touch the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+from disagg.config import RouterSection
+from disagg.engine.spec import EngineInfo
+from disagg.router.main import RouterServer, bind, create_app
+from disagg.router.topology import EngineEndpoint
+
+
+class RouterActor:
+    """Hosts the router from `bind` to `stop`."""
+
+    def __init__(self, section: RouterSection) -> None:
+        self._section = section
+        self._socket: socket.socket | None = None
+        self._server: RouterServer | None = None
+
+    async def bind(self) -> int | str:
+        """Take the port. Returns the port, or what is wrong with it."""
+        try:
+            self._socket = bind(self._section.host, self._section.port)
+        except OSError as error:
+            return f"{self._section.host}:{self._section.port}: {error.strerror}"
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    async def start(
+        self, engines: Sequence[EngineInfo], api_keys: Sequence[str], strict: bool
+    ) -> None:
+        """Serve; returns when requests are accepted."""
+        assert self._socket is not None
+        endpoints = [EngineEndpoint(name=e.name, role=e.role, url=e.url) for e in engines]
+        app = create_app(self._section, endpoints, api_keys=api_keys, strict=strict)
+        self._server = RouterServer(app, self._socket)
+        await self._server.start()
+
+    async def ended(self) -> None:
+        """Never returns while the actor lives; its failure is the router's.
+
+        Asked after `start`. A stop is no failure: who asked for it ends the actor too.
+        """
+        assert self._server is not None
+        await self._server.ended()
+        await asyncio.Event().wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept nothing new, let streams run for `grace_s`, close."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        elif self._socket is not None:
+            self._socket.close()

@@ -1,0 +1,130 @@
+"""Runs one deployment in the foreground: progress, the endpoint, and an orderly end.
+
+Prints for a person at a terminal and for a log file alike. Decides nothing about the
+deployment itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
+
+from disagg.cluster.deployment import RunningDeployment, start
+from disagg.cluster.ray_session import token_file
+from disagg.cluster.signals import Interrupted, StopSignals
+from disagg.config import Deployment
+from disagg.engine import guardian
+from disagg.errors import StartupError
+
+WATCH_S = 0.5
+REPEAT_S = 15.0
+
+
+class Progress:
+    """Shows what is going on: one live line on a terminal, else a line per change."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began = time.monotonic()
+        self._shown = ""
+        self._shown_at = 0.0
+        self._status = console.status("", spinner="dots") if console.is_terminal else None
+        if self._status:
+            self._status.start()
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        line = escape(f"[{now - self._began:4.0f} s] {text}")
+        if self._status:
+            self._status.update(line)
+        elif text != self._shown or now - self._shown_at > REPEAT_S:
+            self._console.print(line)
+            self._shown, self._shown_at = text, now
+
+    def close(self) -> None:
+        """End the live line."""
+        if self._status:
+            self._status.stop()
+
+
+def serve(deployment: Deployment) -> int:
+    """Serve until Ctrl-C or SIGTERM. Returns the exit status.
+
+    0 after an ordinary stop, 1 when something did not start or died, 128 + signal when
+    interrupted while starting. Raises ConfigError.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    with StopSignals(_kill_at_once) as signals:
+        progress = Progress(console)
+        try:
+            with signals.as_interrupted():
+                running = start(deployment, progress=progress, signals=signals)
+        except Interrupted as interrupted:
+            console.print("Interrupted while starting; everything was stopped.")
+            return 128 + interrupted.signum
+        except StartupError as error:
+            progress.close()
+            _print_failure(console, str(error), error.log_tail)
+            return 1
+        finally:
+            progress.close()
+        try:
+            with signals.as_interrupted():
+                _print_ready(console, deployment, running)
+                return _watch(console, running)
+        except Interrupted:
+            console.print("Stopping (once more to kill at once) …")
+            return 0
+        finally:
+            signals.disarm()
+            running.stop()
+
+
+def _watch(console: Console, running: RunningDeployment) -> int:
+    while True:
+        ended = running.first_ended(WATCH_S)
+        if ended is not None:
+            what, _, tail = ended.partition("\n")
+            _print_failure(console, what, tail)
+            return 1
+
+
+def _print_failure(console: Console, what: str, log_tail: str) -> None:
+    if log_tail:
+        console.print("Its last log lines:", style="dim")
+        console.print(escape(log_tail), style="dim")
+    console.print(f"[bold red]Error:[/] {escape(what)}")
+
+
+def _print_ready(console: Console, deployment: Deployment, running: RunningDeployment) -> None:
+    model = running.engines[0].model["name"]
+    for engine in running.engines:
+        console.print(f"  {engine.name:<10} {engine.url}  up in {engine.startup_s:.0f} s")
+    console.print(f"\nReady: {running.url}/v1  ({deployment.name}, model {escape(str(model))})\n")
+    console.print(
+        escape(
+            f"  curl {running.url}/v1/completions -H 'Content-Type: application/json' \\\n"
+            f'    -d \'{{"model": "{model}", "prompt": "Hello", "max_tokens": 16}}\''
+        )
+    )
+    if running.dashboard_url:
+        console.print(f"\nRay's dashboard: {running.dashboard_url}")
+        if token := token_file():
+            console.print(f"It asks for a token once: the content of {token}")
+    console.print("Ctrl-C stops it.")
+
+
+def _kill_at_once() -> None:
+    """The second signal: end our processes now. The guardians clean up after the engines."""
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if guardian.__file__ not in process.cmdline():
+                process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    os._exit(128 + signal.SIGINT)

@@ -1,0 +1,79 @@
+"""Ctrl-C and SIGTERM: the first one asks for an orderly stop, the second one kills at once.
+
+The first signal is raised as `Interrupted` wherever the main thread is, so that it also ends
+a start that is waiting deep inside a library. Nothing is raised any more once a stop has
+begun: a half-done clean-up would leave processes behind.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(BaseException):
+    """The user asked to stop."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(signal.Signals(signum).name)
+
+
+class StopSignals:
+    """Context manager that owns both signals. Main thread only."""
+
+    def __init__(self, kill: Callable[[], None]) -> None:
+        self._kill = kill
+        self._armed = True
+        self._count = 0
+        self._received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        assert threading.current_thread() is threading.main_thread()
+        self._previous = {signum: signal.getsignal(signum) for signum in SIGNALS}
+        self.install()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def install(self) -> None:
+        """Take the signals (again: ray.init puts handlers of its own in their place)."""
+        for signum in SIGNALS:
+            signal.signal(signum, self._on_signal)
+        if self._received is not None:
+            raise Interrupted(self._received)
+
+    @contextmanager
+    def as_interrupted(self) -> Iterator[None]:
+        """Leave the block with `Interrupted` after a signal, whatever became of it inside.
+
+        Ray's compiled code turns what a handler raises into a SystemError.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._received is None or isinstance(error, Interrupted):
+                raise
+            raise Interrupted(self._received) from None
+
+    def disarm(self) -> None:
+        """From here on a first signal changes nothing: the stop has begun."""
+        self._armed = False
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
+            self._kill()
+        elif self._armed:
+            self._armed = False
+            self._received = signum
+            raise Interrupted(signum)

@@ -1,0 +1,213 @@
+"""`disagg serve` as a user runs it: a subprocess, a private Ray, real engines on the CPU.
+
+Engine starts dominate the time (about a minute each on two cores), so each test that needs
+one asks several things of it. What must be gone afterwards is noted while it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from disagg.checkpoint import make_model
+
+START_S = 240
+STOP_S = 15
+
+pytestmark = pytest.mark.timeout(START_S + 60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(folder)
+    return folder
+
+
+@pytest.fixture
+def temp() -> Iterator[Path]:
+    """A temporary folder of the deployment's own, with a path short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="dt-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@dataclass
+class Served:
+    """One `disagg serve` in a subprocess."""
+
+    process: subprocess.Popen[bytes]
+    out: Path
+    temp: Path
+    seen: set[psutil.Process] = field(default_factory=set)
+    segments: set[str] = field(default_factory=set)
+
+    @property
+    def text(self) -> str:
+        return self.out.read_text()
+
+    def until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.2)
+
+    def until_shown(self, word: str) -> None:
+        self.until(lambda: word in self.text or self.process.poll() is not None, START_S)
+        assert word in self.text, self.text
+
+    def note(self) -> None:
+        """Remember what there is now and must not be there later."""
+        self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+        self.segments |= {name for process in self.seen for name in segments(process.pid)}
+
+    def end(self, signum: int) -> float:
+        """Signal it and wait for its end. Returns the seconds that took."""
+        self.note()
+        began = time.monotonic()
+        self.process.send_signal(signum)
+        self.process.wait(STOP_S)
+        return time.monotonic() - began
+
+    def check_nothing_left(self) -> None:
+        assert [p for p in self.seen if p.is_running() and p.status() != "zombie"] == []
+        assert [name for name in self.segments if Path("/dev/shm", name).exists()] == []
+        left = [path for path in self.temp.rglob("*") if not path.is_dir()]
+        assert left == []
+
+
+def segments(pid: int) -> set[str]:
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    return {
+        line.partition("/dev/shm/")[2]
+        for line in maps.splitlines()
+        if "/dev/shm/" in line and "(deleted)" not in line
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path, temp: Path) -> Iterator[Callable[..., Served]]:
+    started: list[Served] = []
+
+    def go(content: dict[str, Any]) -> Served:
+        file = tmp_path / f"{len(started)}.yaml"
+        file.write_text(yaml.safe_dump(content))
+        out = tmp_path / f"{len(started)}.out"
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from disagg.cli import main; main()", "serve", str(file)],
+            stdout=out.open("wb"),
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": str(temp)},
+        )
+        started.append(Served(process, out, temp))
+        return started[-1]
+
+    yield go
+    for served in started:
+        if served.process.poll() is None:
+            served.process.terminate()
+            served.process.wait(STOP_S)
+
+
+def deployment(model: Path, port: int = 0) -> dict[str, Any]:
+    return {
+        "name": "test",
+        "model": {"path": str(model), "served_name": "tiny"},
+        "engine": {
+            "args": {"dtype": "float32", "max_model_len": 2048, "block_size": 128},
+            "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+        },
+        "router": {"port": port},
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def complete(port: int) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": "the quick brown fox " * 50, "max_tokens": 4}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer: dict[str, Any] = json.load(response)
+        return answer
+
+
+def test_serves_then_stops_without_a_trace(run: Callable[..., Served], model: Path) -> None:
+    port = free_port()
+    served = run(deployment(model, port))
+    served.until_shown("importing vLLM")
+
+    second = run(deployment(model, port))
+    assert second.process.wait(60) == 2
+    assert "router.port" in second.text
+
+    served.until_shown("Ready: ")
+    assert f"http://127.0.0.1:{port}/v1" in served.text
+    assert complete(port)["usage"]["completion_tokens"] == 4
+
+    assert served.end(signal.SIGTERM) < STOP_S
+    assert served.process.returncode == 0
+    assert served.segments, "an engine has shared memory, or this test looks in the wrong place"
+    served.check_nothing_left()
+
+
+def test_interrupt_while_loading_leaves_nothing(run: Callable[..., Served], model: Path) -> None:
+    served = run(deployment(model))
+    served.until_shown("starting its processes")
+    assert served.end(signal.SIGINT) < STOP_S
+    assert served.process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in served.text
+    served.check_nothing_left()
+
+
+def test_engine_that_cannot_start_says_why(
+    run: Callable[..., Served], model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
+    served = run(deployment(broken))
+    assert served.process.wait(START_S) == 1
+    last = served.text.strip().splitlines()[-1]
+    assert "did not start" in last
+    assert "NoSuchModel" in last
+    served.check_nothing_left()
+
+
+def test_killed_engine_ends_serve_readably(run: Callable[..., Served], model: Path) -> None:
+    served = run(deployment(model))
+    served.until_shown("Ready: ")
+    served.note()
+    next(p for p in served.seen if "EngineCore" in "".join(p.cmdline())).kill()
+    assert served.process.wait(30) == 1
+    last = served.text.strip().splitlines()[-1]
+    assert "-0 died: vLLM's engine process died" in last
+    served.check_nothing_left()
