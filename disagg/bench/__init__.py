@@ -1,0 +1,1 @@
+"""Measuring all of the above, and showing it."""

@@ -1,0 +1,111 @@
+"""`disagg bench …`: one command per thing that is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from disagg.errors import ConfigError
+from disagg.transport.names import PREFERENCE, TransportName
+
+app = typer.Typer(help="Measure, ours and the peer in one run.", no_args_is_help=True)
+
+
+@app.command()
+def handoff(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths, by commas.")] = "1000,4000,8000",
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts per length; medians count.")] = 3,
+    storage: Annotated[Path, typer.Option(help="Folder for files, ours and the peer's.")] = Path(
+        "/dev/shm"
+    ),
+    transport: Annotated[str, typer.Option(help=f"Ours, of {PREFERENCE}.")] = PREFERENCE[0],
+    peers: Annotated[
+        str, typer.Option(help="Of example, nixl; by commas, may be empty.")
+    ] = "example",
+    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+) -> None:
+    """Decode's first token: handed over, from its own prefix cache, by peers, computed."""
+    from disagg.bench import handoff as bench
+
+    counts = [int(length) for length in lengths.split(",")]
+    (way,) = _transports(transport)
+    names = [name for name in peers.split(",") if name]
+    raise typer.Exit(
+        bench.run(counts, repeats, storage, transport=way, peers=names, json_path=json)
+    )
+
+
+@app.command()
+def soak(
+    requests: Annotated[int, typer.Option(min=1)] = 2000,
+    concurrency: Annotated[int, typer.Option(min=1)] = 16,
+    cancel: Annotated[float, typer.Option(help="Share of clients that leave early.")] = 0.2,
+    transports: Annotated[str, typer.Option(help="By commas, as in the YAML.")] = ",".join(
+        PREFERENCE
+    ),
+    sabotage: Annotated[bool, typer.Option(help="Cut sockets, stop workers all the while.")] = True,
+) -> None:
+    """Many requests with leaving clients: no wrong token, no lease, block or file left."""
+    from disagg.bench import soak as bench
+
+    names = _transports(transports)
+    raise typer.Exit(bench.run(requests, concurrency, cancel, transports=names, sabotage=sabotage))
+
+
+@app.command()
+def router(
+    requests: Annotated[int, typer.Option(min=1, help="Per target and round.")] = 100,
+    pace_ms: Annotated[float, typer.Option(min=0, help="Between two events of an answer.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+) -> None:
+    """What a router costs: none, ours and vllm-router, in front of fake engines."""
+    from disagg.bench import router as bench
+
+    raise typer.Exit(bench.run(requests, pace_ms, json_path=json))
+
+
+@app.command()
+def transfer(
+    transports: Annotated[str, typer.Option(help="Ours, by commas.")] = ",".join(PREFERENCE),
+    sizes: Annotated[str, typer.Option(help="MB of one fetch, by commas.")] = "33,131,262",
+    block_bytes: Annotated[
+        str, typer.Option(help="Bytes of one block in each of 8 layers, by commas.")
+    ] = "65536,1048576",
+    concurrency: Annotated[
+        str, typer.Option(help="Fetches at once; several only while their sum fits the largest.")
+    ] = "1,4",
+    device: Annotated[str, typer.Option(help="Where the caches lie: cpu or cuda.")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="Medians count; one more warms up.")] = 5,
+    peer: Annotated[bool, typer.Option(help="Measure NIXL over UCX too.")] = True,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+) -> None:
+    """Whole fetches over each transport, beside a memcpy and NIXL. No engine, no Ray."""
+    from disagg.bench import transfer as bench
+    from disagg.bench.transfer_plan import Plan
+
+    plan = Plan(
+        transports=[name for name in transports.split(",") if name],
+        sizes=_numbers(sizes),
+        block_bytes=_numbers(block_bytes),
+        concurrency=_numbers(concurrency),
+        device=device,
+        repeats=repeats,
+    )
+    raise typer.Exit(bench.run(plan, with_peer=peer, json_path=json))
+
+
+def _transports(text: str) -> list[TransportName]:
+    wanted = text.split(",")
+    known = [name for name in PREFERENCE if name in wanted]
+    if strange := sorted(set(wanted) - set(known)):
+        raise ConfigError(f"{', '.join(strange)}: no such transport; of {', '.join(PREFERENCE)}")
+    return sorted(known, key=wanted.index)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{text!r}: whole numbers, by commas") from None
