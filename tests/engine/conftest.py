@@ -1,0 +1,111 @@
+"""Real vLLM engines, started once for the whole session."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from disagg.bench.vllm_server import VllmServer
+from disagg.checkpoint import make_model
+
+# Short, so that tests can see leases end; long enough for the slowest prefill.
+LEASE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """producer, consumer: as the README's plain vLLM. single: no connector.
+
+    files: a consumer over shared storage alone. strict: kv_both with `strict`, over TCP alone, and
+    a cache so small that requests are preempted.
+    """
+
+    producer: VllmServer
+    consumer: VllmServer
+    files: VllmServer
+    single: VllmServer
+    strict: VllmServer
+    storage: Path
+    paused: set[str] = field(default_factory=set)
+
+    def servers(self) -> list[VllmServer]:
+        return [one for one in vars(self).values() if isinstance(one, VllmServer)]
+
+    def wake(self, *names: str) -> None:
+        """Let these engines run and no others: idle ones poll, and a few of them fill two cores."""
+        for server in self.servers():
+            if server.name in names and server.name in self.paused:
+                server.resume()
+                self.paused.discard(server.name)
+            elif server.name not in names and server.name not in self.paused:
+                server.pause()
+                self.paused.add(server.name)
+
+
+def transfer(role: str, **extra: object) -> dict[str, object]:
+    """The `--kv-transfer-config` of the README; `extra` goes into the extra config."""
+    return {
+        "kv_connector": "DisaggConnector",
+        "kv_connector_module_path": "disagg.connector",
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+    }
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    logs = tmp_path_factory.mktemp("logs")
+    # Secret and storage are the defaults: a folder of this user's in the temporary one.
+    temporary = tmp_path_factory.mktemp("tmp")
+    options: dict[str, object] = {"lease_s": LEASE_S}
+    small = ("--num-gpu-blocks-override", "24", "--max-model-len", "2560")
+
+    def server(name: str, config: dict[str, object] | None, *args: str) -> VllmServer:
+        env = {"TMPDIR": str(temporary)}
+        return VllmServer(name, model, logs / f"{name}.log", config, args, env=env)
+
+    fleet = Fleet(
+        server("producer", transfer("kv_producer", **options)),
+        server("consumer", transfer("kv_consumer", **options)),
+        server("files", transfer("kv_consumer", transports=["shared_storage"], **options)),
+        server("single", None),
+        server("strict", transfer("kv_both", strict=True, transports=["tcp"], **options), *small),
+        temporary / f"disagg-{os.getuid()}",
+    )
+    try:
+        for one in fleet.servers():
+            one.launch()
+        for one in fleet.servers():
+            one.wait_ready()
+        yield fleet
+    finally:
+        for one in fleet.servers():
+            one.stop()
+
+
+@pytest.fixture(autouse=True)
+def awake(request: pytest.FixtureRequest) -> None:
+    """Of the engines, those that the test's module names in ENGINES."""
+    names = getattr(request.module, "ENGINES", ())
+    if names:
+        fleet: Fleet = request.getfixturevalue("fleet")
+        fleet.wake(*names)
+
+
+@pytest.fixture
+def prompt(request: pytest.FixtureRequest) -> Callable[[int], list[int]]:
+    """Random token ids, never the same twice in a session and the same in every session."""
+    generator = random.Random(request.node.nodeid)
+    return lambda length: [generator.randrange(300, 1000) for _ in range(length)]

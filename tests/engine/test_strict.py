@@ -1,0 +1,74 @@
+"""Strict mode, preemption in a small cache, and at last the producer's death."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from disagg.bench.vllm_server import completion, token_ids
+from engine.conftest import Fleet
+from engine.waiting import eventually
+
+ENGINES = ("producer", "consumer", "strict", "single")
+Prompt = Callable[[int], list[int]]
+
+
+def test_strict_refuses_what_could_not_be_loaded(fleet: Fleet, prompt: Prompt) -> None:
+    ids = prompt(300)
+    params = fleet.producer.prefill(ids)
+    good = fleet.strict.complete(ids, kv_transfer_params=params)
+    assert token_ids(good) == token_ids(fleet.single.complete(ids))
+    ids = prompt(300)
+    body = {**completion(ids), "kv_transfer_params": {"do_remote_prefill": True}}
+    refused = fleet.strict.post("/v1/completions", body)
+    assert refused.status_code >= 500
+    assert "error" in refused.json()
+    assert fleet.strict.metric("disagg_kv_load_failures_total", reason="malformed") >= 1
+    assert token_ids(fleet.strict.complete(ids)) == token_ids(fleet.single.complete(ids))
+
+
+def test_preempted_on_the_consumer(fleet: Fleet, prompt: Prompt) -> None:
+    """24 blocks for eight requests that each grow to 5: some are preempted and come back."""
+    prompts = [prompt(380) for _ in range(8)]
+
+    def both(ids: list[int]) -> list[list[int]]:
+        params = fleet.producer.prefill(ids)
+        return token_ids(fleet.strict.complete(ids, kv_transfer_params=params, max_tokens=200))
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(both, prompts))
+    assert fleet.strict.metrics("vllm:num_preemptions")["vllm:num_preemptions_total{}"] > 0
+    assert answers == [token_ids(fleet.single.complete(ids, max_tokens=200)) for ids in prompts]
+    assert eventually(lambda: usage(fleet) == 0)
+
+
+def test_many_prompts_in_a_small_producer(fleet: Fleet, prompt: Prompt) -> None:
+    """Leases hold most of the producer's cache; later prompts wait for them, and are right."""
+    prompts = [prompt(700) for _ in range(12)]
+
+    def both(ids: list[int]) -> list[list[int]]:
+        return token_ids(fleet.consumer.complete(ids, kv_transfer_params=fleet.strict.prefill(ids)))
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(both, prompts))
+    assert answers == [token_ids(fleet.single.complete(ids)) for ids in prompts]
+    assert eventually(lambda: fleet.strict.metric("disagg_leases_held") == 0)
+    assert eventually(lambda: usage(fleet) == 0)
+
+
+def test_producer_killed_after_prefill(fleet: Fleet, prompt: Prompt) -> None:
+    """Last in this file: the engine does not come back."""
+    ids = prompt(600)
+    params = fleet.strict.prefill(ids)
+    os.kill(fleet.strict.worker().pid, signal.SIGKILL)
+    before = fleet.consumer.metric("disagg_kv_load_failures_total", reason="peer_lost")
+    answer = fleet.consumer.complete(ids, kv_transfer_params=params)
+    assert token_ids(answer) == token_ids(fleet.single.complete(ids))
+    after = fleet.consumer.metric("disagg_kv_load_failures_total", reason="peer_lost")
+    assert after == before + 1
+
+
+def usage(fleet: Fleet) -> float:
+    return fleet.strict.metrics("vllm:kv_cache_usage_perc")["vllm:kv_cache_usage_perc{}"]

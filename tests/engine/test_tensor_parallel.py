@@ -1,0 +1,59 @@
+"""One rank hands over to two and two to one: heads are sliced and merged, tokens stay the same.
+
+vLLM's ranks poll with sched_yield, which on a machine of two cores can keep every other process
+waiting for seconds. Leases and deadlines are long here, and a hand-over that came too late is
+tried again; every answer must be right, late or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from disagg.bench.vllm_server import VllmServer, token_ids
+from engine.conftest import Fleet, transfer
+
+ENGINES = ("producer", "consumer", "single")
+TRIES = 5
+BLOCK = 4 * 2 * 128 * 2 * 64 * 4  # layers, KV heads, tokens, K and V, head dim, float32
+Prompt = Callable[[int], list[int]]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    fleet: Fleet, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
+    fleet.wake(*ENGINES)
+    server = VllmServer(
+        "two-ranks",
+        model,
+        tmp_path_factory.mktemp("logs") / "two-ranks.log",
+        transfer("kv_both", transports=["tcp"], lease_s=60.0, load_deadline_s=60.0),
+        ("--tensor-parallel-size", "2"),
+        env={"TMPDIR": fleet.producer.env["TMPDIR"]},
+    )
+    with server:
+        server.wait_ready()
+        yield server
+
+
+def hand_over(fleet: Fleet, source: VllmServer, target: VllmServer, ids: list[int]) -> float:
+    """Bytes that moved over TCP. The answer must be a single engine's in any case."""
+    before = target.metric("disagg_handoff_bytes_total", transport="tcp")
+    answer = target.complete(ids, kv_transfer_params=source.prefill(ids))
+    assert token_ids(answer) == token_ids(fleet.single.complete(ids))
+    return target.metric("disagg_handoff_bytes_total", transport="tcp") - before
+
+
+@pytest.mark.parametrize("length", [5, 128, 300, 1000])
+@pytest.mark.parametrize("way", ["1-to-2", "2-to-1"])
+def test_exact_between_sizes(
+    fleet: Fleet, two_ranks: VllmServer, prompt: Prompt, way: str, length: int
+) -> None:
+    pair = (fleet.producer, two_ranks) if way == "1-to-2" else (two_ranks, fleet.consumer)
+    moved = [hand_over(fleet, *pair, prompt(length)) for _ in range(2)]
+    while not any(moved) and len(moved) < TRIES:
+        moved.append(hand_over(fleet, *pair, prompt(length)))
+    assert max(moved) == -(-length // 128) * BLOCK
