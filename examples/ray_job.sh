@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Serve on a Ray cluster that runs already: the job lives on its head node, the engines where
+# Ray finds the GPUs. `ray job logs` shows the progress, `ray job stop` ends it cleanly.
+#
+#   RAY_ADDRESS=http://HEAD:8265 examples/ray_job.sh serve_configs/gpu-1p1d.yaml
+#
+# disagg and vLLM must be installed on the nodes (docker/Dockerfile.cuda). Where the cluster
+# asks for a token (Ray's token authentication), RAY_AUTH_TOKEN must hold it.
+set -euo pipefail
+file=${1:?usage: examples/ray_job.sh FILE}
+folder=$(cd "$(dirname "$file")" && pwd)
+ray=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/ray
+exec "$ray" job submit --no-wait --working-dir "$folder" -- disagg serve "$(basename "$file")"
