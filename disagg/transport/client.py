@@ -1,8 +1,8 @@
 """The consumer's end of the control channel: pooled connections to producers' workers.
 
-A connection serves one handoff at a time and goes back to the pool when that handoff ended
-well; after any error it is closed, which tells the producer at once. Nothing waits past the
-deadline it was given.
+A connection serves one handoff at a time. It goes back to the pool when everything asked on it
+was answered and no lease is in use on it, whatever the answers; otherwise it is closed, which
+tells the producer at once. Nothing waits past the deadline it was given.
 """
 
 from __future__ import annotations
@@ -41,10 +41,20 @@ class Connection:
     endpoint: Endpoint
     welcome: p.Welcome
     usable: dict[str, bool] = field(default_factory=dict)
+    settled: bool = True  # fit for another handoff
 
     def ask(self, request: p.Request, answer: type[A], deadline: Deadline) -> A:
         """Send one request and wait for its answer; raises what a `Failed` says."""
-        return _ask(self.channel, request, answer, deadline)
+        settled, self.settled = self.settled, False
+        got = _exchange(self.channel, request, deadline)
+        match request, got:
+            case p.Acquire(), p.Acquired():
+                pass
+            case p.Release(), p.Done():
+                self.settled = True
+            case _:
+                self.settled = settled
+        return _expect(answer, got, request)
 
 
 class Peers:
@@ -58,19 +68,12 @@ class Peers:
 
     @contextlib.contextmanager
     def connection(self, endpoint: Endpoint, deadline: Deadline) -> Iterator[Connection]:
-        """A connection for the time of the block; an error in the block closes it."""
+        """A connection for the time of the block; afterwards it is pooled, or closed."""
         connection = self._take(endpoint) or self._open(endpoint, deadline)
         try:
             yield connection
-        except BaseException:
-            connection.channel.close()
-            raise
-        with self._lock:
-            idle = self._idle.setdefault(endpoint, [])
-            if len(idle) < _POOLED_PER_PEER:
-                idle.append(connection)
-                return
-        connection.channel.close()
+        finally:
+            self._put_back(connection)
 
     def forget(self, endpoint: Endpoint) -> None:
         """Close the idle connections to an endpoint that failed."""
@@ -89,10 +92,20 @@ class Peers:
             idle = self._idle.get(endpoint)
             return idle.pop() if idle else None
 
+    def _put_back(self, connection: Connection) -> None:
+        if connection.settled:
+            with self._lock:
+                idle = self._idle.setdefault(connection.endpoint, [])
+                if len(idle) < _POOLED_PER_PEER:
+                    idle.append(connection)
+                    return
+        connection.channel.close()
+
     def _open(self, endpoint: Endpoint, deadline: Deadline) -> Connection:
         channel = Channel.connect(endpoint.host, endpoint.port, self._secret, deadline)
         try:
-            welcome = _ask(channel, self._hello, p.Welcome, deadline)
+            got = _exchange(channel, self._hello, deadline)
+            welcome = _expect(p.Welcome, got, self._hello)
         except PeerLost as error:
             channel.close()
             raise PeerLost(f"closed at hello, is the secret the same? ({error})") from error
@@ -102,12 +115,16 @@ class Peers:
         return Connection(channel, endpoint, welcome)
 
 
-def _ask(channel: Channel, request: p.Request, answer: type[A], deadline: Deadline) -> A:
+def _exchange(channel: Channel, request: p.Request, deadline: Deadline) -> p.Answer:
     channel.send(p.encode(request), deadline)
     try:
-        got = p.decode_answer(channel.receive(deadline))
+        answer: p.Answer = p.decode_answer(channel.receive(deadline))
     except msgspec.DecodeError as error:
         raise PeerRefused(f"answer not understood: {error}") from error
+    return answer
+
+
+def _expect(answer: type[A], got: p.Answer, request: p.Request) -> A:
     if isinstance(got, answer):
         return got
     if not isinstance(got, p.Failed):

@@ -123,7 +123,13 @@ def _fetch(
     # The lease is of no more use to anybody; say so rather than let it run out.
     _release(connection, lease, ABORTED, job.deadline)
     if last is None:
-        raise TransferError("the two workers have no transport in common", reason="no_transport")
+        connection.usable.clear()  # a folder that was away may be back next time
+        offered = ", ".join(connection.welcome.offers) or "none"
+        raise TransferError(
+            f"no transport works between the two workers; the producer offers {offered}, "
+            f"the consumer tried {', '.join(receiver.name for receiver in receivers)}",
+            reason="no_transport",
+        )
     raise TransferError("; ".join(errors), reason=last.reason) from last
 
 

@@ -14,7 +14,7 @@ from disagg.bench.vllm_server import VllmServer
 from disagg.checkpoint import make_model
 
 # Short, so that tests can see leases end; long enough for the slowest prefill.
-LEASE_S = 5.0
+LEASE_S = 8.0
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,8 @@ def test_damaged_file(
 
 def test_storage_folder_removed(fleet: Fleet, prompt: Prompt) -> None:
     ids = prompt(900)
+    fleet.files.complete(ids, kv_transfer_params=fleet.producer.prefill(ids))  # they have met
+    ids = prompt(900)
     params = fleet.producer.prefill(ids)
     before = fleet.files.metric("disagg_kv_load_failures_total", reason="storage_write")
     away = fleet.storage.with_name("away")

@@ -281,6 +281,23 @@ def test_no_common_folder(pair: Pair, tmp_path: Path) -> None:
     assert pair.leases.take_ended()[0].outcome == "aborted"
 
 
+def test_a_folder_that_was_away_is_used_again(pair: Pair, tmp_path: Path) -> None:
+    """First unknown at hello, then gone with the connection in use; the connection stays."""
+    away = tmp_path / "away"
+    for lease, reason in enumerate(("no_transport", "storage_write")):
+        pair.folder.rename(away)
+        pair.grant(2 * lease, [1])
+        with pytest.raises(TransferError) as error:
+            pair.fetch(2 * lease, [1])
+        assert error.value.reason == reason
+        away.rename(pair.folder)
+        pair.grant(2 * lease + 1, [1])
+        pair.fetch(2 * lease + 1, [1])
+        assert same(pair, [1], [1])
+        assert len(pair.server._channels) == 1
+    assert [ended.outcome for ended in pair.leases.take_ended()] == ["aborted", "fetched"] * 2
+
+
 def test_budget_is_kept(pair: Pair, tmp_path: Path) -> None:
     tight = SharedStorageSender(pair.source, Storage(tmp_path / "tight", 2000))
     answer = pair.send([1, 2], tight)
