@@ -84,10 +84,7 @@ class Channel:
 
     def close(self) -> None:
         """Close the socket; a thread that waits in `receive` gets `PeerLost`."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # already closed by the peer
+        shut(self._sock)
         self._sock.close()
 
 
@@ -99,6 +96,14 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def shut(sock: socket.socket) -> None:
+    """Cut a connection under the thread that waits on it, which then closes it."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the peer was first
 
 
 def _key(secret: bytes, server: bytes, client: bytes, direction: bytes) -> bytes:

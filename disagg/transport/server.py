@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from disagg.errors import PeerLost, TransferError
 from disagg.transport import protocol as p
-from disagg.transport.address import listen, resolve_host
 from disagg.transport.base import Deadline, Sender
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.channel import Channel, tune
 from disagg.transport.lease import Lease, LeaseTable
+from disagg.transport.listener import Listener
 
 logger = logging.getLogger(__name__)
 
 _HELLO_S = 5.0
-_MAX_CONNECTIONS = 512
 
 
 class ControlServer:
@@ -47,67 +45,26 @@ class ControlServer:
         self._secret, self._welcome, self._fingerprint = secret, hello, dict(fingerprint)
         self._cache, self._leases, self._use_limit_s = cache, leases, use_limit_s
         self._senders = {sender.name: sender for sender in senders}
-        # Not the socket's own name, which lacks the scope of a link-local address.
-        self.host = resolve_host(host)
-        self._listener = listen(self.host, port)
-        self.port: int = self._listener.getsockname()[1]
-        self._channels: set[Channel] = set()
-        self._lock = threading.Lock()
-        self._closed = False
-        threading.Thread(target=self._accept, name="disagg-accept", daemon=True).start()
+        self._listener = Listener(host, port, self._serve, name="disagg-control")
+        self.host, self.port = self._listener.host, self._listener.port
 
     def close(self) -> None:
         """Stop listening and drop every connection."""
-        with self._lock:
-            self._closed = True
-            channels = list(self._channels)
-        # shutdown wakes the accepting thread; close alone would not.
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # some systems refuse it on a listening socket, and wake the thread anyway
         self._listener.close()
-        for channel in channels:
-            channel.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                logger.exception("control channel cannot accept; retrying")
-                threading.Event().wait(0.1)
-                continue
-            if len(self._channels) >= _MAX_CONNECTIONS:
-                logger.warning("control channel refuses a connection: %d open", _MAX_CONNECTIONS)
-                sock.close()
-                continue
-            threading.Thread(
-                target=self._serve, args=(sock,), name="disagg-control", daemon=True
-            ).start()
+    def connections(self) -> int:
+        """How many are open."""
+        return self._listener.connections()
 
     def _serve(self, sock: socket.socket) -> None:
-        channel: Channel | None = None
         try:
             tune(sock)
             channel = Channel.accept(sock, self._secret, Deadline.after(_HELLO_S))
-            with self._lock:
-                self._channels.add(channel)
-            if not self._closed:
-                _Session(self, channel).run()
+            _Session(self, channel).run()
         except PeerLost as gone:
             logger.debug("control connection ended: %s", gone)
         except (TransferError, msgspec.DecodeError) as error:
             logger.warning("control connection refused: %s", error)
-        finally:
-            if channel is not None:
-                with self._lock:
-                    self._channels.discard(channel)
-                channel.close()
-            else:
-                sock.close()
 
 
 class _Session:

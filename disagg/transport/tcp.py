@@ -17,16 +17,15 @@ import os
 import secrets
 import socket
 import threading
-import time
 from dataclasses import dataclass, field
 
 from disagg.errors import DataCorrupt, PeerLost, PeerRefused, TransferError
 from disagg.transport import tcp_wire as w
-from disagg.transport.address import listen, resolve_host
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.blocks import BlockCache, Selection
-from disagg.transport.channel import Channel, tune
-from disagg.transport.tcp_pool import Pool, Streams, shut
+from disagg.transport.channel import Channel, shut, tune
+from disagg.transport.listener import Listener
+from disagg.transport.tcp_pool import Pool, Streams
 from disagg.transport.tcp_stream import receive_blocks, send_blocks, share
 
 NAME = "tcp"
@@ -37,7 +36,6 @@ _HELLO_S = 5.0
 _PROBE_S = 3.0
 _IDLE_S = 600.0
 _LEAVE_S = 10.0
-_MAX_CONNECTIONS = 512
 _MAX_STAGED = 4096
 # A thread and a connection of its own must be worth it.
 _STREAM_BYTES = 64 << 20
@@ -65,17 +63,11 @@ class TcpSender:
 
     def __init__(self, cache: BlockCache, host: str, secret: bytes, *, port: int = 0) -> None:
         self._cache, self._secret = cache, w.data_secret(secret)
-        address = resolve_host(host)
-        self._listener = listen(address, port)
-        self._offer = w.Offer(address, self._listener.getsockname()[1])
         self._fetches: dict[bytes, _Fetch] = {}
-        self._connections: dict[threading.Thread, socket.socket] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self._accepting = threading.Thread(
-            target=self._accept, name="disagg-tcp-accept", daemon=True
-        )
-        self._accepting.start()
+        self._listener = Listener(host, port, self._serve, name="disagg-tcp")
+        self._offer = w.Offer(self._listener.host, self._listener.port)
 
     def offer(self) -> bytes:
         return w.encode(self._offer)
@@ -96,16 +88,11 @@ class TcpSender:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            keys, connections = list(self._fetches), dict(self._connections)
-        shut(self._listener)  # wakes the accepting thread; close alone would not
+            keys = list(self._fetches)
         self._listener.close()
         for key in keys:
             self._drop(key)
-        for sock in connections.values():
-            shut(sock)
-        until = time.monotonic() + _LEAVE_S
-        for thread in (self._accepting, *connections):
-            thread.join(max(0.0, until - time.monotonic()))
+        self._listener.join(_LEAVE_S)
 
     def _drop(self, key: bytes) -> None:
         """Forget a fetch; when it returns, no thread reads its blocks."""
@@ -122,28 +109,6 @@ class TcpSender:
 
     # ---- data connections ------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                logger.exception("tcp cannot accept data connections; retrying")
-                time.sleep(0.1)
-                continue
-            thread = threading.Thread(
-                target=self._serve, args=(sock,), name="disagg-tcp", daemon=True
-            )
-            with self._changed:
-                welcome = not self._closed and len(self._connections) < _MAX_CONNECTIONS
-                if welcome:
-                    self._connections[thread] = sock
-                    thread.start()
-            if not welcome:
-                logger.warning("tcp refuses a data connection: %d open", len(self._connections))
-                sock.close()
-
     def _serve(self, sock: socket.socket) -> None:
         try:
             tune(sock)
@@ -159,11 +124,6 @@ class TcpSender:
             logger.debug("data connection ended: %s", gone)
         except TransferError as error:
             logger.warning("data connection refused: %s", error)
-        finally:
-            with self._changed:
-                self._connections.pop(threading.current_thread(), None)
-            shut(sock)
-            sock.close()
 
     def _answer(self, channel: Channel, pull: w.Pull) -> None:
         with self._changed:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from disagg.errors import PeerLost, PeerRefused
 from disagg.transport import tcp_wire as w
 from disagg.transport.base import Deadline
-from disagg.transport.channel import Channel
+from disagg.transport.channel import Channel, shut
 
 _POOLED_PER_PEER = 16
 
@@ -134,12 +134,6 @@ class Streams:
             self._error = self._error or error
             for sock in self._sockets:
                 shut(sock)
-
-
-def shut(sock: socket.socket) -> None:
-    """Cut a connection under the thread that uses it, which then closes it."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _is_quiet(sock: socket.socket) -> bool:

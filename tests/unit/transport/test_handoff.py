@@ -294,7 +294,7 @@ def test_a_folder_that_was_away_is_used_again(pair: Pair, tmp_path: Path) -> Non
         pair.grant(2 * lease + 1, [1])
         pair.fetch(2 * lease + 1, [1])
         assert same(pair, [1], [1])
-        assert len(pair.server._channels) == 1
+        assert pair.server.connections() == 1
     assert [ended.outcome for ended in pair.leases.take_ended()] == ["aborted", "fetched"] * 2
 
 

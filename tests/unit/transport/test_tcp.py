@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from disagg.errors import ConfigError, DataCorrupt, PeerLost, PeerRefused, TransferError
-from disagg.transport import tcp, tcp_pool, tcp_stream, tcp_wire
+from disagg.transport import listener, tcp, tcp_pool, tcp_stream, tcp_wire
 from disagg.transport.address import listen, resolve_host
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.blocks import BlockCache, Region, Selection
@@ -222,7 +222,7 @@ def test_many_at_once_over_few_connections(make: Make) -> None:
     for ours, theirs in zip(pair.source.regions, pair.target.regions, strict=True):
         assert torch.equal(ours.memory[:24], theirs.memory[:24])
         assert torch.equal(ours.memory[7:31], theirs.memory[24:])
-    assert len(pair.sender._connections) <= 24
+    assert pair.sender._listener.connections() <= 24
     assert not pair.sender._fetches
 
 
@@ -231,9 +231,9 @@ def test_connections_are_kept_and_dead_ones_replaced(make: Make) -> None:
     whole = pair.source.whole([1])
     for _ in range(5):
         pair.fetch(whole, whole)
-    (sock,) = pair.sender._connections.values()
+    (sock,) = pair.sender._listener._connections.values()
     sock.shutdown(socket.SHUT_RDWR)
-    soon(lambda: not pair.sender._connections)
+    soon(lambda: not pair.sender._listener.connections())
     pair.fetch(whole, whole)
     assert content(pair.source, whole) == content(pair.target, whole)
 
@@ -459,7 +459,7 @@ def test_finish_stops_a_stream_to_a_slow_reader(make: Make) -> None:
     channel.close()
     assert len(received) < size
     assert set(received) <= {1}
-    soon(lambda: not pair.sender._connections)
+    soon(lambda: not pair.sender._listener.connections())
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -489,12 +489,12 @@ def test_finish_of_a_done_fetch_is_cheap_and_cuts_nothing(make: Make) -> None:
     pair = make(small(None), small(POISON))
     whole = pair.source.whole([1, 2])
     pair.fetch(whole, whole)
-    (sock,) = pair.sender._connections.values()
+    (sock,) = pair.sender._listener._connections.values()
     began = time.monotonic()
     for _ in range(200):
         pair.fetch(whole, whole)
     assert time.monotonic() - began < 5
-    assert list(pair.sender._connections.values()) == [sock]
+    assert list(pair.sender._listener._connections.values()) == [sock]
 
 
 def test_a_key_works_once(make: Make) -> None:
@@ -585,11 +585,11 @@ def test_a_silent_peer_is_dropped(make: Make, monkeypatch: pytest.MonkeyPatch) -
         raw.sendall(bytes(16))  # a nonce, and never a frame
         while raw.recv(100):
             pass
-    soon(lambda: not pair.sender._connections)
+    soon(lambda: not pair.sender._listener.connections())
 
 
 def test_too_many_connections(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "_MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(listener, "_MAX_CONNECTIONS", 3)
     pair = make(small(None), small(POISON))
     at = tuple(msgspec.msgpack.decode(pair.sender.offer()))
     pool = tcp_pool.Pool(SECRET)
@@ -599,7 +599,7 @@ def test_too_many_connections(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(PeerLost), pool.connection((at[0], at[1]), Deadline.after(5)):
             pass
     pool.close()
-    soon(lambda: not pair.sender._connections)
+    soon(lambda: not pair.sender._listener.connections())
     whole = pair.source.whole([1])
     pair.fetch(whole, whole)
 
@@ -609,7 +609,7 @@ def test_a_reader_that_never_reads_is_dropped_at_the_deadline(make: Make) -> Non
     whole = pair.source.whole(range(64))
     answer = pair.sender.send(whole, tcp_wire.encode(tcp_wire.Request(1)), Deadline.after(0.5))
     channel, _ = pull(pair, answer)
-    soon(lambda: not pair.sender._connections, 3)
+    soon(lambda: not pair.sender._listener.connections(), 3)
     channel.close()
     pair.sender.finish(answer)
 
@@ -638,7 +638,7 @@ def test_close_amid_streams(make: Make) -> None:
     began = time.monotonic()
     pair.sender.close()
     assert time.monotonic() - began < 2
-    assert not pair.sender._connections
+    assert not pair.sender._listener.connections()
     for channel in channels:
         channel.close()
 
