@@ -24,18 +24,9 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.errors import StartupError
+from disagg.router.legs import REMOTE_DECODE
 
 START_S = 600.0
-
-# What NIXL-speaking routers send to a prefill engine.
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -25,7 +25,8 @@ _NOT_FOR_PREFILL = (
     "prompt_logprobs",
     "echo",
 )
-_REMOTE_DECODE = {
+# What asks vLLM 0.32 for a lease.
+REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -127,7 +128,7 @@ def _may_name_params(data: bytes) -> bool:
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
     """The prefill leg's body."""
     leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
-    leg |= {"stream": False, "max_tokens": 1, "n": 1, PARAMS: _REMOTE_DECODE}
+    leg |= {"stream": False, "max_tokens": 1, "n": 1, PARAMS: REMOTE_DECODE}
     if "max_completion_tokens" in body:
         leg["max_completion_tokens"] = 1
     return leg

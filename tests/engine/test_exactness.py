@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from disagg.bench.vllm_server import REMOTE_DECODE, VllmServer, completion, token_ids
+from disagg.bench.vllm_server import VllmServer, completion, token_ids
+from disagg.router.legs import REMOTE_DECODE
 from engine.conftest import Fleet
 from engine.waiting import eventually
 
