@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from disagg.transport.blocks import BlockCache, Bytes, Region
+from disagg.transport.host_memory import prefer_huge_pages
 
 LAYERS = 8
 _HEADS, _HEAD_BYTES = 8, 512  # K and V of a head of 128, bfloat16
@@ -30,6 +31,8 @@ class Memory:
 
     def __init__(self, num_bytes: int, device: str) -> None:
         self.flat = torch.zeros((LAYERS, num_bytes // LAYERS), dtype=torch.uint8, device=device)
+        if device == "cpu":
+            prefer_huge_pages([self.flat.view(-1).numpy()])  # as an engine's cache, for all ways
 
     def cache(self, block_bytes: int) -> BlockCache:
         """The memory as blocks of `block_bytes` in every layer."""

@@ -85,6 +85,10 @@ class BlockCache:
         """Whether the blocks are host memory."""
         return self._host[0] is not None
 
+    def host_memory(self) -> list[Bytes]:
+        """The memory of each region, from its first byte to its last; empty on a device."""
+        return [memory for memory in self._host if memory is not None]
+
     # ---- selecting -------------------------------------------------------------------------
 
     def whole(self, block_ids: Sequence[int]) -> Selection:

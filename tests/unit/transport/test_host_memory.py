@@ -1,0 +1,42 @@
+"""Advice about pages changes neither content nor addresses, and the kernel follows it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disagg.transport.host_memory import prefer_huge_pages
+
+MIB = 1 << 20
+ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def huge_kib(address: int) -> int:
+    """KiB in huge pages of the mapping that holds this address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1])
+    return 0
+
+
+@pytest.mark.skipif(
+    not ENABLED.exists() or "[never]" in ENABLED.read_text(), reason="no huge pages here"
+)
+def test_fresh_memory_gets_huge_pages() -> None:
+    memory = np.zeros(32 * MIB, np.uint8)
+    assert prefer_huge_pages([memory])
+    memory[:] = 7
+    assert huge_kib(memory.ctypes.data + memory.nbytes // 2) > 0
+
+
+def test_content_stays_and_small_pieces_are_let_be() -> None:
+    memory = np.arange(4 * MIB, dtype=np.uint32).view(np.uint8)
+    before = memory.copy()
+    prefer_huge_pages([memory, memory[5:100], memory[:0]])
+    assert np.array_equal(memory, before)
