@@ -23,6 +23,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from disagg.engine.polling import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.errors import StartupError
 from disagg.router.legs import REMOTE_DECODE
 
@@ -35,6 +36,7 @@ CPU_ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONFAULTHANDLER": "1",
+    POLL_SLEEP_ENV: POLL_SLEEP_US,
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.config import Deployment
+from disagg.engine.polling import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.engine.spec import EngineSpec
 
 SECRET_ENV = "DISAGG_SECRET"
@@ -84,6 +85,7 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, int(pool.resources.num_cpus))),
+            POLL_SLEEP_ENV: POLL_SLEEP_US,
         }
     return env | deployment.engine.env | pool.env | {SECRET_ENV: spec.secret}
 

@@ -1,0 +1,32 @@
+"""Lets vLLM's processes sleep a moment instead of spinning, where cores are few.
+
+For a second after each message a vLLM worker calls `os.sched_yield` in a loop. On a GPU host
+that spends a core nobody misses. Where the same cores must compute, it is worse than a waste:
+newer Linux kernels (seen on 6.18) charge each yield to the process that makes it, so a worker
+that shared its core waits for tenths of a second, up to seconds, when its turn to compute has
+come. A sleep of 50 us costs nothing that could be measured, and gives the core away.
+
+vLLM calls `install` in each of its processes, as a general plugin (see pyproject.toml).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+POLL_SLEEP_ENV = "DISAGG_POLL_SLEEP_US"
+POLL_SLEEP_US = "50"
+
+
+def install() -> None:
+    """If the environment says so, `os.sched_yield` sleeps as long, in microseconds."""
+    try:
+        seconds = float(os.environ.get(POLL_SLEEP_ENV, "0")) / 1e6
+    except ValueError:
+        return  # a plugin that raises would end the engine
+    if seconds > 0 and hasattr(os, "sched_yield"):
+
+        def nap() -> None:
+            time.sleep(seconds)
+
+        os.sched_yield = nap
