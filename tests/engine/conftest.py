@@ -21,12 +21,13 @@ LEASE_S = 8.0
 class Fleet:
     """producer, consumer: as the README's plain vLLM. single: no connector.
 
-    files: a consumer over shared storage alone. strict: kv_both with `strict`, over TCP alone, and
-    a cache so small that requests are preempted.
+    tcp, files: consumers over TCP, over shared storage alone. strict: kv_both with `strict`, over
+    TCP alone, and a cache so small that requests are preempted.
     """
 
     producer: VllmServer
     consumer: VllmServer
+    tcp: VllmServer
     files: VllmServer
     single: VllmServer
     strict: VllmServer
@@ -79,6 +80,7 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
     fleet = Fleet(
         server("producer", transfer("kv_producer", **options)),
         server("consumer", transfer("kv_consumer", **options)),
+        server("tcp", transfer("kv_consumer", transports=["tcp"], **options)),
         server("files", transfer("kv_consumer", transports=["shared_storage"], **options)),
         server("single", None),
         server("strict", transfer("kv_both", strict=True, transports=["tcp"], **options), *small),

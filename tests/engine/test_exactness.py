@@ -45,6 +45,7 @@ class Pair:
 
 WAYS = {
     "memory": ("producer", "consumer", "process_memory"),
+    "tcp": ("producer", "tcp", "tcp"),
     "files": ("producer", "files", "shared_storage"),
 }
 

@@ -26,6 +26,8 @@ Prompt = Callable[[int], list[int]]
 def two_ranks(
     fleet: Fleet, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
+    for unneeded in (fleet.tcp, fleet.files, fleet.strict):
+        unneeded.stop()  # memory for two more ranks; this is the last module with engines
     fleet.wake(*ENGINES)
     server = VllmServer(
         "two-ranks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from transport import caches
@@ -164,6 +165,34 @@ def test_both_directions_at_once(start: Start) -> None:
         there.result()
         assert caches.same(here.prompts(range(32, 48)), caches.prompts(theirs, range(16)))
         assert caches.same(there.call("prompts", range(32, 48)), caches.prompts(ours, range(16)))
+
+
+@pytest.mark.parametrize("role", ["consumer", "producer"])
+def test_no_copy_keeps_other_threads_waiting(start: Start, role: str) -> None:
+    """Of several tries one must go by without a pause as long as a third of it: whoever keeps
+    the GIL for a copy fails them all, a busy machine does not."""
+    shape = Shape(blocks=64, heads=8, tokens=128, content=256, layers=16)
+    there = start(shape, remote=True, empty=role == "producer")
+    here = start(shape, remote=False, empty=role == "consumer")
+    part, mine = p.Part(128, 0, 64), here.cache.whole(range(64))
+    shares = []
+    for lease in range(4):
+        if role == "consumer":
+            there.call("grant", lease, range(64))
+            fetch = partial(here.fetch, Order(there.endpoint, lease, part, mine))
+        else:
+            here.grant(lease, range(64))
+            fetch = partial(there.call, "fetch", Order(here.endpoint, lease, part, mine))
+        with ThreadPoolExecutor(1) as pool:
+            began = last = time.monotonic()
+            longest, running = 0.0, pool.submit(fetch)
+            while not running.done():
+                time.sleep(0.001)
+                now = time.monotonic()
+                longest, last = max(longest, now - last), now
+            running.result()
+        shares.append(longest / (last - began))
+    assert min(shares) < 1 / 3, shares
 
 
 def test_nothing_moves_past_the_deadline(make_pair: MakePair) -> None:
