@@ -5,6 +5,7 @@ Linux only. Cutting needs the right to (`ss -K`, root); without it only processe
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import subprocess
@@ -43,7 +44,7 @@ class Saboteur(threading.Thread):
             if self._random.random() < 0.7:
                 self._cut(worker)
             else:
-                self._stop(worker)
+                self._freeze(worker)
 
     def _cut(self, worker: psutil.Process) -> None:
         """Cut one of the connections between workers, whichever transport it belongs to."""
@@ -61,7 +62,7 @@ class Saboteur(threading.Thread):
         result = subprocess.run(command, capture_output=True, timeout=10, check=False)
         self.done["sockets cut" if b"ESTAB" in result.stdout else "cuts refused"] += 1
 
-    def _stop(self, worker: psutil.Process) -> None:
+    def _freeze(self, worker: psutil.Process) -> None:
         seconds = self._random.choice([0.05, 0.3, self._longest_stop_s])
         try:
             worker.send_signal(signal.SIGSTOP)
@@ -70,7 +71,8 @@ class Saboteur(threading.Thread):
         except psutil.Error:
             return
         finally:
-            worker.send_signal(signal.SIGCONT)
+            with contextlib.suppress(psutil.Error):
+                worker.send_signal(signal.SIGCONT)
 
 
 def _is_worker(process: psutil.Process) -> bool:
