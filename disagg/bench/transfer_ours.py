@@ -182,7 +182,7 @@ class Consumer:
     def _load(self, way: str, lease: int, ids: Sequence[int]) -> Moved:
         assert self._peers is not None
         blocks = self._cache.whole(ids)
-        part = p.Part(blocks.unit, 0, blocks.count)
+        part = p.Part(blocks.unit, ((0, blocks.count),))
         job = FetchJob(blocks, Deadline.after(FETCH_S))
         wanted = Wanted(self._endpoint, lease, part)
         return fetch(self._peers, wanted, job, [self._receivers[way]])

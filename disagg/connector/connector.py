@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from disagg.connector.geometry import check_supported, kv_heads, splits_blocks
+from disagg.connector.geometry import check_supported, has_windows, kv_heads, splits_blocks
 from disagg.connector.messages import StepWork, WorkerAddress
 from disagg.connector.metrics import ConnectorPromMetrics, ConnectorStats
 from disagg.connector.prompt import hasher
@@ -77,6 +77,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                 secret,
                 engine_id=engine_id,
                 block_size=vllm_config.cache_config.block_size,
+                windows=has_windows(kv_cache_config),
                 world_size=vllm_config.parallel_config.tensor_parallel_size,
                 kv_heads=kv_heads(vllm_config),
                 splits_blocks=splits_blocks(vllm_config),
@@ -139,12 +140,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.request_finished(request, block_ids)
+        return self.scheduler.request_finished(request, [block_ids])
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.request_finished(request, block_ids[0])
+        return self.scheduler.request_finished(request, block_ids)
 
     # ---- worker side -----------------------------------------------------------------------
 

@@ -38,9 +38,12 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     """Raise `ConfigError` for engines whose blocks this connector cannot move."""
     problems = []
     if len(kv_cache.kv_cache_groups) > 1:
+        problems += _problems_of_groups(config, kv_cache)
+    if config.model_config.use_mla and not splits_blocks(config):
         problems.append(
-            "disable_hybrid_kv_cache_manager: False — this model has several KV cache groups, "
-            "which are not handed over; set it to True"
+            f"model: {config.model_config.model} uses MLA — on CPU, vLLM {vllm.__version__} "
+            "answers a prompt that it continues otherwise than one that it computes whole, so "
+            "handed over answers could not be right; use GPUs"
         )
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
@@ -65,18 +68,61 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         raise ConfigError(problems)
 
 
+def _problems_of_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
+    from vllm.v1 import kv_cache_interface as specs
+
+    moved = {
+        specs.FullAttentionSpec,
+        specs.MLAAttentionSpec,
+        specs.SlidingWindowSpec,
+        specs.ChunkedLocalAttentionSpec,
+    }
+    block_size, problems = config.cache_config.block_size, []
+    for group in kv_cache.kv_cache_groups:
+        spec, first = group.kv_cache_spec, group.layer_names[0]
+        if type(spec) not in moved:
+            problems.append(
+                f"model: layer {first} keeps its cache as {type(spec).__name__}, which is not "
+                "handed over beside other kinds"
+            )
+        elif spec.block_size != block_size:
+            problems.append(
+                f"disable_hybrid_kv_cache_manager: False — layer {first} has blocks of "
+                f"{spec.block_size} tokens and others of {block_size}; set it to True"
+            )
+    return problems
+
+
+def has_windows(kv_cache: KVCacheConfig) -> bool:
+    """Whether blocks may be freed while their request runs: layers that look back only so far.
+
+    Several groups count as such, whatever they are.
+    """
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+
+    groups = kv_cache.kv_cache_groups
+    windowed = (ChunkedLocalAttentionSpec, SlidingWindowSpec)
+    return len(groups) > 1 or any(isinstance(g.kv_cache_spec, windowed) for g in groups)
+
+
 def block_cache(kv_caches: dict[str, torch.Tensor]) -> BlockCache:
-    """Regions of all layers, in layer order; layers that share a cache count once."""
-    regions: list[Region] = []
-    seen: set[int] = set()
+    """Regions of all layers, in layer order.
+
+    Layers that share a cache count once: of one group, because they share its content; of
+    several, because each block belongs to one group at a time and is moved whatever is in it.
+    """
+    regions: dict[int, Region] = {}
     for name, cache in kv_caches.items():
         if not isinstance(cache, torch.Tensor):
             raise ConfigError(f"model: layer {name} keeps recurrent state, which is not moved")
-        if cache.data_ptr() in seen:
-            continue
-        seen.add(cache.data_ptr())
-        regions.append(_region(name, cache))
-    return BlockCache(regions)
+        region = _region(name, cache)
+        known = regions.setdefault(cache.data_ptr(), region).memory
+        if (known.shape, known.stride()) != (region.memory.shape, region.memory.stride()):
+            raise ConfigError(
+                f"disable_hybrid_kv_cache_manager: False — layer {name} has blocks of another "
+                "shape than the layer it shares memory with; set it to True"
+            )
+    return BlockCache(list(regions.values()))
 
 
 def _region(name: str, cache: torch.Tensor) -> Region:
@@ -124,8 +170,19 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig, cache: BlockCache) 
         "kv_cache_layout": str(kv_cache.kv_cache_layout),
         "kv_heads": str(kv_heads(config)),
         "layers": str(len(cache.regions)),
+        "kv_cache_groups": _groups(kv_cache),
         "bytes_of_a_head_and_token": contents,
     }
+
+
+def _groups(kv_cache: KVCacheConfig) -> str:
+    """What each group is and how many layers it has, in order: blocks are matched by group."""
+    described = []
+    for group in kv_cache.kv_cache_groups:
+        window = getattr(group.kv_cache_spec, "sliding_window", None)
+        kind = type(group.kv_cache_spec).__name__.removesuffix("Spec")
+        described.append(f"{len(group.layer_names)} {kind}" + (f" of {window}" if window else ""))
+    return ", ".join(described)
 
 
 def checkpoint(path: str, revision: str | None) -> str:

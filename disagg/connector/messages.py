@@ -28,9 +28,9 @@ class Grant:
 
 @dataclass(frozen=True)
 class Load:
-    """Scheduler -> worker: fill `block_ids` with the lease's units [start, stop) of `unit` tokens.
+    """Scheduler -> worker: fill `block_ids` with the lease's `spans`, counted in units.
 
-    The first of these units is unit `first` of `block_ids`, which cover all of them.
+    A unit is `unit` tokens; the first one is unit `first` of `block_ids`, which cover all of them.
     `endpoints` has one entry per rank of the producer. `problem` marks a load that was refused
     already and is only to be reported as failed (strict mode).
     """
@@ -39,8 +39,7 @@ class Load:
     lease: int
     endpoints: list[Endpoint]
     unit: int
-    start: int
-    stop: int
+    spans: tuple[tuple[int, int], ...]
     first: int
     block_ids: list[int]
     problem: str | None = None

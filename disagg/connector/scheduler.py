@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# vLLM's own block that stands for those no longer kept. No request's data is ever there.
+_NULL_BLOCK = 0
+_GONE = -1
 _KEPT = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -44,7 +47,7 @@ class PullState(enum.Enum):
 
 @dataclass
 class Pull:
-    """One request's load on the consumer. tokens: prompt tokens that the lease can serve."""
+    """One request's load on the consumer. tokens: prompt tokens to have when it ended."""
 
     handoff: Handoff
     tokens: int
@@ -64,6 +67,7 @@ class SchedulerHalf:
         *,
         engine_id: str,
         block_size: int,
+        windows: bool,
         world_size: int,
         kv_heads: int,
         splits_blocks: bool,
@@ -73,6 +77,7 @@ class SchedulerHalf:
     ) -> None:
         self._settings, self._secret = settings, secret
         self._engine_id, self._block_size, self._world_size = engine_id, block_size, world_size
+        self._windows = windows
         self._kv_heads, self._splits_blocks = kv_heads, splits_blocks
         self._hash_blocks = hash_blocks
         self._produces, self._consumes = produces, consumes
@@ -104,6 +109,11 @@ class SchedulerHalf:
         if problem is not None:
             self._refuse(request, problem, wanted.handoff)
             return
+        if self._windows:
+            # vLLM computes the last token once more, and allocates a window without the token
+            # that it then needs: if it is told that all tokens are there, the window is a block
+            # short whenever it begins with one.
+            tokens = min(tokens, request.num_prompt_tokens - 1)
         pull = Pull(wanted.handoff, tokens, renewed=time.monotonic())
         self._pulls[request.request_id] = pull
 
@@ -120,10 +130,14 @@ class SchedulerHalf:
         ours = self._digests(request, handoff.block_size)
         tokens = prompt.shared_tokens(ours, handoff.digests, handoff.num_tokens, handoff.block_size)
         tokens = min(tokens, request.num_prompt_tokens)
-        return (tokens, None) if tokens > 0 else (0, "prompt_mismatch")
+        if tokens <= 0 or (self._windows and tokens < handoff.num_tokens):
+            return 0, "prompt_mismatch"  # a sliding window's blocks serve the whole prompt alone
+        return tokens, None
 
     def _block_sizes_fit(self, theirs: int) -> bool:
         small, large = sorted((theirs, self._block_size))
+        if self._windows:
+            return small == large
         return small == large or (self._splits_blocks and small > 0 and large % small == 0)
 
     def _digests(self, request: Request, block_size: int) -> bytes:
@@ -174,29 +188,43 @@ class SchedulerHalf:
             self._release(pull.handoff)
             return
         pull.state = PullState.LOADING
-        unit = min(self._block_size, pull.handoff.block_size)
+        self._work.loads.append(self._load(request.request_id, pull, blocks, external))
+
+    def _load(self, request_id: str, pull: Pull, blocks: KVCacheBlocks, external: int) -> Load:
+        handoff = pull.handoff
+        unit = min(self._block_size, handoff.block_size)
         start, stop = (pull.tokens - external) // unit, -(-pull.tokens // unit)
         per_block = self._block_size // unit
-        self._work.loads.append(
-            Load(
-                request.request_id,
-                pull.handoff.lease,
-                pull.handoff.endpoints,
-                unit,
-                start,
-                stop,
-                start % per_block,
-                list(blocks.get_block_ids()[0][start // per_block : -(-stop // per_block)]),
-                pull.problem,
-            )
+        theirs = -(-handoff.num_tokens // handoff.block_size) * (handoff.block_size // unit)
+        spans, ours = [], list[int]()
+        for group, ids in enumerate(blocks.get_block_ids()):
+            begin, wanted = start, list(ids[start // per_block : -(-stop // per_block)])
+            while self._windows and wanted and wanted[0] == _NULL_BLOCK:
+                begin, wanted = begin + 1, wanted[1:]  # one unit is a block here
+            if wanted:
+                spans.append((group * theirs + begin, group * theirs + stop))
+                ours += wanted
+        first = start % per_block
+        return Load(
+            request_id,
+            handoff.lease,
+            handoff.endpoints,
+            unit,
+            tuple(spans),
+            first,
+            ours,
+            pull.problem,
         )
 
     # ---- a request ends --------------------------------------------------------------------
 
     def request_finished(
-        self, request: Request, block_ids: list[int]
+        self, request: Request, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a finished prefill; call off what a finished consumer wanted."""
+        """Keep the blocks of a finished prefill; call off what a finished consumer wanted.
+
+        block_ids: of each KV cache group, in prompt order.
+        """
         pull = self._pulls.get(request.request_id)
         if pull is not None:
             self._call_off(request.request_id, pull)
@@ -208,7 +236,7 @@ class SchedulerHalf:
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if tokens < request.num_prompt_tokens or not prompt.hashable(request):
             return False, None
-        return True, self._grant(request, block_ids[: -(-tokens // self._block_size)], tokens)
+        return True, self._grant(request, block_ids, tokens)
 
     def _call_off(self, request_id: str, pull: Pull) -> None:
         if pull.state is PullState.LOADING:
@@ -221,10 +249,17 @@ class SchedulerHalf:
             self._release(pull.handoff)
         del self._pulls[request_id]
 
-    def _grant(self, request: Request, block_ids: list[int], tokens: int) -> dict[str, Any]:
+    def _grant(
+        self, request: Request, block_ids: Sequence[list[int]], tokens: int
+    ) -> dict[str, Any]:
         lease, self._next_lease = self._next_lease, self._next_lease + 1
         seconds = self._settings.lease_s
-        self._work.grants.append(Grant(lease, request.request_id, block_ids, seconds))
+        count = -(-tokens // self._block_size)
+        groups = [ids[:count] for ids in block_ids]
+        kept = groups[0]
+        if self._windows:
+            kept = [_GONE if id_ == _NULL_BLOCK else id_ for ids in groups for id_ in ids]
+        self._work.grants.append(Grant(lease, request.request_id, kept, seconds))
         self._leases[request.request_id] = "held"
         self._stats.set_leases_held(len(self._leases))
         handoff = Handoff(
@@ -235,7 +270,7 @@ class SchedulerHalf:
             self._block_size,
             self._digests(request, self._block_size),
         )
-        return wire.answer(handoff, self._secret, request.request_id, [block_ids])
+        return wire.answer(handoff, self._secret, request.request_id, groups)
 
     def _release(self, handoff: Handoff) -> None:
         if handoff.endpoints:

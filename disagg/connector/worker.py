@@ -246,12 +246,12 @@ class WorkerHalf:
 
     def _wanted(self, load: Load) -> Iterator[tuple[handoff.Wanted, Selection]]:
         producers = len(load.endpoints)
-        count = load.stop - load.start
+        count = sum(stop - start for start, stop in load.spans)
         readers = sharding.readers(producers, self._world_size, self._kv_heads)
         for source in sharding.sources(producers, self._world_size, self._rank, self._kv_heads):
             # Ranks of one size hold the same heads, so blocks go over whole.
             theirs, ours = (source.theirs, source.ours) if self._slices(producers) else (None, None)
-            part = Part(load.unit, load.start, load.stop, theirs)
+            part = Part(load.unit, load.spans, theirs)
             endpoint = load.endpoints[source.rank]
             yield (
                 handoff.Wanted(endpoint, load.lease, part, readers[source.rank]),

@@ -64,6 +64,10 @@ class Runs(NamedTuple):
     lengths: Ints
 
 
+class BlocksGoneError(ValueError):
+    """Blocks of a lease that its request had given back while it ran."""
+
+
 class BlockCache:
     """All regions of one worker rank."""
 
@@ -95,20 +99,52 @@ class BlockCache:
         """All of these blocks."""
         return Selection(block_ids, self.block_size, 0, len(block_ids))
 
+    def within(
+        self,
+        block_ids: Sequence[int],
+        unit: int,
+        spans: Sequence[tuple[int, int]],
+        heads: tuple[int, int] | None = None,
+    ) -> Selection:
+        """Units [start, stop) of each span, by position in `block_ids`, ascending.
+
+        Raises `BlocksGoneError` for negative block ids, `ValueError` for what is not there.
+        """
+        per_block = self._per_block(unit)
+        units = len(block_ids) * per_block
+        chosen: list[int] = []
+        for number, (start, stop) in enumerate(spans):
+            begin = spans[number - 1][1] if number else 0
+            if not begin <= start <= stop <= units:
+                raise ValueError(f"units {start}..{stop} of {begin}..{units}")
+            if (number and start % per_block) or (number < len(spans) - 1 and stop % per_block):
+                raise ValueError(f"spans meet inside of a block, at {start}..{stop}")
+            chosen += block_ids[start // per_block : -(-stop // per_block)]
+        first = spans[0][0] % per_block if spans else 0
+        count = sum(stop - start for start, stop in spans)
+        if min(chosen, default=0) < 0:
+            raise BlocksGoneError("a block was given back before the lease began")
+        selection = Selection(chosen, unit, first, count, heads)
+        self.check(selection)
+        return selection
+
     def check(self, selection: Selection) -> None:
         """Raise `ValueError` unless every byte of it lies inside this cache."""
         ids, unit = selection.block_ids, selection.unit
         if ids and not (min(ids) >= 0 and max(ids) < self.num_blocks):
             raise ValueError(f"block ids outside 0..{self.num_blocks - 1}")
-        if unit < 1 or self.block_size % unit:
-            raise ValueError(f"units of {unit} tokens do not divide blocks of {self.block_size}")
-        units = len(ids) * (self.block_size // unit)
+        units = len(ids) * self._per_block(unit)
         if selection.first < 0 or selection.count < 0 or selection.first + selection.count > units:
             raise ValueError(f"{selection.count} units from {selection.first} on, of {units}")
         if selection.heads is not None:
             first, last = selection.heads
             if self.heads is None or not 0 <= first < last <= self.heads:
                 raise ValueError(f"heads {first}..{last} of {self.heads}")
+
+    def _per_block(self, unit: int) -> int:
+        if unit < 1 or self.block_size % unit:
+            raise ValueError(f"units of {unit} tokens do not divide blocks of {self.block_size}")
+        return self.block_size // unit
 
     def num_bytes(self, selection: Selection) -> int:
         """Bytes of a selection over all regions."""

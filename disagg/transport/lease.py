@@ -22,7 +22,8 @@ FETCHED, ABORTED = "fetched", "aborted"
 
 @dataclass
 class Lease:
-    """Blocks of one finished request, in prompt order."""
+    """Blocks of one finished request, group by group in prompt order; -1 for one that was freed
+    while the request ran (a sliding window passed it)."""
 
     id: int
     request_id: str

@@ -109,16 +109,11 @@ class ProcessMemorySender:
         )
 
     def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
-        # Only the blocks it touches: a lease may be far longer than what one fetch asks for.
-        per_block = self._cache.block_size // blocks.unit
-        skipped = blocks.first // per_block
-        end = -(-(blocks.first + blocks.count) // per_block)
-        ids = np.asarray(blocks.block_ids[skipped:end], np.int32).tobytes()
+        ids = np.asarray(blocks.block_ids, np.int32).tobytes()
         if len(ids) > MAX_FRAME - _ANSWER_MARGIN:
             raise TransferError(f"{len(ids) // 4} blocks do not fit one answer", reason="too_large")
-        first = blocks.first - skipped * per_block
         return msgspec.msgpack.encode(
-            _Named(self._token, ids, blocks.unit, first, blocks.count, blocks.heads)
+            _Named(self._token, ids, blocks.unit, blocks.first, blocks.count, blocks.heads)
         )
 
     def finish(self, answer: bytes) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 
 # One frame; the largest is a Hello with its fingerprint. Block ids never travel: a fetch names
 # positions in the lease, and the producer looks up its own ids.
@@ -35,12 +35,12 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Which part of a lease: units [start, stop) of `unit` tokens each, by position in the
-    prompt, and heads [first, last) as the producer's rank counts them; None for all."""
+    """Which part of a lease: units of `unit` tokens each, spans [start, stop) by position in the
+    lease's blocks, and heads [first, last) as the producer's rank counts them; None for all.
+    Where spans meet, they begin and end with a block."""
 
     unit: int
-    start: int
-    stop: int
+    spans: tuple[tuple[int, int], ...]
     heads: tuple[int, int] | None = None
 
 

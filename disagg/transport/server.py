@@ -16,7 +16,7 @@ import msgspec
 from disagg.errors import PeerLost, TransferError
 from disagg.transport import protocol as p
 from disagg.transport.base import Deadline, Sender
-from disagg.transport.blocks import BlockCache, Selection
+from disagg.transport.blocks import BlockCache, BlocksGoneError
 from disagg.transport.channel import Channel, tune
 from disagg.transport.lease import Lease, LeaseTable
 from disagg.transport.listener import Listener
@@ -139,12 +139,11 @@ class _Session:
         sender = self._server._senders.get(request.transport)
         if sender is None:
             return p.Failed("no_transport", f"{request.transport!r} is not on offer")
-        part = request.part
-        blocks = Selection(
-            self._lease.block_ids, part.unit, part.start, part.stop - part.start, part.heads
-        )
+        part, cache = request.part, self._server._cache
         try:
-            self._server._cache.check(blocks)
+            blocks = cache.within(self._lease.block_ids, part.unit, part.spans, part.heads)
+        except BlocksGoneError as error:
+            return p.Failed("window", str(error))
         except ValueError as error:
             return p.Failed("range", str(error))
         deadline = Deadline.after(self._server._use_limit_s)

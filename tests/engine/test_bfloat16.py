@@ -74,6 +74,7 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
         "kv_cache_layout": "LBHNC",
         "kv_heads": str(HEADS),
         "layers": str(LAYERS),
+        "kv_cache_groups": f"{LAYERS} FullAttention",
         "bytes_of_a_head_and_token": f"BF16[{CONTENT}]",
     }
     folder = Path(server.env["TMPDIR"], f"disagg-{os.getuid()}")
@@ -81,7 +82,7 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
     peers = Peers("test", fingerprint, SECRET.encode())
     try:
         job = FetchJob(cache.whole(range(blocks)), Deadline.after(30))
-        wanted = handoff.Wanted(grant.endpoints[0], grant.lease, Part(BLOCK, 0, blocks))
+        wanted = handoff.Wanted(grant.endpoints[0], grant.lease, Part(BLOCK, ((0, blocks),)))
         handoff.fetch(peers, wanted, job, [receiver])
     finally:
         peers.close()

@@ -25,7 +25,7 @@ class Pair:
     def order(self, lease: int, targets: Sequence[int], **more: object) -> Order:
         """Whole blocks from the lease's first on, into these blocks here."""
         unit = self.shape.tokens
-        part = p.Part(unit, 0, len(targets))
+        part = p.Part(unit, ((0, len(targets)),))
         mine = self.consumer.cache.whole(targets)
         return Order(self.producer.endpoint, lease, part, mine, **more)  # type: ignore[arg-type]
 

@@ -86,7 +86,7 @@ def test_the_next_life_of_a_producer_serves_again(make_pair: MakePair, start: St
     second = start(first.shape, remote=True, empty=False)
     second.call("grant", 0, [1])
     mine = first.consumer.cache.whole([2])
-    first.consumer.fetch(Order(second.endpoint, 0, p.Part(8, 0, 1), mine))
+    first.consumer.fetch(Order(second.endpoint, 0, p.Part(8, ((0, 1),)), mine))
     expected = caches.prompts(caches.make(first.shape, second.setup.seed), [1])
     assert caches.same(expected, first.consumer.prompts([2]))
 
@@ -210,7 +210,7 @@ def test_consumer_that_never_releases(make_pair: MakePair) -> None:
     with pair.consumer.peers.connection(endpoint, job.deadline) as connection:
         connection.ask(p.Acquire(endpoint.generation, 0), p.Acquired, job.deadline)
         assert receiver.usable(connection.welcome.offers[receiver.name])
-        request = p.Fetch(receiver.name, p.Part(8, 0, 2), receiver.request(job))
+        request = p.Fetch(receiver.name, p.Part(8, ((0, 2),)), receiver.request(job))
         answer = connection.ask(request, p.Fetched, job.deadline).answer
         receiver.receive(job, answer)
         assert pair.is_right([1, 2], [3, 4])

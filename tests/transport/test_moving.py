@@ -75,7 +75,7 @@ def test_layouts_heads_and_units(make_pair: MakePair, layout: str) -> None:
     pair = make_pair(shape)
     sources, targets = list(range(5, 65)), list(range(69, 9, -1))
     pair.producer.call("grant", 0, sources)
-    part, mine = p.Part(4, 3, 118, (1, 3)), Selection(targets, 4, 1, 115, (2, 4))
+    part, mine = p.Part(4, ((3, 118),), (1, 3)), Selection(targets, 4, 1, 115, (2, 4))
     moved = pair.consumer.fetch(Order(pair.producer.endpoint, 0, part, mine))
     assert moved.num_bytes == 115 * 4 * 2 * 64 * 3
     for index in range(shape.layers):
@@ -97,7 +97,7 @@ def test_two_producer_ranks_into_one(start: Start, layout: str) -> None:
     for head, rank in enumerate(ranks):
         rank.call("grant", 0, sources)
         mine = Selection(targets, 8, 0, 3, (head, head + 1))
-        consumer.fetch(Order(rank.endpoint, 0, p.Part(8, 0, 3, (0, 1)), mine))
+        consumer.fetch(Order(rank.endpoint, 0, p.Part(8, ((0, 3),), (0, 1)), mine))
     for index in range(one.layers):
         got = caches.tokens(consumer.cache, index, targets)
         for head, rank in enumerate(ranks):
@@ -115,7 +115,7 @@ def test_one_producer_rank_into_two(start: Start, layout: str) -> None:
     for head in range(2):
         assert producer.call("outcome", 0) is None, "the other rank has not fetched yet"
         consumer = start(one, remote=False, empty=True)
-        part, mine = p.Part(8, 0, 3, (head, head + 1)), consumer.cache.whole([20, 1, 2])
+        part, mine = p.Part(8, ((0, 3),), (head, head + 1)), consumer.cache.whole([20, 1, 2])
         consumer.fetch(Order(producer.endpoint, 0, part, mine, readers=2))
         for index in range(one.layers):
             got = caches.tokens(consumer.cache, index, [20, 1, 2])
@@ -129,7 +129,7 @@ def test_block_sizes_that_differ(make_pair: MakePair, theirs: int, ours: int) ->
     sources, targets = [5, 3, 8, 1, 0, 9], [9, 8, 2, 1, 11, 0]
     count = min(6 * theirs, 6 * ours) // unit - 1
     pair.producer.call("grant", 0, sources)
-    part, mine = p.Part(unit, 1, 1 + count), Selection(targets, unit, 0, count)
+    part, mine = p.Part(unit, ((1, 1 + count),)), Selection(targets, unit, 0, count)
     pair.consumer.fetch(Order(pair.producer.endpoint, 0, part, mine))
     for index in range(3):
         sent = caches.tokens(pair.original(), index, sources)[unit:][: count * unit]
@@ -156,7 +156,7 @@ def test_both_directions_at_once(start: Start) -> None:
     there, here = start(shape, remote=True, empty=False), start(shape, remote=False, empty=False)
     theirs = caches.make(shape, there.setup.seed)
     ours = caches.make(shape, here.setup.seed)
-    part, mine = p.Part(8, 0, 16), here.cache.whole(range(32, 48))
+    part, mine = p.Part(8, ((0, 16),)), here.cache.whole(range(32, 48))
     for lease in range(8):
         there.call("grant", lease, range(16))
         here.grant(lease, range(16))
@@ -174,7 +174,7 @@ def test_no_copy_keeps_other_threads_waiting(start: Start, role: str) -> None:
     shape = Shape(blocks=64, heads=8, tokens=128, content=256, layers=16)
     there = start(shape, remote=True, empty=role == "producer")
     here = start(shape, remote=False, empty=role == "consumer")
-    part, mine = p.Part(128, 0, 64), here.cache.whole(range(64))
+    part, mine = p.Part(128, ((0, 64),)), here.cache.whole(range(64))
     shares = []
     for lease in range(4):
         if role == "consumer":

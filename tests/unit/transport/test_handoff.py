@@ -69,7 +69,7 @@ class Pair:
 
     def wanted(self, lease: int, start: int, stop: int, readers: int = 1) -> handoff.Wanted:
         """Whole blocks [start, stop) of a lease."""
-        return handoff.Wanted(self.endpoint, lease, p.Part(4, start, stop), readers)
+        return handoff.Wanted(self.endpoint, lease, p.Part(4, ((start, stop),)), readers)
 
     def job(self, block_ids: list[int], seconds: float = 5) -> FetchJob:
         return FetchJob(self.target.whole(block_ids), Deadline.after(seconds))
@@ -158,7 +158,7 @@ def test_from_a_position_on(pair: Pair) -> None:
 def test_heads_and_units_smaller_than_a_block(pair: Pair) -> None:
     """Head 1 of the tokens 2..8, put where our head 0 and our tokens 4..10 are."""
     pair.grant(0, [5, 6])
-    wanted = handoff.Wanted(pair.endpoint, 0, p.Part(2, 1, 4, (1, 2)))
+    wanted = handoff.Wanted(pair.endpoint, 0, p.Part(2, ((1, 4),), (1, 2)))
     job = FetchJob(Selection([20, 21, 22], 2, 2, 3, (0, 1)), Deadline.after(5))
     moved = handoff.fetch(pair.peers, wanted, job, [pair.receiver])
     assert moved.num_bytes == 6 * (12 + 32)
@@ -170,6 +170,20 @@ def test_heads_and_units_smaller_than_a_block(pair: Pair) -> None:
         assert bool((got[0, :4] == POISON).all())
         assert bool((got[0, 10:] == POISON).all())
     assert untouched(pair, [20, 21, 22])
+
+
+def test_several_spans_and_blocks_that_are_gone(pair: Pair) -> None:
+    """As of a model with a sliding window: the first group whole, the end of the second."""
+    pair.grant(0, [7, 3, 9, -1, -1, 20])
+    wanted = handoff.Wanted(pair.endpoint, 0, p.Part(4, ((1, 3), (5, 6))))
+    handoff.fetch(pair.peers, wanted, pair.job([30, 31, 5]), [pair.receiver])
+    assert same(pair, [3, 9, 20], [30, 31, 5])
+    assert untouched(pair, but=[30, 31, 5])
+    pair.grant(1, [7, 3, 9, -1, -1, 20])
+    wanted = handoff.Wanted(pair.endpoint, 1, p.Part(4, ((1, 3), (4, 6))))
+    with pytest.raises(TransferError, match="given back") as error:
+        handoff.fetch(pair.peers, wanted, pair.job([1, 2, 3, 4]), [pair.receiver])
+    assert error.value.reason == "window"
 
 
 def test_a_lease_with_two_readers_ends_with_the_second(pair: Pair) -> None:
@@ -184,15 +198,17 @@ def test_a_lease_with_two_readers_ends_with_the_second(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        p.Part(3, 0, 1),
-        p.Part(0, 0, 1),
-        p.Part(-4, 0, 1),
-        p.Part(4, -1, 1),
-        p.Part(4, 2, 1),
-        p.Part(4, 0, 1 << 62),
-        p.Part(4, 0, 1, (0, 3)),
-        p.Part(4, 0, 1, (1, 1)),
-        p.Part(4, 0, 1, (-1, 1)),
+        p.Part(3, ((0, 1),)),
+        p.Part(0, ((0, 1),)),
+        p.Part(-4, ((0, 1),)),
+        p.Part(4, ((-1, 1),)),
+        p.Part(4, ((2, 1),)),
+        p.Part(4, ((0, 1 << 62),)),
+        p.Part(4, ((0, 1), (0, 1))),
+        p.Part(2, ((0, 1), (1, 2))),
+        p.Part(4, ((0, 1),), (0, 3)),
+        p.Part(4, ((0, 1),), (1, 1)),
+        p.Part(4, ((0, 1),), (-1, 1)),
     ],
 )
 def test_a_part_outside_of_the_lease_is_refused(pair: Pair, part: p.Part) -> None:
@@ -242,7 +258,7 @@ def test_grant_may_come_after_the_consumer(pair: Pair) -> None:
 def test_other_life_of_the_producer(pair: Pair) -> None:
     pair.grant(0, [1])
     endpoint = Endpoint("127.0.0.1", pair.server.port, "life-0")
-    wanted = handoff.Wanted(endpoint, 0, p.Part(4, 0, 1))
+    wanted = handoff.Wanted(endpoint, 0, p.Part(4, ((0, 1),)))
     with pytest.raises(LeaseGone):
         handoff.fetch(pair.peers, wanted, pair.job([1]), [pair.receiver])
     assert pair.leases.held() == 1
@@ -250,7 +266,7 @@ def test_other_life_of_the_producer(pair: Pair) -> None:
 
 def test_more_blocks_than_leased(pair: Pair) -> None:
     pair.grant(0, [1, 2])
-    with pytest.raises(TransferError, match="3 units from 0 on, of 2") as error:
+    with pytest.raises(TransferError, match=r"units 0\.\.3 of 0\.\.2") as error:
         pair.fetch(0, [5, 6, 7])
     assert error.value.reason == "range"
     assert untouched(pair, [])
@@ -433,7 +449,7 @@ def test_requests_before_hello_and_out_of_order(pair: Pair) -> None:
     with pytest.raises(PeerLost):
         early.receive(Deadline.after(5))
     opened = hello(pair)
-    unasked = ask(opened, p.Fetch("shared_storage", p.Part(4, 0, 1), b""))
+    unasked = ask(opened, p.Fetch("shared_storage", p.Part(4, ((0, 1),)), b""))
     assert isinstance(unasked, p.Failed)
     assert unasked.reason == "protocol"
     opened.close()
@@ -455,7 +471,7 @@ def test_dead_consumer_gives_the_lease_back(pair: Pair) -> None:
     pair.grant(0, [1, 2], seconds=0.3)
     opened = hello(pair)
     assert isinstance(ask(opened, p.Acquire("life-1", 0)), p.Acquired)
-    assert isinstance(ask(opened, p.Fetch("shared_storage", p.Part(4, 0, 2), b"")), p.Fetched)
+    assert isinstance(ask(opened, p.Fetch("shared_storage", p.Part(4, ((0, 2),)), b"")), p.Fetched)
     time.sleep(0.5)
     assert pair.leases.take_ended() == [], "a lease in use must not run out"
     assert len(pair.files()) == 1

@@ -1,0 +1,170 @@
+"""Models whose KV cache is not one of plain attention: layers with a sliding window, and MLA.
+
+The two engines are these tests' own. The first computes the prompt, which is the reference, and
+hands it over to the second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.deepseek_v2 import DeepseekV2Config
+from transformers.models.gemma3 import Gemma3TextConfig
+
+from disagg.bench.vllm_server import VllmServer, token_ids
+from disagg.checkpoint_tokenizer import write_tokenizer
+from disagg.errors import StartupError
+from engine.conftest import transfer
+
+Prompt = Callable[[int], list[int]]
+VOCABULARY, WINDOW, BLOCK = 4096, 256, 128
+GROUP_BYTES = 2 * 2 * BLOCK * 2 * 64 * 4  # layers of a group, KV heads, tokens, K and V, dim, float
+LEASE_S = 3.0
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+    "dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: VllmServer
+    second: VllmServer
+
+    def moved(self) -> float:
+        return self.second.metric("disagg_handoff_bytes_total", transport="process_memory")
+
+    def failed(self, reason: str) -> float:
+        return self.second.metric("disagg_kv_load_failures_total", reason=reason)
+
+
+def make(config: PretrainedConfig, folder: Path) -> None:
+    """A checkpoint whose answers depend on every token: see disagg/checkpoint.py."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weights in model.named_parameters():
+        if "embed_tokens" in name:  # small, or models that tie it to the output echo their input
+            torch.nn.init.normal_(weights, std=0.02)
+        elif weights.dim() == 2:
+            torch.nn.init.normal_(weights, std=1.28 / weights.shape[1] ** 0.5)
+        elif "q_norm" in name or "k_norm" in name:  # attend to some tokens, not to their mean
+            torch.nn.init.ones_(weights)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, VOCABULARY, 8192)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Three KV cache groups: two of sliding layers, one of full ones."""
+    model = tmp_path_factory.mktemp("model") / "windows"
+    config = Gemma3TextConfig(
+        **SIZES,
+        num_hidden_layers=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    )
+    make(config, model)
+    env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp"))}
+    logs = tmp_path_factory.mktemp("logs")
+    args = ("--max-model-len", "4096")
+    servers = [
+        VllmServer(name, model, logs / name, transfer("kv_both", lease_s=LEASE_S), args, env=env)
+        for name in ("first", "second")
+    ]
+    try:
+        for server in servers:
+            server.launch()
+        for server in servers:
+            server.wait_ready()
+        yield Pair(*servers)
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.mark.parametrize("length", [5, 128, 257, 384, 1000, 3000])
+def test_only_the_window_of_sliding_layers_moves(pair: Pair, prompt: Prompt, length: int) -> None:
+    ids = prompt(length)
+    before = pair.moved()
+    answer = pair.second.complete(ids, kv_transfer_params=pair.first.prefill(ids))
+    assert token_ids(answer) == token_ids(pair.first.complete(ids))
+    known = length - 1  # the last token is computed by decode
+    full = -(-known // BLOCK)
+    sliding = full - max(0, known - WINDOW + 1) // BLOCK
+    assert pair.moved() - before == (full + 2 * sliding) * GROUP_BYTES
+
+
+@pytest.mark.parametrize("length", [WINDOW + BLOCK - 1, WINDOW + 6 * BLOCK - 1])
+def test_a_window_that_begins_with_a_block(pair: Pair, prompt: Prompt, length: int) -> None:
+    """vLLM gives back the block before it, which the last token still needs. To take all of the
+    prompt as computed would read what is not there, and answer wrong tokens."""
+    ids = prompt(length)
+    before = pair.failed("window")
+    answer = pair.second.complete(ids, kv_transfer_params=pair.first.prefill(ids))
+    assert token_ids(answer) == token_ids(pair.first.complete(ids))
+    assert pair.failed("window") == before + 1
+
+
+def test_the_next_turn(pair: Pair, prompt: Prompt) -> None:
+    """Both caches hold the first turn; what is handed over continues it."""
+    ids = prompt(900)
+    pair.second.complete(ids, kv_transfer_params=pair.first.prefill(ids))
+    longer, before = [*ids, *prompt(400)], pair.moved()
+    answer = pair.second.complete(longer, kv_transfer_params=pair.first.prefill(longer))
+    assert token_ids(answer) == token_ids(pair.first.complete(longer))
+    assert 0 < pair.moved() - before <= 3 * 4 * GROUP_BYTES
+
+
+def test_a_load_that_fails_after_a_local_hit(pair: Pair, prompt: Prompt) -> None:
+    ids = prompt(900)
+    pair.second.complete(ids)
+    longer = [*ids, *prompt(400)]
+    params = pair.first.prefill(longer)
+    time.sleep(LEASE_S + 1)
+    before = pair.failed("lease_gone")
+    answer = pair.second.complete(longer, kv_transfer_params=params)
+    assert token_ids(answer) == token_ids(pair.first.complete(longer))
+    assert pair.failed("lease_gone") == before + 1
+
+
+def test_a_part_of_a_prompt_is_computed(pair: Pair, prompt: Prompt) -> None:
+    """The window's blocks are those of the prompt's end: they serve no shorter one."""
+    ids = prompt(1000)
+    params = pair.first.prefill(ids)
+    before = pair.failed("prompt_mismatch")
+    other = [*ids[:600], *prompt(200)]
+    answer = pair.second.complete(other, kv_transfer_params=params)
+    assert token_ids(answer) == token_ids(pair.first.complete(other))
+    assert pair.failed("prompt_mismatch") == before + 1
+
+
+def test_mla_is_refused_on_cpu(tmp_path: Path) -> None:
+    config = DeepseekV2Config(
+        **SIZES,
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=2,
+    )
+    make(config, tmp_path / "mla")
+    args = ("--max-model-len", "4096", "--attention-backend", "CPU_MLA")
+    server = VllmServer("mla", tmp_path / "mla", tmp_path / "log", transfer("kv_both"), args)
+    with server, pytest.raises(StartupError):
+        server.wait_ready()
+    assert "uses MLA — on CPU" in server.tail(10_000)
