@@ -27,6 +27,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from disagg.bench import nixl_peer
 from disagg.bench.openai_stream import stream
 from disagg.bench.vllm_server import VllmServer, completion, free_port
 from disagg.checkpoint import make_model
@@ -80,7 +81,7 @@ def run(
     }
     for name, sizes in memory.items():
         console.print(f"{name}: {sizes}")
-    Console(width=max(console.width, 140), highlight=False).print(_table(rows, names, transport))
+    Console(width=max(console.width, 200), highlight=False).print(_table(rows, names, transport))
     if json_path is not None:
         json_path.write_text(
             json.dumps({"rows": rows, "first_ms": meetings, "memory": memory}, indent=2)
@@ -107,7 +108,7 @@ def _example(folder: Path) -> Pair:
 
 def _nixl(folder: Path) -> Pair:
     if importlib.util.find_spec("nixl") is None:
-        raise ConfigError("--peers: nixl — not installed; install it with: disagg[bench]")
+        raise ConfigError(f"--peers: nixl — not installed; {nixl_peer.INSTALL}")
     config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
     # UCX's own choice of transports does not start its backend everywhere.
     return Pair("nixl", config, env={"UCX_TLS": os.environ.get("UCX_TLS", "sm,self,tcp")})

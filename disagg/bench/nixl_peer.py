@@ -20,7 +20,10 @@ import torch
 from disagg.bench.transfer_memory import LAYERS, Memory, offsets
 from disagg.errors import DisaggError
 
-INSTALL = "pip install --no-deps nixl-cu13==1.5.1  (60 MB; --no-deps: it asks for torch again)"
+INSTALL = (
+    "install it with: pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1  (60 MB; without its "
+    "dependencies, since it asks for torch again)"
+)
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _READ_S = 30.0
 

@@ -202,12 +202,19 @@ def test_engine_that_cannot_start_says_why(
     served.check_nothing_left()
 
 
-def test_killed_engine_ends_serve_readably(run: Callable[..., Served], model: Path) -> None:
-    served = run(deployment(model))
-    served.until_shown("Ready: ")
-    served.note()
-    next(p for p in served.seen if "EngineCore" in "".join(p.cmdline())).kill()
-    assert served.process.wait(30) == 1
-    last = served.text.strip().splitlines()[-1]
+def test_two_side_by_side_and_one_dies(run: Callable[..., Served], model: Path) -> None:
+    """Of one name, one temporary folder and one machine: what one does is nothing to the other."""
+    ports = [free_port(), free_port()]
+    dying, living = (run(deployment(model, port)) for port in ports)
+    for served, port in zip((dying, living), ports, strict=True):
+        served.until_shown("Ready: ")
+        served.note()
+        assert complete(port)["usage"]["completion_tokens"] == 4
+    next(p for p in dying.seen if "EngineCore" in "".join(p.cmdline())).kill()
+    assert dying.process.wait(30) == 1
+    last = dying.text.strip().splitlines()[-1]
     assert "-0 died: vLLM's engine process died" in last
-    served.check_nothing_left()
+    assert complete(ports[1])["usage"]["completion_tokens"] == 4
+    assert living.end(signal.SIGINT) < STOP_S
+    dying.check_nothing_left()
+    living.check_nothing_left()

@@ -140,6 +140,20 @@ def test_300_requests_at_16_leave_nothing(fleet: Fleet, router: str, prompt: Pro
     assert memory() - before < 100
 
 
+def test_idle_connectors_cost_no_cpu(fleet: Fleet) -> None:
+    def used() -> list[float]:
+        workers = [server.worker() for server in (fleet.producer, fleet.consumer)]
+        return [sum(worker.cpu_times()[:2]) for worker in workers]
+
+    assert eventually(lambda: nothing_held(fleet), LEASE_S + 10)
+    time.sleep(2)  # vLLM itself polls for a second after each request
+    before = used()
+    time.sleep(4)
+    assert [after - at for at, after in zip(before, used(), strict=True)] == pytest.approx(
+        [0, 0], abs=0.05
+    )
+
+
 def beside_cache(worker: psutil.Process) -> int:
     """Resident bytes in mappings smaller than one layer's cache (256 MiB, less a page or two)."""
     maps = worker.memory_maps(grouped=False)
