@@ -105,6 +105,11 @@ class SchedulerHalf:
             if wanted.problem is not None:
                 self._refuse(request, wanted.problem, None)
             return
+        if request.abort_immediately:
+            # vLLM's message that a request with these params was refused or left before it came
+            # here, with a made-up prompt. It is finished next, which lets go of the lease.
+            self._pulls[request.request_id] = Pull(wanted.handoff, 0)
+            return
         tokens, problem = self._servable(request, wanted.handoff)
         if problem is not None:
             self._refuse(request, problem, wanted.handoff)

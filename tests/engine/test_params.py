@@ -29,6 +29,21 @@ def failures(fleet: Fleet, reason: str) -> float:
     return fleet.consumer.metric("disagg_kv_load_failures_total", reason=reason)
 
 
+def none_held(fleet: Fleet, seconds: float) -> bool:
+    return eventually(lambda: fleet.producer.metric("disagg_leases_held") == 0, seconds)
+
+
+def test_what_decode_refuses_ends_its_lease(fleet: Fleet, prompt: Prompt) -> None:
+    ids = prompt(300)
+    assert none_held(fleet, LEASE_S + 10), "of other tests"
+    before = failures(fleet, "prompt_mismatch")
+    params = fleet.producer.prefill(ids)
+    body = {**completion(ids), "logprobs": 1000, "kv_transfer_params": params}
+    assert fleet.consumer.post("/v1/completions", body).status_code == 400
+    assert none_held(fleet, LEASE_S / 2)
+    assert failures(fleet, "prompt_mismatch") == before
+
+
 def test_consumed_reference(fleet: Fleet, prompt: Prompt) -> None:
     ids = prompt(500)
     params = fleet.producer.prefill(ids)
@@ -41,7 +56,7 @@ def test_consumed_reference(fleet: Fleet, prompt: Prompt) -> None:
 def test_stale_reference_after_blocks_were_used_again(fleet: Fleet, prompt: Prompt) -> None:
     ids = prompt(500)
     params = fleet.producer.prefill(ids)
-    assert eventually(lambda: fleet.producer.metric("disagg_leases_held") == 0, LEASE_S + 10)
+    assert none_held(fleet, LEASE_S + 10)
     for _ in range(3):
         fleet.producer.complete(prompt(4000), max_tokens=1)
     before = failures(fleet, "lease_gone")
@@ -137,6 +152,7 @@ def test_params_by_the_back_door(fleet: Fleet, prompt: Prompt) -> None:
 def test_leases_end_when_the_consumer_computes_alone(fleet: Fleet, prompt: Prompt) -> None:
     """What decode holds already is not moved, and the lease is let go at once."""
     ids = prompt(257)
+    assert none_held(fleet, LEASE_S + 10), "of other tests"
     answers_as_if_alone(fleet, ids[:256], None)
     answers_as_if_alone(fleet, ids, fleet.producer.prefill(ids))
-    assert eventually(lambda: fleet.producer.metric("disagg_leases_held") == 0, 3)
+    assert none_held(fleet, LEASE_S / 2)
