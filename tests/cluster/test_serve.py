@@ -159,25 +159,6 @@ def complete(port: int) -> dict[str, Any]:
         return answer
 
 
-def test_serves_then_stops_without_a_trace(run: Callable[..., Served], model: Path) -> None:
-    port = free_port()
-    served = run(deployment(model, port))
-    served.until_shown("importing vLLM")
-
-    second = run(deployment(model, port))
-    assert second.process.wait(60) == 2
-    assert "router.port" in second.text
-
-    served.until_shown("Ready: ")
-    assert f"http://127.0.0.1:{port}/v1" in served.text
-    assert complete(port)["usage"]["completion_tokens"] == 4
-
-    assert served.end(signal.SIGTERM) < STOP_S
-    assert served.process.returncode == 0
-    assert served.segments, "an engine has shared memory, or this test looks in the wrong place"
-    served.check_nothing_left()
-
-
 def test_interrupt_while_loading_leaves_nothing(run: Callable[..., Served], model: Path) -> None:
     served = run(deployment(model))
     served.until_shown("starting its processes")
@@ -206,15 +187,24 @@ def test_two_side_by_side_and_one_dies(run: Callable[..., Served], model: Path) 
     """Of one name, one temporary folder and one machine: what one does is nothing to the other."""
     ports = [free_port(), free_port()]
     dying, living = (run(deployment(model, port)) for port in ports)
+    dying.until_shown("importing vLLM")
+    clash = run(deployment(model, ports[0]))
+    assert clash.process.wait(60) == 2
+    assert "router.port" in clash.text
+
     for served, port in zip((dying, living), ports, strict=True):
         served.until_shown("Ready: ")
         served.note()
+        assert f"http://127.0.0.1:{port}/v1" in served.text
         assert complete(port)["usage"]["completion_tokens"] == 4
     next(p for p in dying.seen if "EngineCore" in "".join(p.cmdline())).kill()
     assert dying.process.wait(30) == 1
     last = dying.text.strip().splitlines()[-1]
     assert "-0 died: vLLM's engine process died" in last
+
     assert complete(ports[1])["usage"]["completion_tokens"] == 4
-    assert living.end(signal.SIGINT) < STOP_S
+    assert living.end(signal.SIGTERM) < STOP_S
+    assert living.process.returncode == 0
+    assert living.segments, "an engine has shared memory, or this test looks in the wrong place"
     dying.check_nothing_left()
     living.check_nothing_left()
