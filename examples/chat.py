@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 
 def main() -> None:
@@ -23,7 +23,10 @@ def main() -> None:
     options = parser.parse_args()
 
     client = OpenAI(base_url=options.url, api_key=options.key, max_retries=0)
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except APIConnectionError:
+        raise SystemExit(f"nothing answers at {options.url}: does `make serve` run?") from None
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": options.question}],

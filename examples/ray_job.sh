@@ -5,7 +5,8 @@
 #   RAY_ADDRESS=http://HEAD:8265 examples/ray_job.sh serve_configs/gpu-1p1d.yaml
 #
 # disagg and vLLM must be installed on the nodes (docker/Dockerfile.cuda). Where the cluster
-# asks for a token (Ray's token authentication), RAY_AUTH_TOKEN must hold it.
+# asks for a token (Ray 2.60 does unless told otherwise): RAY_AUTH_MODE=token, and the token in
+# RAY_AUTH_TOKEN or ~/.ray/auth_token.
 set -euo pipefail
 file=${1:?usage: examples/ray_job.sh FILE}
 folder=$(cd "$(dirname "$file")" && pwd)
