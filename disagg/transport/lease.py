@@ -18,6 +18,7 @@ from disagg.errors import LeaseGone
 from disagg.transport.base import Deadline
 
 FETCHED, ABORTED = "fetched", "aborted"
+_AFTER_LOSS_S = 2.0
 
 
 @dataclass
@@ -70,10 +71,17 @@ class LeaseTable:
             held.users += 1
             return held
 
-    def done_using(self, lease: int) -> None:
-        """The counterpart of `acquire`. The lease lives on unless it was released."""
+    def done_using(self, lease: int, *, left: bool = False) -> None:
+        """The counterpart of `acquire`. The lease lives on unless it was released.
+
+        `left`: its user went without a word. The lease then serves for a moment more, in case
+        that the request is tried again somewhere.
+        """
         with self._changed:
-            self._leases[lease].users -= 1
+            held = self._leases[lease]
+            held.users -= 1
+            if left:
+                held.deadline = min(held.deadline, time.monotonic() + _AFTER_LOSS_S)
 
     def release(self, lease: int, outcome: str, readers: int = 1) -> None:
         """End a lease; unknown and ended ones are left alone. Blocks in use stay until unused.

@@ -73,6 +73,7 @@ class _Session:
     def __init__(self, server: ControlServer, channel: Channel) -> None:
         self._server, self._channel = server, channel
         self._may_fetch = False
+        self._consumer = ""
         self._lease: Lease | None = None
         self._staged: list[tuple[Sender, bytes]] = []
 
@@ -84,12 +85,19 @@ class _Session:
                 request = p.decode_request(self._channel.receive(wait))
                 self._channel.send(p.encode(self._answer(request)), Deadline.after(_HELLO_S))
         finally:
-            self._give_back()
+            if self._lease is not None:
+                logger.warning(
+                    "consumer %s left amid its fetch of request %s",
+                    self._consumer,
+                    self._lease.request_id,
+                )
+            self._give_back(left=True)
 
     def _hello(self) -> None:
         hello = p.decode_request(self._channel.receive(Deadline.after(_HELLO_S)))
         if not isinstance(hello, p.Hello):
             raise TransferError("the first message must be Hello")
+        self._consumer = hello.engine
         problem = None
         if hello.version != p.VERSION:
             problem = f"protocol version differs: {p.VERSION} here, {hello.version} there"
@@ -159,10 +167,10 @@ class _Session:
             self._give_back()
         return p.Done()
 
-    def _give_back(self) -> None:
+    def _give_back(self, *, left: bool = False) -> None:
         staged, self._staged = self._staged, []
         for sender, answer in staged:
             sender.finish(answer)
         lease, self._lease = self._lease, None
         if lease is not None:
-            self._server._leases.done_using(lease.id)
+            self._server._leases.done_using(lease.id, left=left)

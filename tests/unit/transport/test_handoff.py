@@ -469,19 +469,23 @@ def test_peer_without_cache_may_only_release(pair: Pair) -> None:
 
 def test_dead_consumer_gives_the_lease_back(pair: Pair) -> None:
     pair.grant(0, [1, 2], seconds=0.3)
-    opened = hello(pair)
-    assert isinstance(ask(opened, p.Acquire("life-1", 0)), p.Acquired)
-    assert isinstance(ask(opened, p.Fetch("shared_storage", p.Part(4, ((0, 2),)), b"")), p.Fetched)
+    pair.grant(1, [3, 4], seconds=60)
+    opened = [hello(pair), hello(pair)]
+    for lease, channel in enumerate(opened):
+        assert isinstance(ask(channel, p.Acquire("life-1", lease)), p.Acquired)
+        fetch = p.Fetch("shared_storage", p.Part(4, ((0, 2),)), b"")
+        assert isinstance(ask(channel, fetch), p.Fetched)
     time.sleep(0.5)
     assert pair.leases.take_ended() == [], "a lease in use must not run out"
-    assert len(pair.files()) == 1
-    opened.close()
-    deadline = time.monotonic() + 2
+    assert len(pair.files()) == 2
+    for channel in opened:
+        channel.close()
+    deadline = time.monotonic() + 4
     ended: list[object] = []
-    while not ended and time.monotonic() < deadline:
-        ended = list(pair.leases.take_ended())
+    while len(ended) < 2 and time.monotonic() < deadline:
+        ended += pair.leases.take_ended()
         time.sleep(0.01)
-    assert ended
+    assert len(ended) == 2, "also the one that had a minute left"
     assert pair.files() == []
 
 
