@@ -148,6 +148,19 @@ class LimitsSection(Section):
     between_bytes_timeout_s: float = Field(120.0, gt=0)
 
 
+PolicyName = Literal["round_robin", "least_loaded", "prefix_affinity", "session_affinity"]
+
+
+class PairingSection(Section):
+    """How the router chooses an engine of each pool."""
+
+    prefill: PolicyName = "least_loaded"
+    decode: PolicyName = "least_loaded"
+    session_header: str = Field(
+        "x-session-id", pattern=r"^[A-Za-z0-9-]+$", description="What session_affinity goes by"
+    )
+
+
 class RouterSection(Section):
     """The OpenAI endpoint."""
 
@@ -157,6 +170,7 @@ class RouterSection(Section):
         None, description="Environment variable, keys separated by commas"
     )
     api_keys_file: LocalPath | None = None
+    pairing: PairingSection = PairingSection()
     limits: LimitsSection = LimitsSection()
 
 

@@ -22,10 +22,11 @@ from disagg.config import RouterSection
 from disagg.router import legs, upstream
 from disagg.router.errors import ApiError
 from disagg.router.metrics import RouterMetrics, exposition
-from disagg.router.pairing import Pairer, RoundRobin
+from disagg.router.pairing import Pairer
 from disagg.router.presence import ClientLeft, WhileConnected
 from disagg.router.service import Answer, Service
 from disagg.router.topology import EngineEndpoint, Topology
+from disagg.router.traffic import Traffic
 
 PROBE_S = 2.0
 _CLIENT_LEFT = 499
@@ -47,8 +48,9 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with upstream.open_client(settings.limits) as client:
-            pairer = Pairer(topology, RoundRobin(), RoundRobin())
-            service = Service(client, pairer, metrics, settings.limits, strict=strict)
+            traffic = Traffic(metrics)
+            pairer = Pairer(topology, settings.pairing, traffic)
+            service = Service(client, pairer, traffic, metrics, settings.limits, strict=strict)
             app.state.service = service
             yield
             await service.close()

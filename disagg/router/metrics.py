@@ -56,6 +56,18 @@ class RouterMetrics:
             ("outcome",),
             registry=self.registry,
         )
+        self.retries = Counter(
+            "disagg_router_retries",
+            "Legs sent to another engine because the first one failed.",
+            ("role",),
+            registry=self.registry,
+        )
+        self.engine_resting = Gauge(
+            "disagg_router_engine_resting",
+            "1 while an engine that keeps failing gets trial requests alone.",
+            ("engine", "role"),
+            registry=self.registry,
+        )
         for role in ("prefill", "decode"):
             self.in_flight.labels(role)
 

@@ -7,17 +7,42 @@ state and never does I/O.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+import random
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
 
+import xxhash
+
+from disagg.config import PairingSection, PolicyName, Role
+from disagg.router import prompts
 from disagg.router.topology import EngineEndpoint, Topology
+from disagg.router.traffic import Traffic
+
+_NO_HEADERS: Mapping[str, str] = {}
+# How much busier the engine that knows a prefix may be before another one gets the request.
+_WORTH_WAITING_TOKENS = 4096
+_KNOWN_PREFIXES = 1 << 16
 
 
-class RequestInfo(NamedTuple):
-    """What policies may look at: the endpoint's path and the client's body."""
+class RequestInfo:
+    """What policies may look at: the endpoint's path, the client's body and headers."""
 
-    path: str
-    body: dict[str, Any]
+    def __init__(
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str] = _NO_HEADERS
+    ) -> None:
+        self.path, self.body, self.headers = path, body, headers
+
+    @cached_property
+    def tokens(self) -> int:
+        """About how long the prompt is."""
+        return prompts.tokens(self.body)
+
+    @cached_property
+    def prefix_keys(self) -> list[int]:
+        """See `prompts.prefix_keys`."""
+        return prompts.prefix_keys(self.body)
 
 
 class Policy(Protocol):
@@ -37,29 +62,101 @@ class RoundRobin:
         return engines[next(self._turns) % len(engines)]
 
 
-class Pairing(NamedTuple):
-    """The engines of one request."""
+class LeastLoaded:
+    """The less busy of two drawn at random, so that several routers do not all choose the same."""
 
-    prefill: EngineEndpoint | None
-    decode: EngineEndpoint
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._random = random.Random()
+
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+        drawn = self._random.sample(engines, min(2, len(engines)))
+        return min(drawn, key=self._traffic.cost)
+
+
+class PrefixAffinity:
+    """The engine that last had the longest prefix of this prompt, unless it is clearly busier."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic, self._otherwise = traffic, LeastLoaded(traffic)
+        self._engine_of: OrderedDict[int, str] = OrderedDict()
+
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+        chosen = self._knows(request, engines) or self._otherwise.choose(request, engines)
+        for key in request.prefix_keys:
+            self._engine_of[key] = chosen.name
+            self._engine_of.move_to_end(key)
+        while len(self._engine_of) > _KNOWN_PREFIXES:
+            self._engine_of.popitem(last=False)
+        return chosen
+
+    def _knows(
+        self, request: RequestInfo, engines: Sequence[EngineEndpoint]
+    ) -> EngineEndpoint | None:
+        by_name = {engine.name: engine for engine in engines}
+        least = min(self._traffic.cost(engine) for engine in engines)
+        for key in reversed(request.prefix_keys):
+            engine = by_name.get(self._engine_of.get(key, ""))
+            if engine is not None:
+                busy = self._traffic.cost(engine) > least + _WORTH_WAITING_TOKENS
+                return None if busy else engine
+        return None
+
+
+class SessionAffinity:
+    """One engine for all requests with the same value of a header (rendezvous hashing).
+
+    Without any memory: all routers agree, and when an engine goes only its sessions move.
+    """
+
+    def __init__(self, header: str, traffic: Traffic) -> None:
+        self._header, self._otherwise = header.lower(), LeastLoaded(traffic)
+
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+        session = request.headers.get(self._header)
+        if not session:
+            return self._otherwise.choose(request, engines)
+        return max(engines, key=lambda e: _rank(session, e))
+
+
+def _rank(session: str, engine: EngineEndpoint) -> int:
+    return xxhash.xxh3_64_intdigest(f"{session}\0{engine.name}".encode(errors="replace"))
+
+
+def make_policy(name: PolicyName, settings: PairingSection, traffic: Traffic) -> Policy:
+    """The policy of this name."""
+    match name:
+        case "round_robin":
+            return RoundRobin()
+        case "least_loaded":
+            return LeastLoaded(traffic)
+        case "prefix_affinity":
+            return PrefixAffinity(traffic)
+        case "session_affinity":
+            return SessionAffinity(settings.session_header, traffic)
 
 
 class Pairer:
-    """One policy per role."""
+    """One policy per role, among the engines that are worth a try."""
 
-    def __init__(self, topology: Topology, prefill: Policy, decode: Policy) -> None:
-        self._topology = topology
-        self._prefill, self._decode = prefill, decode
+    def __init__(self, topology: Topology, settings: PairingSection, traffic: Traffic) -> None:
+        self._topology, self._traffic = topology, traffic
+        self._policies: dict[Role, Policy] = {
+            "prefill": make_policy(settings.prefill, settings, traffic),
+            "decode": make_policy(settings.decode, settings, traffic),
+        }
 
-    def pair(self, request: RequestInfo) -> Pairing | None:
-        """The pairing; without a prefill engine decode works alone; None without decode."""
-        decode = self.decode(request)
-        if decode is None:
+    def knows(self, role: Role) -> bool:
+        """Whether there is any engine of this role."""
+        return bool(self._topology.of(role))
+
+    def choose(
+        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+    ) -> EngineEndpoint | None:
+        """An engine of this role that is not among `tried`; None if there is no more."""
+        engines = [engine for engine in self._topology.of(role) if engine not in tried]
+        if not engines:
             return None
-        prefills = self._topology.of("prefill")
-        return Pairing(self._prefill.choose(request, prefills) if prefills else None, decode)
-
-    def decode(self, request: RequestInfo) -> EngineEndpoint | None:
-        """A decode engine for what needs no prefill leg."""
-        engines = self._topology.of("decode")
-        return self._decode.choose(request, engines) if engines else None
+        chosen = self._policies[role].choose(request, self._traffic.usable(engines))
+        self._traffic.trying(chosen)
+        return chosen

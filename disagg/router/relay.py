@@ -38,6 +38,11 @@ class Relayed:
         self._answer, self._between_bytes_s = answer, between_bytes_s
         self._first_byte, self._ended = first_byte, ended
 
+    def discard(self) -> None:
+        """Nobody gets this answer: close it unread."""
+        self._answer.close()
+        self._ended()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Relay to the end; sends an error event, or cuts the connection, if that is not to be."""
         last = b""

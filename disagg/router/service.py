@@ -2,7 +2,8 @@
 
 The upstream's status is known before the client's answer begins. Whatever ends a request
 early (the client leaves, an engine refuses or dies) closes the upstream connection at once,
-so the engine aborts, and releases a lease that nobody will fetch.
+so the engine aborts, and releases a lease that nobody will fetch. A leg that fails before
+anything of its answer was passed on is sent to another engine, once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import aiohttp
 from starlette.datastructures import Headers
@@ -22,14 +23,23 @@ from disagg.config import LimitsSection
 from disagg.router import legs, upstream
 from disagg.router.errors import ApiError
 from disagg.router.metrics import RouterMetrics
-from disagg.router.pairing import Pairer, Pairing, RequestInfo
+from disagg.router.pairing import Pairer, RequestInfo
 from disagg.router.relay import Relayed
 from disagg.router.topology import EngineEndpoint
+from disagg.router.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
 RELEASE_S = 5.0
+_ATTEMPTS = 2
 Answer: TypeAlias = Response | Relayed
+
+
+class Handed(NamedTuple):
+    """What a prefill leg gave: the params for decode, and whom to give them back to."""
+
+    prefill: EngineEndpoint
+    params: dict[str, Any]
 
 
 class Service:
@@ -39,12 +49,14 @@ class Service:
         self,
         client: aiohttp.ClientSession,
         pairer: Pairer,
+        traffic: Traffic,
         metrics: RouterMetrics,
         limits: LimitsSection,
         *,
         strict: bool,
     ) -> None:
-        self.client, self._pairer, self.metrics = client, pairer, metrics
+        self.client, self._pairer, self._traffic = client, pairer, traffic
+        self.metrics = metrics
         self._limits, self._strict = limits, strict
         self._background: set[asyncio.Task[None]] = set()
 
@@ -53,21 +65,19 @@ class Service:
         began = time.monotonic()
         body = legs.without_params(body)
         sent = upstream.to_engine(headers.raw, _request_id(headers))
-        pairing = self._pairer.pair(RequestInfo(path, body))
-        if pairing is None:
+        request = RequestInfo(path, body, headers)
+        if not self._pairer.knows("decode"):
             raise ApiError(503, "no decode engine is known")
-        params = await self._prefill(pairing, path, body, sent)
-        if isinstance(params, Response):
-            return params
+        handed = await self._prefill(request, sent)
+        if isinstance(handed, Response):
+            return handed
         try:
-            data = legs.encoded(legs.decode_body(body, params))
-            call = upstream.post(self.client, pairing.decode, path, data, sent)
-            answer = await self._relayed(call, began)
+            answer = await self._decode(request, handed, sent, began)
         except BaseException:
-            self._release(pairing.prefill, params)
+            self._release(handed)
             raise
         if answer.status_code >= 400:
-            self._release(pairing.prefill, params)
+            self._release(handed)
         return answer
 
     async def forward(self, method: str, target: str, data: bytes, headers: Headers) -> Answer:
@@ -75,7 +85,8 @@ class Service:
 
         `target`: raw path and query. Raises `ApiError`.
         """
-        engine = self._pairer.decode(RequestInfo(target, {}))
+        request = RequestInfo(target, {}, headers)
+        engine = self._pairer.choose("decode", request)
         if engine is None:
             raise ApiError(503, "no decode engine is known")
         data = legs.passed_through(data, headers.get("content-type", ""))
@@ -83,7 +94,7 @@ class Service:
         # Taken as encoded: tidying `..` would lead to paths that the app has refused.
         url = URL(f"{engine.url}{target}", encoded=True)
         call = self.client.request(method, url, data=data or None, headers=sent)
-        return await self._relayed(call, None)
+        return await self._relayed(call, engine, request, None)
 
     async def close(self) -> None:
         """Let releases that are under way end."""
@@ -93,38 +104,61 @@ class Service:
     # ---- the prefill leg -------------------------------------------------------------------
 
     async def _prefill(
-        self, pairing: Pairing, path: str, body: dict[str, Any], headers: upstream.Headers
-    ) -> dict[str, Any] | Response | None:
-        """The params to hand over, None if decode shall work alone, or an answer that is final."""
-        reason = legs.local_reason(body)
+        self, request: RequestInfo, headers: upstream.Headers
+    ) -> Handed | Response | None:
+        """What to hand over, None if decode shall work alone, or an answer that is final."""
+        reason = legs.local_reason(request.body)
         if reason is not None:
             self.metrics.local.labels(reason).inc()
             return None
-        if pairing.prefill is None:
-            self._alone("no_prefill_engine")
-            return None
-        data = legs.encoded(legs.prefill_body(body))
+        data = legs.encoded(legs.prefill_body(request.body))
+        tried: list[EngineEndpoint] = []
+        while len(tried) < _ATTEMPTS:
+            engine = self._pairer.choose("prefill", request, tried)
+            if engine is None:
+                break
+            if tried:
+                self.metrics.retries.labels("prefill").inc()
+            tried.append(engine)
+            try:
+                return await self._prefill_on(engine, request, data, headers)
+            except _EngineFailed as failure:
+                logger.warning("prefill on %s failed: %s", engine.name, failure)
+        self._alone("prefill_failed" if tried else "no_prefill_engine")
+        return None
+
+    async def _prefill_on(
+        self, engine: EngineEndpoint, request: RequestInfo, data: bytes, headers: upstream.Headers
+    ) -> Handed | Response | None:
+        ended = self._traffic.begin(engine, request.tokens)
         try:
-            with self.metrics.in_flight.labels("prefill").track_inprogress():
-                call = upstream.post(self.client, pairing.prefill, path, data, headers)
-                answer = await self._head(call, self._limits.prefill_timeout_s, "prefill")
-                content = await self._whole(answer)
+            call = upstream.post(self.client, engine, request.path, data, headers)
+            answer = await self._head(call, self._limits.prefill_timeout_s, "prefill")
+            content = await self._whole(answer)
         except ApiError as error:
-            logger.warning("prefill on %s failed: %s", pairing.prefill.name, error.message)
-            self._alone("prefill_failed")
-            return None
+            self._traffic.failed(engine)
+            raise _EngineFailed(error.message) from error
+        finally:
+            ended()
+        self._judge(engine, answer.status)
         if 400 <= answer.status < 500:
             refusal = Response(content, answer.status)
             refusal.raw_headers = upstream.to_client(answer.raw_headers)
             return refusal
         if answer.status != 200:
-            logger.warning("prefill on %s answered %d", pairing.prefill.name, answer.status)
-            self._alone("prefill_failed")
-            return None
+            raise _EngineFailed(f"it answered {answer.status}")
         params = legs.params_of(content)
         if params is None:
             self._alone("no_params")
-        return params
+            return None
+        return Handed(engine, params)
+
+    def _judge(self, engine: EngineEndpoint, status: int) -> None:
+        """500 says nothing of the engine: it may be this request's fault."""
+        if status in (502, 503, 504):
+            self._traffic.failed(engine)
+        elif status != 500:
+            self._traffic.succeeded(engine)
 
     def _alone(self, reason: str) -> None:
         self.metrics.local.labels(reason).inc()
@@ -142,6 +176,41 @@ class Service:
 
     # ---- the decode leg --------------------------------------------------------------------
 
+    async def _decode(
+        self,
+        request: RequestInfo,
+        handed: Handed | None,
+        headers: upstream.Headers,
+        began: float,
+    ) -> Relayed:
+        data = legs.encoded(legs.decode_body(request.body, handed.params if handed else None))
+        engine, tried = self._pairer.choose("decode", request), list[EngineEndpoint]()
+        assert engine is not None
+        while True:
+            tried.append(engine)
+            answer: Relayed | None = None
+            failure: ApiError | None = None
+            try:
+                call = upstream.post(self.client, engine, request.path, data, headers)
+                answer = await self._relayed(call, engine, request, began)
+                if answer.status_code < 500:
+                    return answer
+            except ApiError as error:
+                failure = error
+            # Not after a time-out: whoever waited so long shall hear of it.
+            again = len(tried) < _ATTEMPTS and (failure is None or failure.status != 504)
+            other = self._pairer.choose("decode", request, tried) if again else None
+            if other is None:
+                if failure is not None:
+                    raise failure
+                assert answer is not None
+                return answer
+            if answer is not None:
+                answer.discard()
+            logger.warning("decode on %s failed, trying %s", engine.name, other.name)
+            self.metrics.retries.labels("decode").inc()
+            engine = other
+
     async def _head(self, call: Any, timeout_s: float, role: str) -> aiohttp.ClientResponse:
         try:
             async with asyncio.timeout(timeout_s):
@@ -152,15 +221,19 @@ class Service:
             raise ApiError(503, f"the {role} engine cannot be reached") from error
         return answer
 
-    async def _relayed(self, call: Any, began: float | None) -> Relayed:
+    async def _relayed(
+        self, call: Any, engine: EngineEndpoint, request: RequestInfo, began: float | None
+    ) -> Relayed:
         """The answer of a decode engine whose head has come; the caller must relay it."""
-        in_flight = self.metrics.in_flight.labels("decode")
-        in_flight.inc()
+        ended = self._traffic.begin(engine, request.tokens)
         try:
             answer = await self._head(call, self._limits.first_byte_timeout_s, "decode")
-        except BaseException:
-            in_flight.dec()
+        except BaseException as error:
+            ended()
+            if isinstance(error, ApiError):
+                self._traffic.failed(engine)
             raise
+        self._judge(engine, answer.status)
 
         def first_byte() -> None:
             if began is not None:
@@ -170,15 +243,15 @@ class Service:
             answer,
             self._limits.between_bytes_timeout_s,
             first_byte=first_byte,
-            ended=in_flight.dec,
+            ended=ended,
         )
 
     # ---- what nobody will fetch ------------------------------------------------------------
 
-    def _release(self, prefill: EngineEndpoint | None, params: dict[str, Any] | None) -> None:
-        if prefill is None or params is None:
+    def _release(self, handed: Handed | None) -> None:
+        if handed is None:
             return
-        task = asyncio.create_task(self._release_now(prefill, params))
+        task = asyncio.create_task(self._release_now(*handed))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -193,6 +266,10 @@ class Service:
         except (aiohttp.ClientError, TimeoutError):
             logger.warning("a lease of %s ends by its deadline", prefill.name)
         self.metrics.releases.labels(outcome).inc()
+
+
+class _EngineFailed(Exception):
+    """A prefill leg failed in a way that another engine may not."""
 
 
 def _request_id(headers: Headers) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import gzip
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -170,6 +170,7 @@ class Setup:
     prefill: FakeEngine
     decode: FakeEngine
     loop: Loop
+    others: list[FakeEngine] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -181,22 +182,29 @@ def loop() -> Iterator[Loop]:
 
 @pytest.fixture
 def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
-    """Starts a router and its engines; keyword arguments go to `create_app` and the limits."""
+    """Starts a router and its engines, those of `others` too, by role; keyword arguments go to
+    `create_app` and the limits."""
     undo: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
-    def start(*, limits: dict[str, Any] | None = None, **options: Any) -> Setup:
-        prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+    def start(
+        *,
+        limits: dict[str, Any] | None = None,
+        others: Sequence[Role] = (),
+        **options: Any,
+    ) -> Setup:
+        fakes = [FakeEngine(role) for role in ("prefill", "decode", *others)]
         engines = []
-        for engine in (prefill, decode):
+        for number, engine in enumerate(fakes):
             loop.run(engine.start())
             undo.append(engine.stop)
-            engines.append(EngineEndpoint(f"{engine.role}-0", engine.role, engine.url))
+            engines.append(EngineEndpoint(f"{engine.role}-{number // 2}", engine.role, engine.url))
         sock = bind("127.0.0.1", 0)
         section = RouterSection(port=0, limits=LimitsSection(**(limits or {})))
         server = RouterServer(create_app(section, engines, **options), sock)
         loop.run(server.start())
         undo.append(lambda: server.stop(1))
-        return Setup(f"http://127.0.0.1:{sock.getsockname()[1]}", prefill, decode, loop)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        return Setup(url, fakes[0], fakes[1], loop, fakes[2:])
 
     yield start
     for stop in reversed(undo):

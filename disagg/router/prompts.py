@@ -1,0 +1,72 @@
+"""What a prompt looks like without a tokenizer: its length in tokens, and keys of its prefixes.
+
+Lists of token ids are counted exactly; of text, four characters are taken for a token.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import xxhash
+
+_CHARS_PER_TOKEN = 4
+_CHUNK_TOKENS = 128
+_MOST_CHUNKS = 64
+
+
+def tokens(body: dict[str, Any]) -> int:
+    """About how many tokens the prompt has."""
+    return sum(_length(part) for part in _parts(body))
+
+
+def prefix_keys(body: dict[str, Any]) -> list[int]:
+    """One key per leading chunk of the prompt, shortest prefix first; equal prefixes have equal
+    keys. Only of the prompt's first 8,192 tokens."""
+    keys: list[int] = []
+    digest = xxhash.xxh3_64(str(body.get("model")).encode(errors="replace"))
+    for part in _parts(body):
+        size = _CHUNK_TOKENS * (_CHARS_PER_TOKEN if isinstance(part, str) else 1)
+        for at in range(0, len(part), size):
+            if len(keys) == _MOST_CHUNKS:
+                return keys
+            digest.update(_bytes(part[at : at + size]))
+            keys.append(digest.intdigest())
+    return keys
+
+
+def _parts(body: dict[str, Any]) -> Iterator[str | list[int]]:
+    """Texts and token lists in their order; whatever else there is in a body is left out."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        yield prompt
+    else:
+        yield from (p for p in _several(prompt) if isinstance(p, str))
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if not isinstance(message, dict):
+            continue
+        yield f"\0{message.get('role')}\0"
+        content = message.get("content")
+        for piece in _several(content):
+            text = piece.get("text") if isinstance(piece, dict) else piece
+            if isinstance(text, str):
+                yield text
+
+
+def _several(one_or_more: Any) -> list[Any]:
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
+
+
+def _length(part: str | list[int]) -> int:
+    return len(part) if isinstance(part, list) else -(-len(part) // _CHARS_PER_TOKEN)
+
+
+def _bytes(part: str | list[int]) -> bytes:
+    if isinstance(part, str):
+        return part.encode(errors="surrogatepass")
+    try:
+        return array("q", part).tobytes()
+    except OverflowError:
+        return repr(part).encode()

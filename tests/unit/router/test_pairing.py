@@ -1,0 +1,171 @@
+"""Policies, the load and health they go by, and legs that are tried again elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from disagg.config import PairingSection
+from disagg.router import prompts
+from disagg.router.metrics import RouterMetrics
+from disagg.router.pairing import LeastLoaded, Pairer, PrefixAffinity, RequestInfo, SessionAffinity
+from disagg.router.topology import EngineEndpoint, Topology
+from disagg.router.traffic import Traffic
+
+from .conftest import PARAMS, Setup
+
+ENGINES = [EngineEndpoint(f"decode-{n}", "decode", f"http://127.0.0.1:{n}") for n in range(4)]
+Make = Callable[..., Setup]
+
+
+@pytest.fixture
+def traffic() -> Traffic:
+    return Traffic(RouterMetrics())
+
+
+def ask(prompt: Any, **headers: str) -> RequestInfo:
+    return RequestInfo("/v1/completions", {"model": "m", "prompt": prompt}, headers)
+
+
+def test_tokens() -> None:
+    assert prompts.tokens({"prompt": list(range(1000))}) == 1000
+    assert prompts.tokens({"prompt": "x" * 1000}) == 250
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "y" * 400}]}]}
+    assert 100 <= prompts.tokens(chat) < 110
+    for odd in ({}, {"prompt": 7}, {"prompt": [[]]}, {"messages": [3, {"content": None}]}):
+        assert prompts.tokens(odd) <= 2
+
+
+def test_prefix_keys() -> None:
+    one, other = list(range(1000)), [*range(500), *range(600)]
+    keys, others = (prompts.prefix_keys({"model": "m", "prompt": p}) for p in (one, other))
+    assert keys[:3] == others[:3]
+    assert set(keys[3:]).isdisjoint(others)
+    assert set(keys).isdisjoint(prompts.prefix_keys({"model": "n", "prompt": one}))
+    assert len(prompts.prefix_keys({"prompt": "long" * 100_000})) == 64
+    assert prompts.prefix_keys({"prompt": [2**70, -1]})
+    assert prompts.prefix_keys({"prompt": "\ud800", "model": "\udfff"})
+
+
+def test_least_loaded(traffic: Traffic) -> None:
+    ends = [traffic.begin(engine, 1000) for engine in ENGINES[:3]]
+    policy = LeastLoaded(traffic)
+    chosen = Counter(policy.choose(ask("x"), ENGINES).name for _ in range(400))
+    assert chosen["decode-3"] > 150, "it is in half of all draws"
+    for end in ends:
+        end()
+    assert [traffic.cost(engine) for engine in ENGINES] == [0] * 4
+    assert policy.choose(ask("x"), ENGINES[:1]) == ENGINES[0]
+
+
+def test_prefix_affinity(traffic: Traffic) -> None:
+    policy = PrefixAffinity(traffic)
+    turn = list(range(2000))
+    first = policy.choose(ask(turn), ENGINES)
+    for _ in range(5):
+        turn = [*turn, *range(300)]
+        assert policy.choose(ask(turn), ENGINES) == first
+    end = traffic.begin(first, 10_000)
+    assert policy.choose(ask(turn), ENGINES) != first, "it is clearly busier"
+    end()
+    rest = [engine for engine in ENGINES if engine != first]
+    assert policy.choose(ask(turn), rest) in rest
+
+
+def test_session_affinity(traffic: Traffic) -> None:
+    policy = SessionAffinity("X-Session-Id", traffic)
+    homes = {
+        name: policy.choose(ask("x", **{"x-session-id": name}), ENGINES)
+        for name in map(str, range(200))
+    }
+    assert set(homes.values()) == set(ENGINES)
+    left = ENGINES[:3]
+    for name, home in homes.items():
+        again = SessionAffinity("x-session-id", traffic)
+        moved = again.choose(ask("y", **{"x-session-id": name}), left)
+        assert moved == home or home == ENGINES[3], "only sessions of the engine that went move"
+
+
+def test_an_engine_that_keeps_failing_rests_and_is_tried_by_one(traffic: Traffic) -> None:
+    bad, good = ENGINES[:2]
+    for _ in range(2):
+        traffic.failed(bad)
+    assert traffic.usable([bad, good]) == [bad, good]
+    traffic.failed(bad)
+    assert traffic.usable([bad, good]) == [good]
+    assert traffic.usable([bad]) == [bad], "better than none"
+    time.sleep(0.6)
+    assert traffic.usable([bad, good]) == [bad, good]
+    traffic.trying(bad)
+    assert traffic.usable([bad, good]) == [good], "one trial at a time"
+    traffic.succeeded(bad)
+    assert traffic.usable([bad, good]) == [bad, good]
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_affinity"])
+def test_pairer_never_names_one_twice(traffic: Traffic, name: Any) -> None:
+    pairer = Pairer(Topology(ENGINES), PairingSection(decode=name), traffic)
+    tried: list[EngineEndpoint] = []
+    while (engine := pairer.choose("decode", ask("x"), tried)) is not None:
+        tried.append(engine)
+    assert sorted(e.name for e in tried) == [e.name for e in ENGINES]
+    assert pairer.choose("prefill", ask("x")) is None
+
+
+# ---- over HTTP, with engines that fail on purpose -----------------------------------------
+
+
+def complete(setup: Setup) -> httpx.Response:
+    body = {"model": "m", "prompt": "x", "stream": False}
+    return httpx.post(f"{setup.url}/v1/completions", json=body, timeout=20)
+
+
+def metric(setup: Setup, name: str) -> float:
+    lines = httpx.get(f"{setup.url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+@pytest.mark.parametrize("fault", ["status", "dead"])
+def test_a_failing_prefill_is_replaced(make: Make, fault: str) -> None:
+    setup = make(others=["prefill"])
+    if fault == "status":
+        setup.prefill.status = 503
+    else:
+        setup.loop.run(setup.prefill.stop())
+    assert [complete(setup).status_code for _ in range(20)] == [200] * 20
+    assert [body["kv_transfer_params"] for body in setup.decode.bodies] == [PARAMS] * 20
+    assert metric(setup, "disagg_router_retries_total") >= 1
+    assert len(setup.prefill.bodies) <= 4, "it rests after three failures"
+    assert metric(setup, "disagg_router_local_total") == 0
+    assert metric(setup, "disagg_router_in_flight") == 0
+
+
+@pytest.mark.parametrize("fault", [500, 503, "dead"])
+def test_a_failing_decode_is_replaced(make: Make, fault: Any) -> None:
+    setup = make(others=["prefill", "decode"])
+    if fault == "dead":
+        setup.loop.run(setup.decode.stop())
+    else:
+        setup.decode.status = fault
+    assert [complete(setup).status_code for _ in range(20)] == [200] * 20
+    assert all(body["kv_transfer_params"] == PARAMS for body in setup.others[1].bodies)
+    assert metric(setup, 'disagg_router_retries_total{role="decode"}') >= 1
+    assert setup.prefill.released == setup.others[0].released == []
+    assert metric(setup, "disagg_router_in_flight") == 0
+
+
+def test_all_decodes_fail(make: Make) -> None:
+    setup = make(others=["prefill", "decode"])
+    setup.decode.status = setup.others[1].status = 500
+    answer = complete(setup)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "told to"
+    deadline = time.monotonic() + 5
+    while not setup.prefill.released + setup.others[0].released and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert setup.prefill.released + setup.others[0].released == [PARAMS]
