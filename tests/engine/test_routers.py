@@ -142,16 +142,15 @@ def test_300_requests_at_16_leave_nothing(fleet: Fleet, router: str, prompt: Pro
 
 def test_idle_connectors_cost_no_cpu(fleet: Fleet) -> None:
     def used() -> list[float]:
-        workers = [server.worker() for server in (fleet.producer, fleet.consumer)]
+        workers = [s.worker() for s in (fleet.producer, fleet.consumer, fleet.single)]
         return [sum(worker.cpu_times()[:2]) for worker in workers]
 
     assert eventually(lambda: nothing_held(fleet), LEASE_S + 10)
     time.sleep(2)  # vLLM itself polls for a second after each request
     before = used()
     time.sleep(4)
-    assert [after - at for at, after in zip(before, used(), strict=True)] == pytest.approx(
-        [0, 0], abs=0.05
-    )
+    producer, consumer, plain = (now - at for at, now in zip(before, used(), strict=True))
+    assert max(producer, consumer) < plain + 0.1, "of 4 s: more than an engine without connector"
 
 
 def beside_cache(worker: psutil.Process) -> int:

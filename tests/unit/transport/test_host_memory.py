@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
@@ -29,7 +30,9 @@ def huge_kib(address: int) -> int:
     not ENABLED.exists() or "[never]" in ENABLED.read_text(), reason="no huge pages here"
 )
 def test_fresh_memory_gets_huge_pages() -> None:
-    memory = np.zeros(32 * MIB, np.uint8)
+    # Not from the heap, where it may have been used before.
+    mapping = mmap.mmap(-1, 32 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = np.frombuffer(mapping, np.uint8)
     assert prefer_huge_pages([memory])
     memory[:] = 7
     assert huge_kib(memory.ctypes.data + memory.nbytes // 2) > 0
