@@ -278,7 +278,8 @@ class SchedulerHalf:
         return wire.answer(handoff, self._secret, request.request_id, groups)
 
     def _release(self, handoff: Handoff) -> None:
-        if handoff.endpoints:
+        # A producer alone has no connections to other producers; the lease ends by itself.
+        if handoff.endpoints and self._consumes:
             self._work.releases.append(Letter(handoff.lease, handoff.endpoints))
 
     # ---- each step -------------------------------------------------------------------------
