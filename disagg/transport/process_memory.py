@@ -36,6 +36,7 @@ from disagg.errors import DataCorrupt, TransferError
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.blocks import BlockCache, Region, Selection
 from disagg.transport.process_vm import Pieces, is_supported, libc_function, read, read_span
+from disagg.transport.processes import start_time
 from disagg.transport.protocol import MAX_FRAME
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class ProcessMemorySender:
                 boot=_boot(),
                 pid_namespace=_pid_namespace(),
                 pid=os.getpid(),
-                started=_start_time(os.getpid()),
+                started=start_time(os.getpid()) or 0,
                 token=self._token,
                 token_at=self._probe.ctypes.data,
                 regions=np.array(rows, np.int64).tobytes(),
@@ -139,7 +140,7 @@ class _Remote:
         )
 
     def is_alive(self) -> bool:
-        return _start_time(self.pid) == self.started
+        return start_time(self.pid) == self.started
 
 
 def _unbacked(shape: list[int], strides: tuple[int, ...]) -> torch.Tensor:
@@ -268,12 +269,3 @@ def _boot() -> str:
 
 def _pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
-
-
-def _start_time(pid: int) -> int:
-    """Clock ticks between boot and the start of `pid`; -1 if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return -1
-    return int(stat.rpartition(")")[2].split()[19])

@@ -33,6 +33,7 @@ import xxhash
 from disagg.errors import DataCorrupt, TransferError
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.blocks import ITEM_BYTES, BlockCache, Bytes, Selection
+from disagg.transport.processes import start_time
 
 NAME = "shared_storage"
 _SUFFIX = ".safetensors"
@@ -288,7 +289,7 @@ def _unlink(path: Path) -> None:
 def _owner() -> str:
     """This process, so that another one can tell whether it lives: host, pid, start time."""
     host = xxhash.xxh32_hexdigest(socket.gethostname().encode())
-    return f"{host}-{os.getpid()}-{_start_time(os.getpid())}"
+    return f"{host}-{os.getpid()}-{start_time(os.getpid())}"
 
 
 def _owner_is_dead(name: str) -> bool:
@@ -297,13 +298,4 @@ def _owner_is_dead(name: str) -> bool:
         return False
     pid, _, rest = rest.partition("-")
     started = rest.partition("-")[0]
-    return pid.isdigit() and str(_start_time(int(pid))) != started
-
-
-def _start_time(pid: int) -> int:
-    """Clock ticks between boot and the start of `pid`; 0 if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
+    return pid.isdigit() and str(start_time(int(pid))) != started

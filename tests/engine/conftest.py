@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +59,20 @@ def transfer(role: str, **extra: object) -> dict[str, object]:
     }
 
 
+@contextmanager
+def running(servers: Sequence[VllmServer]) -> Iterator[None]:
+    """They start together, and all end."""
+    try:
+        for server in servers:
+            server.launch()
+        for server in servers:
+            server.wait_ready()
+        yield
+    finally:
+        for server in servers:
+            server.stop()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
@@ -86,15 +101,8 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
         server("strict", transfer("kv_both", strict=True, transports=["tcp"], **options), *small),
         temporary / f"disagg-{os.getuid()}",
     )
-    try:
-        for one in fleet.servers():
-            one.launch()
-        for one in fleet.servers():
-            one.wait_ready()
+    with running(fleet.servers()):
         yield fleet
-    finally:
-        for one in fleet.servers():
-            one.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from disagg.transport.blocks import BlockCache, Region
 from disagg.transport.client import Peers
 from disagg.transport.protocol import Part
 from disagg.transport.shared_storage import SharedStorageReceiver, Storage
-from engine.conftest import transfer
+from engine.conftest import running, transfer
 
 LAYERS, HEADS, BLOCK, CONTENT = 4, 2, 128, 2 * 64 * 2  # K and V, head dim, bytes of a bfloat16
 SECRET = "of these tests, thirty-two bytes"
@@ -40,15 +40,8 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list
         VllmServer(name, model, logs / name, transfer("kv_both"), dtype="bfloat16", env=env)
         for name in ("first", "second")
     ]
-    try:
-        for server in servers:
-            server.launch()
-        for server in servers:
-            server.wait_ready()
+    with running(servers):
         yield servers
-    finally:
-        for server in servers:
-            server.stop()
 
 
 def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from transformers.models.gemma3 import Gemma3TextConfig
 from disagg.bench.vllm_server import VllmServer, token_ids
 from disagg.checkpoint_tokenizer import write_tokenizer
 from disagg.errors import StartupError
-from engine.conftest import transfer
+from engine.conftest import running, transfer
 
 Prompt = Callable[[int], list[int]]
 VOCABULARY, WINDOW, BLOCK = 4096, 256, 128
@@ -83,15 +83,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         VllmServer(name, model, logs / name, transfer("kv_both", lease_s=LEASE_S), args, env=env)
         for name in ("first", "second")
     ]
-    try:
-        for server in servers:
-            server.launch()
-        for server in servers:
-            server.wait_ready()
+    with running(servers):
         yield Pair(*servers)
-    finally:
-        for server in servers:
-            server.stop()
 
 
 @pytest.mark.parametrize("length", [5, 128, 257, 384, 1000, 3000])
