@@ -170,6 +170,7 @@ class RouterSection(Section):
         None, description="Environment variable, keys separated by commas"
     )
     api_keys_file: LocalPath | None = None
+    access_log: bool = Field(True, description="One JSON line a request on standard output")
     pairing: PairingSection = PairingSection()
     limits: LimitsSection = LimitsSection()
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from disagg.config import RouterSection
 from disagg.router import legs, upstream
@@ -24,6 +24,7 @@ from disagg.router.errors import ApiError
 from disagg.router.metrics import RouterMetrics, exposition
 from disagg.router.pairing import Pairer
 from disagg.router.presence import ClientLeft, WhileConnected
+from disagg.router.record import Record, open_access_log, request_id
 from disagg.router.service import Answer, Service
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.traffic import Traffic
@@ -32,7 +33,7 @@ PROBE_S = 2.0
 _CLIENT_LEFT = 499
 _READ = ["GET", "HEAD"]
 _METHODS = [*_READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-Work = Callable[[Request, bytes], Awaitable[Answer]]
+Work = Callable[[Request, bytes, Record], Awaitable[Answer]]
 
 
 def create_app(
@@ -43,6 +44,7 @@ def create_app(
     strict: bool = False,
 ) -> FastAPI:
     """The router in front of these engines. Apps share nothing with one another."""
+    open_access_log(enabled=settings.access_log)
     topology, metrics = Topology(engines), RouterMetrics()
 
     @asynccontextmanager
@@ -90,13 +92,14 @@ def _add_api_routes(
 ) -> None:
     limit = settings.limits.max_body_bytes
 
-    async def complete(request: Request, data: bytes) -> Answer:
+    async def complete(request: Request, data: bytes, record: Record) -> Answer:
         service: Service = app.state.service
-        return await service.complete(request.url.path, legs.parsed(data), request.headers)
+        return await service.complete(request.url.path, legs.parsed(data), request.headers, record)
 
-    async def forward(request: Request, data: bytes) -> Answer:
+    async def forward(request: Request, data: bytes, record: Record) -> Answer:
         service: Service = app.state.service
-        return await service.forward(request.method, _raw_target(request), data, request.headers)
+        target = _raw_target(request)
+        return await service.forward(request.method, target, data, request.headers, record)
 
     async def internal(request: Request) -> Response:
         # Engines speak to the router there, and to nobody else.
@@ -125,13 +128,15 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status: int | None = None
+        request = Request(scope, receive)
+        record = Record(self._route, request_id(request.headers.get("x-request-id")))
+        send = _with_id(send, record.id)
         try:
             try:
-                request = Request(scope, receive)
                 _check_key(request, self._keys)
                 data = await _body(request, self._limit)
                 async with WhileConnected(receive):
-                    answer = await self._work(request, data)
+                    answer = await self._work(request, data, record)
                     status = answer.status_code
                     await answer(scope, receive, send)
             except ApiError as error:
@@ -141,6 +146,19 @@ class _Endpoint:
             status = status or _CLIENT_LEFT  # in mid-answer the status that it got stands
         finally:
             self._metrics.requests.labels(self._route, str(status or 500)).inc()
+            record.log(status or 500)
+
+
+def _with_id(send: Send, request_id: str) -> Send:
+    """The answer names its request, whoever answers."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [header for header in message["headers"] if header[0] != b"x-request-id"]
+            message["headers"] = [*headers, (b"x-request-id", request_id.encode())]
+        await send(message)
+
+    return sending
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import uuid
 from typing import Any, NamedTuple, TypeAlias
 
 import aiohttp
@@ -24,6 +22,7 @@ from disagg.router import legs, upstream
 from disagg.router.errors import ApiError
 from disagg.router.metrics import RouterMetrics
 from disagg.router.pairing import Pairer, RequestInfo
+from disagg.router.record import Record
 from disagg.router.relay import Relayed
 from disagg.router.topology import EngineEndpoint
 from disagg.router.traffic import Traffic
@@ -60,19 +59,20 @@ class Service:
         self._limits, self._strict = limits, strict
         self._background: set[asyncio.Task[None]] = set()
 
-    async def complete(self, path: str, body: dict[str, Any], headers: Headers) -> Answer:
+    async def complete(
+        self, path: str, body: dict[str, Any], headers: Headers, record: Record
+    ) -> Answer:
         """Serve a completion or chat completion; raises `ApiError`."""
-        began = time.monotonic()
         body = legs.without_params(body)
-        sent = upstream.to_engine(headers.raw, _request_id(headers))
+        sent = upstream.to_engine(headers.raw, record.id)
         request = RequestInfo(path, body, headers)
         if not self._pairer.knows("decode"):
             raise ApiError(503, "no decode engine is known")
-        handed = await self._prefill(request, sent)
+        handed = await self._prefill(request, sent, record)
         if isinstance(handed, Response):
             return handed
         try:
-            answer = await self._decode(request, handed, sent, began)
+            answer = await self._decode(request, handed, sent, record)
         except BaseException:
             self._release(handed)
             raise
@@ -80,7 +80,9 @@ class Service:
             self._release(handed)
         return answer
 
-    async def forward(self, method: str, target: str, data: bytes, headers: Headers) -> Answer:
+    async def forward(
+        self, method: str, target: str, data: bytes, headers: Headers, record: Record
+    ) -> Answer:
         """Pass any other request to a decode engine as it is, but without transfer params.
 
         `target`: raw path and query. Raises `ApiError`.
@@ -90,11 +92,11 @@ class Service:
         if engine is None:
             raise ApiError(503, "no decode engine is known")
         data = legs.passed_through(data, headers.get("content-type", ""))
-        sent = upstream.to_engine(headers.raw, _request_id(headers))
+        sent = upstream.to_engine(headers.raw, record.id)
         # Taken as encoded: tidying `..` would lead to paths that the app has refused.
         url = URL(f"{engine.url}{target}", encoded=True)
         call = self.client.request(method, url, data=data or None, headers=sent)
-        return await self._relayed(call, engine, request, None)
+        return await self._relayed(call, engine, request, record, counts=False)
 
     async def close(self) -> None:
         """Let releases that are under way end."""
@@ -104,12 +106,13 @@ class Service:
     # ---- the prefill leg -------------------------------------------------------------------
 
     async def _prefill(
-        self, request: RequestInfo, headers: upstream.Headers
+        self, request: RequestInfo, headers: upstream.Headers, record: Record
     ) -> Handed | Response | None:
         """What to hand over, None if decode shall work alone, or an answer that is final."""
         reason = legs.local_reason(request.body)
         if reason is not None:
             self.metrics.local.labels(reason).inc()
+            record.local = reason
             return None
         data = legs.encoded(legs.prefill_body(request.body))
         tried: list[EngineEndpoint] = []
@@ -119,16 +122,23 @@ class Service:
                 break
             if tried:
                 self.metrics.retries.labels("prefill").inc()
+                record.retries += 1
             tried.append(engine)
+            record.prefill = engine.name
             try:
-                return await self._prefill_on(engine, request, data, headers)
+                return await self._prefill_on(engine, request, data, headers, record)
             except _EngineFailed as failure:
                 logger.warning("prefill on %s failed: %s", engine.name, failure)
-        self._alone("prefill_failed" if tried else "no_prefill_engine")
+        self._alone("prefill_failed" if tried else "no_prefill_engine", record)
         return None
 
     async def _prefill_on(
-        self, engine: EngineEndpoint, request: RequestInfo, data: bytes, headers: upstream.Headers
+        self,
+        engine: EngineEndpoint,
+        request: RequestInfo,
+        data: bytes,
+        headers: upstream.Headers,
+        record: Record,
     ) -> Handed | Response | None:
         ended = self._traffic.begin(engine, request.tokens)
         try:
@@ -140,6 +150,7 @@ class Service:
             raise _EngineFailed(error.message) from error
         finally:
             ended()
+            record.prefill_s = record.elapsed()
         self._judge(engine, answer.status)
         if 400 <= answer.status < 500:
             refusal = Response(content, answer.status)
@@ -149,7 +160,7 @@ class Service:
             raise _EngineFailed(f"it answered {answer.status}")
         params = legs.params_of(content)
         if params is None:
-            self._alone("no_params")
+            self._alone("no_params", record)
             return None
         return Handed(engine, params)
 
@@ -160,7 +171,8 @@ class Service:
         elif status != 500:
             self._traffic.succeeded(engine)
 
-    def _alone(self, reason: str) -> None:
+    def _alone(self, reason: str, record: Record) -> None:
+        record.local = reason
         self.metrics.local.labels(reason).inc()
         if self._strict:
             raise ApiError(502, f"the prompt could not be handed over ({reason}); transfer.strict")
@@ -181,7 +193,7 @@ class Service:
         request: RequestInfo,
         handed: Handed | None,
         headers: upstream.Headers,
-        began: float,
+        record: Record,
     ) -> Relayed:
         data = legs.encoded(legs.decode_body(request.body, handed.params if handed else None))
         engine, tried = self._pairer.choose("decode", request), list[EngineEndpoint]()
@@ -192,7 +204,7 @@ class Service:
             failure: ApiError | None = None
             try:
                 call = upstream.post(self.client, engine, request.path, data, headers)
-                answer = await self._relayed(call, engine, request, began)
+                answer = await self._relayed(call, engine, request, record)
                 if answer.status_code < 500:
                     return answer
             except ApiError as error:
@@ -209,6 +221,7 @@ class Service:
                 answer.discard()
             logger.warning("decode on %s failed, trying %s", engine.name, other.name)
             self.metrics.retries.labels("decode").inc()
+            record.retries += 1
             engine = other
 
     async def _head(self, call: Any, timeout_s: float, role: str) -> aiohttp.ClientResponse:
@@ -222,9 +235,19 @@ class Service:
         return answer
 
     async def _relayed(
-        self, call: Any, engine: EngineEndpoint, request: RequestInfo, began: float | None
+        self,
+        call: Any,
+        engine: EngineEndpoint,
+        request: RequestInfo,
+        record: Record,
+        *,
+        counts: bool = True,
     ) -> Relayed:
-        """The answer of a decode engine whose head has come; the caller must relay it."""
+        """The answer of a decode engine whose head has come; the caller must relay it.
+
+        `counts`: towards the time to first token.
+        """
+        record.decode = engine.name
         ended = self._traffic.begin(engine, request.tokens)
         try:
             answer = await self._head(call, self._limits.first_byte_timeout_s, "decode")
@@ -236,8 +259,9 @@ class Service:
         self._judge(engine, answer.status)
 
         def first_byte() -> None:
-            if began is not None:
-                self.metrics.ttft.observe(time.monotonic() - began)
+            record.first_byte_s = record.elapsed()
+            if counts:
+                self.metrics.ttft.observe(record.first_byte_s)
 
         return Relayed(
             answer,
@@ -270,7 +294,3 @@ class Service:
 
 class _EngineFailed(Exception):
     """A prefill leg failed in a way that another engine may not."""
-
-
-def _request_id(headers: Headers) -> str:
-    return headers.get("x-request-id") or uuid.uuid4().hex

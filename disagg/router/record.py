@@ -1,0 +1,72 @@
+"""What became of one request: its id, its engines and its times, as one line of the access log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+
+import msgspec
+
+_access = logging.getLogger("disagg.access")
+
+# What a client may call its request: it ends up in logs and headers of three processes.
+_ID = re.compile(r"[!-~]{1,128}")
+
+
+def request_id(given: str | None) -> str:
+    """The client's own id if it is a plain word, else a new one."""
+    return given if given and _ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def open_access_log(*, enabled: bool) -> None:
+    """Lines go to standard output as they are, or nowhere."""
+    _access.propagate = False
+    _access.setLevel(logging.INFO if enabled else logging.CRITICAL)
+    if enabled and not _access.handlers:
+        _access.addHandler(logging.StreamHandler(sys.stdout))
+
+
+@dataclass
+class Record:
+    """Filled in along the request's way. Times are seconds from its arrival."""
+
+    route: str
+    id: str
+    began: float = field(default_factory=time.monotonic)
+    prefill: str | None = None
+    prefill_s: float | None = None
+    decode: str | None = None
+    first_byte_s: float | None = None
+    local: str | None = None
+    retries: int = 0
+
+    def elapsed(self) -> float:
+        """Seconds since its arrival."""
+        return time.monotonic() - self.began
+
+    def log(self, status: int) -> None:
+        """Write the line, as JSON."""
+        if not _access.isEnabledFor(logging.INFO):
+            return
+        shown = {
+            "id": self.id,
+            "route": self.route,
+            "status": status,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "local": self.local,
+            "retries": self.retries or None,
+            "prefill_ms": _ms(self.prefill_s),
+            "first_byte_ms": _ms(self.first_byte_s),
+            "total_ms": _ms(self.elapsed()),
+        }
+        known = {key: value for key, value in shown.items() if value is not None}
+        _access.info("%s", msgspec.json.encode(known).decode())
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 1)

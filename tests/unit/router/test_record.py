@@ -1,0 +1,80 @@
+"""Every request has an id that goes everywhere, and one line that says what became of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import Setup
+
+Make = Callable[..., Setup]
+BODY = {"model": "m", "prompt": "x", "stream": False}
+
+
+@pytest.fixture
+def lines(make: Make) -> Iterator[list[dict[str, Any]]]:
+    """What the access log says."""
+    seen: list[dict[str, Any]] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(json.loads(record.getMessage()))
+
+    handler = Handler()
+    logging.getLogger("disagg.access").addHandler(handler)
+    yield seen
+    logging.getLogger("disagg.access").removeHandler(handler)
+
+
+def post(setup: Setup, body: Any = None, **headers: str) -> httpx.Response:
+    url = f"{setup.url}/v1/completions"
+    return httpx.post(url, json=BODY if body is None else body, headers=headers, timeout=20)
+
+
+def test_the_id_goes_everywhere(setup: Setup, lines: list[dict[str, Any]]) -> None:
+    answer = post(setup, **{"x-request-id": "mine-1"})
+    assert answer.headers.get_list("x-request-id") == ["mine-1"]
+    assert [engine.headers[0]["x-request-id"] for engine in (setup.prefill, setup.decode)] == [
+        "mine-1"
+    ] * 2
+    (line,) = lines
+    assert line["id"] == "mine-1"
+    assert (line["prefill"], line["decode"], line["status"]) == ("prefill-0", "decode-0", 200)
+    assert 0 <= line["prefill_ms"] <= line["first_byte_ms"] <= line["total_ms"] < 20_000
+    assert "local" not in line
+
+
+@pytest.mark.parametrize("bad", ["two words", "x" * 200, ""])
+def test_an_id_that_is_no_word_is_replaced(setup: Setup, bad: str) -> None:
+    given = post(setup, **{"x-request-id": bad}).headers["x-request-id"]
+    assert given != bad
+    assert len(given) == 32
+
+
+def test_lines_of_what_went_otherwise(make: Make, lines: list[dict[str, Any]]) -> None:
+    setup = make(api_keys=["right"])
+    assert post(setup).status_code == 401
+    key = {"authorization": "Bearer right"}
+    setup.prefill.status = 503
+    assert post(setup, **key).status_code == 200
+    assert post(setup, [], **key).status_code == 400
+    assert [line["status"] for line in lines] == [401, 200, 400]
+    assert lines[1]["local"] == "prefill_failed"
+    assert len({line["id"] for line in lines}) == 3
+
+
+def test_on_standard_output_unless_switched_off() -> None:
+    code = (
+        "from disagg.router.record import Record, open_access_log as log\n"
+        "log(enabled=True); Record('/a', '1').log(200)\n"
+        "log(enabled=False); Record('/b', '2').log(200)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [json.loads(line)["route"] for line in done.stdout.splitlines()] == ["/a"]
