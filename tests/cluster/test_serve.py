@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -140,6 +141,19 @@ def deployment(model: Path, port: int = 0) -> dict[str, Any]:
     }
 
 
+def engine_core(served: Served, name: str) -> psutil.Process:
+    """The process that computes for the engine of this name, found by where it listens."""
+    shown = re.search(rf"{name}\s+http://127\.0\.0\.1:(\d+)", served.text)
+    assert shown, served.text
+    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    owner = next(c.pid for c in listening if c.laddr.port == int(shown[1]))
+    children = psutil.Process(owner).children(recursive=True)
+    titles = {child: " ".join(child.cmdline()) for child in children}
+    found = [child for child, title in titles.items() if "EngineCore" in title]
+    assert found, f"{titles}, of {served.seen}"
+    return found[0]
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -197,7 +211,7 @@ def test_two_side_by_side_and_one_dies(run: Callable[..., Served], model: Path) 
         served.note()
         assert f"http://127.0.0.1:{port}/v1" in served.text
         assert complete(port)["usage"]["completion_tokens"] == 4
-    next(p for p in dying.seen if "EngineCore" in "".join(p.cmdline())).kill()
+    engine_core(dying, "prefill-0").kill()
     assert dying.process.wait(30) == 1
     last = dying.text.strip().splitlines()[-1]
     assert "-0 died: vLLM's engine process died" in last
