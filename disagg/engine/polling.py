@@ -2,9 +2,9 @@
 
 For a second after each message a vLLM worker calls `os.sched_yield` in a loop. On a GPU host
 that spends a core nobody misses. Where the same cores must compute, it is worse than a waste:
-newer Linux kernels (seen on 6.18) charge each yield to the process that makes it, so a worker
-that shared its core waits for tenths of a second, up to seconds, when its turn to compute has
-come. A sleep of 50 us costs nothing that could be measured, and gives the core away.
+on two cores and Linux 6.18, requests stalled for tenths of a second, up to seconds, and no longer
+did when the loop slept 50 us instead (docs/benchmarks.md). Why is not proven; that kernel's
+scheduler is thought to charge each yield to the process that makes it.
 
 vLLM calls `install` in each of its processes, as a general plugin (see pyproject.toml).
 """
