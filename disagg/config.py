@@ -139,13 +139,21 @@ class TransferSection(Section):
 
 
 class LimitsSection(Section):
-    """Bounds of the router."""
+    """Bounds of the router, each process's own."""
 
     max_body_bytes: int = Field(32 << 20, gt=0)
+    max_prompt_tokens: int | None = Field(
+        None, gt=0, description="Longest prompt; of text, four characters are taken for a token"
+    )
+    max_in_flight: int = Field(4096, gt=0, description="Requests in all; more wait")
+    max_in_flight_per_engine: int = Field(512, gt=0)
+    max_queued: int = Field(1024, ge=0, description="Requests that wait; more get 429")
+    queue_timeout_s: float = Field(30.0, gt=0, description="Longest wait, then 429")
     connect_timeout_s: float = Field(5.0, gt=0)
     prefill_timeout_s: float = Field(300.0, gt=0)
     first_byte_timeout_s: float = Field(600.0, gt=0)
     between_bytes_timeout_s: float = Field(120.0, gt=0)
+    drain_s: float = Field(30.0, ge=0, description="At the end, how long running requests may go on")
 
 
 PolicyName = Literal["round_robin", "least_loaded", "prefix_affinity", "session_affinity"]
@@ -159,6 +167,9 @@ class PairingSection(Section):
     session_header: str = Field(
         "x-session-id", pattern=r"^[A-Za-z0-9-]+$", description="What session_affinity goes by"
     )
+    local_prefill_tokens: int = Field(
+        64, ge=0, description="Decode computes up to so many tokens itself: no hand-over"
+    )
 
 
 class RouterSection(Section):
@@ -170,6 +181,13 @@ class RouterSection(Section):
         None, description="Environment variable, keys separated by commas"
     )
     api_keys_file: LocalPath | None = None
+    tls_cert_file: LocalPath | None = Field(None, description="PEM; https with tls_key_file")
+    tls_key_file: LocalPath | None = None
+    processes: int = Field(1, ge=1, le=64, description="Router processes that share the port")
+    probe_interval_s: float = Field(2.0, gt=0, description="How often engines are asked for health")
+    migration_limit: int = Field(
+        1, ge=0, description="How often a stream whose engine died goes on elsewhere"
+    )
     access_log: bool = Field(True, description="One JSON line a request on standard output")
     pairing: PairingSection = PairingSection()
     limits: LimitsSection = LimitsSection()

@@ -12,7 +12,7 @@ import pytest
 
 @pytest.mark.timeout(400)
 def test_sabotage(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "disagg.cli", "bench", "soak", "--requests", "120"]
+    command = [sys.executable, "-m", "disagg.cli", "bench", "soak", "--requests", "60"]
     command += ["--transports", "tcp,shared_storage"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=360, check=False

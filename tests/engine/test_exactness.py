@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,10 +52,23 @@ WAYS = {
 
 
 @pytest.fixture(params=WAYS)
-def pair(request: pytest.FixtureRequest, fleet: Fleet) -> Pair:
-    producer, consumer, transport = WAYS[request.param]
+def way(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def pair(way: str, fleet: Fleet) -> Pair:
+    producer, consumer, transport = WAYS[way]
     fleet.wake(producer, consumer, "single")
     return Pair(getattr(fleet, producer), getattr(fleet, consumer), transport, fleet.single)
+
+
+@pytest.fixture
+def prompt(request: pytest.FixtureRequest) -> Prompt:
+    """The same token ids for every way, so that producer and reference compute them once."""
+    generator = random.Random(request.node.nodeid.replace(request.getfixturevalue("way"), ""))
+    return lambda length: [generator.randrange(300, 1000) for _ in range(length)]
 
 
 @pytest.mark.parametrize("length", [1, 5, 127, 128, 129, 640, 1000, 3000, 8000])

@@ -64,7 +64,29 @@ def make(config: PretrainedConfig, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def mla(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """Launched before the other two, so that all three load together."""
+    folder = tmp_path_factory.mktemp("mla")
+    config = DeepseekV2Config(
+        **SIZES,
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=2,
+    )
+    make(config, folder / "model")
+    args = ("--max-model-len", "4096", "--attention-backend", "CPU_MLA")
+    server = VllmServer("mla", folder / "model", folder / "log", transfer("kv_both"), args)
+    with server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, mla: VllmServer) -> Iterator[Pair]:
     """Three KV cache groups: two of sliding layers, one of full ones."""
     model = tmp_path_factory.mktemp("model") / "windows"
     config = Gemma3TextConfig(
@@ -143,21 +165,7 @@ def test_a_part_of_a_prompt_is_computed(pair: Pair, prompt: Prompt) -> None:
     assert pair.failed("prompt_mismatch") == before + 1
 
 
-def test_mla_is_refused_on_cpu(tmp_path: Path) -> None:
-    config = DeepseekV2Config(
-        **SIZES,
-        num_hidden_layers=2,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        first_k_dense_replace=2,
-    )
-    make(config, tmp_path / "mla")
-    args = ("--max-model-len", "4096", "--attention-backend", "CPU_MLA")
-    server = VllmServer("mla", tmp_path / "mla", tmp_path / "log", transfer("kv_both"), args)
-    with server, pytest.raises(StartupError):
-        server.wait_ready()
-    assert "uses MLA — on CPU" in server.tail(10_000)
+def test_mla_is_refused_on_cpu(mla: VllmServer) -> None:
+    with pytest.raises(StartupError):
+        mla.wait_ready()
+    assert "uses MLA — on CPU" in mla.tail(10_000)

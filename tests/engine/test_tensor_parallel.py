@@ -53,7 +53,7 @@ def hand_over(fleet: Fleet, source: VllmServer, target: VllmServer, ids: list[in
     return target.metric("disagg_handoff_bytes_total", transport="tcp") - before
 
 
-@pytest.mark.parametrize("length", [5, 128, 300, 1000])
+@pytest.mark.parametrize("length", [5, 128, 1000])
 @pytest.mark.parametrize("way", ["1-to-2", "2-to-1"])
 def test_exact_between_sizes(
     fleet: Fleet, two_ranks: VllmServer, prompt: Prompt, way: str, length: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,8 +32,8 @@ PLAIN = Shape()
 def make(shape: Shape, seed: int | None, device: str = "cpu") -> BlockCache:
     """A cache that holds the random bytes of this seed, or poison."""
     sizes = dict(zip("LBHNC", _sizes(shape), strict=True))
-    whole = torch.empty([sizes[axis] for axis in shape.layout], dtype=torch.uint8, device=device)
-    whole.view(-1).copy_(torch.from_numpy(_content(whole.numel(), seed)))
+    flat = torch.from_numpy(_content(math.prod(sizes.values()), seed)).to(device)
+    whole = flat.view([sizes[axis] for axis in shape.layout])
     by_layer = whole.permute([shape.layout.index(axis) for axis in "LBHNC"])
     return BlockCache([Region(f"layer.{i}", by_layer[i], "U8") for i in range(shape.layers)])
 
@@ -56,6 +57,14 @@ def same(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def agree(ours: BlockCache, mine: Sequence[int], theirs: BlockCache, its: Sequence[int]) -> bool:
+    """The same of blocks in two caches; one layer at a time, because there can be gigabytes."""
+    return len(ours.regions) == len(theirs.regions) and all(
+        tokens(ours, index, mine).equal(tokens(theirs, index, its))
+        for index in range(len(ours.regions))
+    )
+
+
 def untouched(cache: BlockCache, but: Sequence[int]) -> bool:
     """Whether every block but these is still poison."""
     rest = sorted(set(range(cache.num_blocks)) - set(but))
@@ -75,5 +84,5 @@ def _sizes(shape: Shape) -> tuple[int, ...]:
 def _content(size: int, seed: int | None) -> np.ndarray:
     if seed is None:
         return np.full(size, POISON, np.uint8)
-    words = np.random.default_rng(seed).integers(0, 1 << 63, size // 8 + 1, np.int64)
+    words: np.ndarray = np.random.SFC64(seed).random_raw(size // 8 + 1)
     return words.view(np.uint8)[:size]

@@ -38,8 +38,7 @@ class Pair:
 
     def is_right(self, sources: Sequence[int], targets: Sequence[int]) -> bool:
         """Whether the consumer's blocks hold what the producer's held when it started."""
-        expected = caches.prompts(self.original(), sources)
-        return caches.same(expected, self.consumer.prompts(targets))
+        return caches.agree(self.original(), sources, self.consumer.cache, targets)
 
     def nothing_held(self, seconds: float = 2.0) -> bool:
         """Whether the producer gets all its blocks back in time."""
