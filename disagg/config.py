@@ -153,7 +153,9 @@ class LimitsSection(Section):
     prefill_timeout_s: float = Field(300.0, gt=0)
     first_byte_timeout_s: float = Field(600.0, gt=0)
     between_bytes_timeout_s: float = Field(120.0, gt=0)
-    drain_s: float = Field(30.0, ge=0, description="At the end, how long running requests may go on")
+    drain_s: float = Field(
+        30.0, ge=0, description="How long running requests may go on after SIGTERM"
+    )
 
 
 PolicyName = Literal["round_robin", "least_loaded", "prefix_affinity", "session_affinity"]
