@@ -89,7 +89,8 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
     small = ("--num-gpu-blocks-override", "24", "--max-model-len", "2560")
 
     def server(name: str, config: dict[str, object] | None, *args: str) -> VllmServer:
-        env = {"TMPDIR": str(temporary)}
+        # vLLM compiles what counts log-probabilities on first use, for 20 s in each engine.
+        env = {"TMPDIR": str(temporary), "TORCHDYNAMO_DISABLE": "1"}
         return VllmServer(name, model, logs / f"{name}.log", config, args, env=env)
 
     fleet = Fleet(
