@@ -63,6 +63,7 @@ bench: $(INSTALLED)
 
 soak: $(INSTALLED)
 	@$(BIN)/disagg bench soak
+	@$(BIN)/disagg bench router-faults
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

@@ -1,8 +1,8 @@
 """What must be true of this machine before anything of a deployment is started.
 
 `check` looks at the file's values against the installed vLLM, the checkpoint, the storage
-folder, the router's port and the secrets. It collects every problem, starts nothing, and
-leaves nothing behind.
+folder, the router's port, the secrets and the TLS files. It collects every problem, starts
+nothing, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from disagg import config, vllm_args
+from disagg import config, credentials, vllm_args
 from disagg.config import Deployment
 from disagg.config_file import show
 from disagg.errors import ConfigError
@@ -35,8 +35,9 @@ def check(deployment: Deployment) -> list[str]:
         *_checkpoint_problems(deployment),
         *_storage_problems(deployment),
         *_listen_problems(deployment),
-        *_unreadable(config.secret, deployment),
-        *_unreadable(config.api_keys, deployment),
+        *_unreadable(lambda: credentials.secret(deployment)),
+        *_unreadable(lambda: credentials.api_keys(deployment.router)),
+        *_unreadable(lambda: credentials.tls(deployment.router)),
     ]
     if problems:
         raise ConfigError(problems)
@@ -122,9 +123,9 @@ def _listen_problem(host: str, port: int, error: OSError) -> str:
             return f"router.port: {port} — can't listen on {host} ({error.strerror}); set another"
 
 
-def _unreadable(read: Callable[[Deployment], Any], deployment: Deployment) -> list[str]:
+def _unreadable(read: Callable[[], Any]) -> list[str]:
     try:
-        read(deployment)
+        read()
     except ConfigError as error:
         return error.problems
     return []
@@ -162,7 +163,7 @@ def _space_warnings(deployment: Deployment) -> Iterator[str]:
 def _exposure_warnings(deployment: Deployment) -> Iterator[str]:
     router = deployment.router
     loopback = router.host in {"localhost", "::1"} or router.host.startswith("127.")
-    if not loopback and not config.api_keys(deployment):
+    if not loopback and not credentials.api_keys(deployment.router):
         yield (
             f"router.host: {show(router.host)} — reachable from other machines, and no API keys "
             "are set (router.api_keys_env)"

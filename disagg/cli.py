@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+class Connector(StrEnum):
+    """The names that `--connector` takes."""
+
+    disagg = "disagg"
+    nixl = "nixl"
+    example = "example"
+
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The deployment's YAML.")]
 _PASS_ON: dict[str, Any] = {
@@ -103,12 +113,76 @@ def make_model(
 def router(
     prefill: Annotated[list[str], typer.Option(help="URL of a prefill engine; repeat for more.")],
     decode: Annotated[list[str], typer.Option(help="URL of a decode engine; repeat for more.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+    file: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="YAML of what a deployment has in `router`."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")] = None,
+    processes: Annotated[int | None, typer.Option(help="Processes that share the port.")] = None,
+    api_keys_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Variable with the keys of clients.")
+    ] = None,
+    engine_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Variable with the key of the engines.")
+    ] = None,
+    prefill_policy: Annotated[str | None, typer.Option(help="How prefill is chosen.")] = None,
+    decode_policy: Annotated[str | None, typer.Option(help="How decode is chosen.")] = None,
+    local_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Decode computes up to so long a prompt itself.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate; serves https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
+    connector: Annotated[
+        Connector, typer.Option(help="Whose transfer contract the engines speak.")
+    ] = Connector.disagg,
 ) -> None:
-    """Run the router alone, before engines that someone else started."""
+    """Run the router alone, before engines that someone else started.
+
+    Options win over the file.
+    """
+    from disagg import config
+
+    pairing = {
+        "prefill": prefill_policy,
+        "decode": decode_policy,
+        "local_prefill_tokens": local_prefill_tokens,
+    }
+    options = {
+        "host": host,
+        "port": port,
+        "processes": processes,
+        "api_keys_env": api_keys_env,
+        "tls_cert_file": tls_cert,
+        "tls_key_file": tls_key,
+        "pairing": _given(pairing),
+    }
+    section = config.load_router(file, _given(options))
     run = import_module("disagg.router.main").run
-    raise typer.Exit(run(prefill=prefill, decode=decode, host=host, port=port))
+    raise typer.Exit(
+        run(section, prefill, decode, engine_key_env=engine_key_env, connector=connector.value)
+    )
+
+
+@app.command()
+def drain(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where the router listens.")],
+    key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Variable with an API key of the router.")
+    ] = None,
+    ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM certificates to trust.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when all is served.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Take requests again.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds that --wait waits at most.")] = 600.0,
+) -> None:
+    """Have a router take no new requests, and end when the running ones are served.
+
+    The router of `disagg serve` goes on running, and takes requests again with --undo.
+    """
+    run = import_module("disagg.router.drain_client").run
+    raise typer.Exit(run(url, key_env=key_env, ca=ca, wait=wait, undo=undo, timeout_s=timeout))
 
 
 @app.command()
@@ -137,6 +211,10 @@ def version() -> None:
 def _unwind_on_sigterm() -> None:
     """SIGTERM then ends as Ctrl-C does, and what was started is stopped on the way out."""
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _warn(warnings: list[str]) -> None:

@@ -2,7 +2,8 @@
 
 Imports neither torch, vLLM nor Ray, so that reading a file costs milliseconds, and must never
 decide what needs the machine: ports, folders' rights and vLLM's own argument names are
-checked in `disagg.checks`. Unknown keys are refused; nothing wrong becomes a default.
+checked in `disagg.checks`, secrets are read in `disagg.credentials`. Unknown keys are refused;
+nothing wrong becomes a default.
 
 A relative path in the file is taken from the folder in which `disagg` was started, as one on
 the command line is. Loading makes it absolute, because engines run in other folders.
@@ -10,9 +11,8 @@ the command line is. Loading makes it absolute, because engines run in other fol
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,8 +30,9 @@ from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE, TransportName
 
 Role = Literal["prefill", "decode"]
+# Whose contract of `kv_transfer_params` the engines behind a router speak.
+ConnectorName = Literal["disagg", "nixl", "example"]
 
-_MIN_SECRET_LENGTH = 16
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -153,6 +154,10 @@ class LimitsSection(Section):
     prefill_timeout_s: float = Field(300.0, gt=0)
     first_byte_timeout_s: float = Field(600.0, gt=0)
     between_bytes_timeout_s: float = Field(120.0, gt=0)
+    receive_timeout_s: float = Field(60.0, gt=0, description="A client sends its request in it")
+    unread_timeout_s: float = Field(
+        120.0, gt=0, description="How long a client may read nothing of its answer"
+    )
     drain_s: float = Field(
         30.0, ge=0, description="How long running requests may go on after SIGTERM"
     )
@@ -180,9 +185,9 @@ class RouterSection(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0: any free port")
     api_keys_env: str | None = Field(
-        None, description="Environment variable, keys separated by commas"
+        None, description="Environment variable: NAME=KEY, or bare keys, with commas between"
     )
-    api_keys_file: LocalPath | None = None
+    api_keys_file: LocalPath | None = Field(None, description="The same, or one a line")
     tls_cert_file: LocalPath | None = Field(None, description="PEM; https with tls_key_file")
     tls_key_file: LocalPath | None = None
     processes: int = Field(1, ge=1, le=64, description="Router processes that share the port")
@@ -211,6 +216,19 @@ class Deployment(Section):
         return self.prefill if role == "prefill" else self.decode
 
 
+def load_router(path: Path | None, options: Mapping[str, Any]) -> RouterSection:
+    """The settings of a router that stands alone: a file with what else is in `router`, and
+    options, which win. Raises ConfigError with one line for each problem."""
+    content = read_mapping(path) if path is not None else {}
+    pairing = content.get("pairing", {})
+    if isinstance(pairing, dict):
+        options = {**options, "pairing": pairing | options.get("pairing", {})}
+    try:
+        return RouterSection.model_validate({**content, **options})
+    except ValidationError as error:
+        raise ConfigError(explain(error, RouterSection)) from error
+
+
 def load(path: str | Path) -> Deployment:
     """Read one file. Raises ConfigError with one line for each problem."""
     content = read_mapping(Path(path))
@@ -218,63 +236,3 @@ def load(path: str | Path) -> Deployment:
         return Deployment.model_validate(content)
     except ValidationError as error:
         raise ConfigError(explain(error, Deployment)) from error
-
-
-def secret(deployment: Deployment) -> str:
-    """The configured secret, or a fresh random one: ask once per run, and hand it on.
-
-    Raises ConfigError if it is configured twice, can't be read, or is too short to be one.
-    """
-    transfer = deployment.transfer
-    value = _env_or_file(
-        "transfer.secret_env", transfer.secret_env, "transfer.secret_file", transfer.secret_file
-    )
-    if value is None:
-        return secrets.token_hex(32)
-    if len(value.strip()) < _MIN_SECRET_LENGTH:
-        key = "secret_env" if transfer.secret_env is not None else "secret_file"
-        raise ConfigError(
-            f"transfer.{key}: {len(value.strip())} characters — a secret needs at least "
-            f"{_MIN_SECRET_LENGTH}; make one with: openssl rand -hex 32"
-        )
-    return value.strip()
-
-
-def api_keys(deployment: Deployment) -> tuple[str, ...]:
-    """The keys that clients must show; empty when none are configured.
-
-    Raises ConfigError if they are configured twice, can't be read, or name no key.
-    """
-    router = deployment.router
-    value = _env_or_file(
-        "router.api_keys_env", router.api_keys_env, "router.api_keys_file", router.api_keys_file
-    )
-    if value is None:
-        return ()
-    keys = tuple(key.strip() for key in re.split(r"[,\n]", value) if key.strip())
-    if not keys:
-        name = "api_keys_env" if router.api_keys_env is not None else "api_keys_file"
-        raise ConfigError(
-            f"router.{name}: no key in it — put keys in, separated by commas or lines"
-        )
-    return keys
-
-
-def _env_or_file(env_key: str, env: str | None, file_key: str, file: Path | None) -> str | None:
-    """The text that one of two keys leads to; None when neither is set."""
-    if env is not None and file is not None:
-        raise ConfigError(f"{env_key}: {env!r} — {file_key} is set too; keep one of them")
-    if env is not None:
-        value = os.environ.get(env)
-        if not value:
-            state = "not set" if value is None else "empty"
-            raise ConfigError(f"{env_key}: {env!r} — this variable is {state}; export it")
-        return value
-    if file is None:
-        return None
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{file_key}: {str(file)!r} — {error.strerror}; make it readable"
-        ) from error

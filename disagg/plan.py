@@ -10,7 +10,7 @@ from typing import Any
 
 from disagg.checks import storage_folder
 from disagg.config import Deployment, Role
-from disagg.engine.args import SECRET_ENV, engine_args, engine_env
+from disagg.engine.args import KEY_ENV, SECRET_ENV, engine_args, engine_env
 from disagg.engine.spec import EngineSpec
 
 _ANY_PORT = "<any free port>"
@@ -19,6 +19,7 @@ _ANY_PORT = "<any free port>"
 def plan(deployment: Deployment) -> dict[str, Any]:
     """The plan in values that JSON and YAML can hold, in the order in which one reads it."""
     router, transfer = deployment.router, deployment.transfer
+    scheme = "http" if router.tls_cert_file is None else "https"
     return {
         "name": deployment.name,
         "model": deployment.model.model_dump(exclude_none=True),
@@ -35,7 +36,8 @@ def plan(deployment: Deployment) -> dict[str, Any]:
             "secret": _secret_source(deployment),
         },
         "router": {
-            "endpoint": f"http://{router.host}:{router.port or _ANY_PORT}/v1",
+            "endpoint": f"{scheme}://{router.host}:{router.port or _ANY_PORT}/v1",
+            "processes": router.processes,
             "api_keys": router.api_keys_env is not None or router.api_keys_file is not None,
             "limits": router.limits.model_dump(),
         },
@@ -51,11 +53,12 @@ def _pool(deployment: Deployment, role: Role) -> dict[str, Any]:
         storage_path="<folder of the run>",
         loopback=False,
         secret="",
+        engine_key="",
     )
     pool = deployment.pool(role)
     args = engine_args(spec, host="<address of the node>", engine_id="<fresh>")
     env = engine_env(spec, scratch="<scratch folder>")
-    del env[SECRET_ENV]
+    del env[SECRET_ENV], env[KEY_ENV]
     return {
         "replicas": pool.replicas,
         "resources": pool.resources.model_dump(),

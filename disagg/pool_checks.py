@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from disagg.config import Deployment, EngineSection, PoolSection, Role
 from disagg.config_file import nearest, show
-from disagg.engine.args import SECRET_ENV
+from disagg.engine.args import KEY_ENV, SECRET_ENV
 from disagg.vllm_args import ArgType
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -66,6 +66,8 @@ def pool_problems(deployment: Deployment, known: Mapping[str, ArgType] | None) -
         yield from _argument_problems(f"{section}.args", values.args, known)
         if SECRET_ENV in values.env:
             yield f"{section}.env.{SECRET_ENV}: set by disagg; set transfer.secret_env instead"
+        if KEY_ENV in values.env:
+            yield f"{section}.env.{KEY_ENV}: set by disagg; set router.api_keys_env instead"
     alone = [line for role in ROLES for line in _engine_problems(deployment, role)]
     yield from dict.fromkeys(alone)  # a key under engine.args is met once per role
     yield from _disagreements(deployment)

@@ -56,14 +56,43 @@ def soak(
 
 @app.command()
 def router(
-    requests: Annotated[int, typer.Option(min=1, help="Per target and round.")] = 100,
-    pace_ms: Annotated[float, typer.Option(min=0, help="Between two events of an answer.")] = 0,
+    requests: Annotated[int, typer.Option(help="Of each batch, at least 4 a client.")] = 400,
+    rounds: Annotated[int, typer.Option(help="Medians count; one more warms up.")] = 8,
+    clients: Annotated[str, typer.Option(help="Clients at once, by commas.")] = "1,16,64,256",
+    mode: Annotated[str, typer.Option(help="Answers as a stream, whole, or both.")] = "both",
+    targets: Annotated[
+        str, typer.Option(help="By commas: ours is our router, in three settings.")
+    ] = "direct,ours,ours-2-processes,ours-migration,vllm-router",
+    pace_ms: Annotated[float, typer.Option(help="Between two tokens of an answer.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
 ) -> None:
     """What a router costs: none, ours and vllm-router, in front of fake engines."""
     from disagg.bench import router as bench
 
-    raise typer.Exit(bench.run(requests, pace_ms, json_path=json))
+    plan = bench.Plan(
+        requests=requests,
+        rounds=rounds,
+        clients=_numbers(clients),
+        modes=["stream", "whole"] if mode == "both" else [mode],
+        targets=[name for name in targets.split(",") if name],
+        pace_ms=pace_ms,
+    )
+    raise typer.Exit(bench.run(plan, json_path=json))
+
+
+@app.command()
+def router_faults(
+    requests: Annotated[
+        int, typer.Option(min=1, help="All combinations of faults are 380.")
+    ] = 10_000,
+    clients: Annotated[int, typer.Option(min=1, help="At once.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of the order, and of all that is random.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+) -> None:
+    """The router in front of engines that fail on purpose: right, or one error, in time."""
+    from disagg.bench import router_faults as bench
+
+    raise typer.Exit(bench.run(requests, clients, seed, json_path=json))
 
 
 @app.command()

@@ -1,15 +1,14 @@
 """`disagg bench router`: what a router costs, ours and vllm-router, against no router at all.
 
-The engines are fake and compute nothing: prefill answers kv_transfer_params at once, decode 64
-events, each written by itself. So all that is measured is the routers' own work. Engines, router
-and load generator are processes of their own; each round visits every target, so that drift of
-the machine falls on all alike. Router CPU is what its processes used, per request.
+The engines are fake and compute nothing, so that all that is measured is the routers' own work.
+Engines and routers are processes of their own, the load comes from this one. Each round visits
+every case and target in random order, so that drift of the machine falls on all alike.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+import os
 import random
 import shutil
 import statistics
@@ -17,90 +16,153 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
-import aiohttp
-import httpx
 import psutil
-import uvloop
 from rich.console import Console
-from rich.table import Table
 
+from disagg.bench import router_load
+from disagg.bench.router_report import (
+    DIRECT,
+    MODES,
+    OURS,
+    PEER,
+    TARGETS,
+    WITH_MIGRATION,
+    WITH_TWO_PROCESSES,
+    Case,
+    Sample,
+    Samples,
+    rows,
+    show,
+)
 from disagg.bench.vllm_server import free_port
-from disagg.errors import StartupError
+from disagg.errors import ConfigError, StartupError
 
-CHUNKS = 64
-CLIENTS = (1, 16, 64)
-ROUNDS = 4
 START_S = 60.0
-BATCH_S = 60.0
-BODY = {"model": "fake", "prompt": "hello " * 100, "max_tokens": CHUNKS, "stream": True}
-PEER = "vllm-router"
-_EVENT = b'data: {"id": "cmpl-1", "choices": [{"index": 0, "text": " word"}]}\n\n'
-_PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[1, 2, 3]]}
-_OK = b"HTTP/1.1 200 OK\r\ncontent-type: "
-Targets = dict[str, tuple[str, psutil.Process | None]]
-Batches = dict[tuple[int, str], list["Batch"]]
-Batch = dict[str, Any]  # seconds: of each request; wall, chunks, cpu: of all
+# Each client gets to reuse its connection, also when there are many of them.
+_LEAST_PER_CLIENT = 4
+_WARM_UP_SHARE = 4
 
 
-def run(requests: int, pace_ms: float, *, json_path: Path | None) -> int:
-    """Measure and print. `requests`: per target and round. Returns the exit status."""
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `requests`: of each batch; a batch is one case of one target, and comes
+    once in each round."""
+
+    requests: int
+    rounds: int
+    clients: Sequence[int]
+    modes: Sequence[str]
+    targets: Sequence[str]
+    pace_ms: float
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what cannot be measured."""
+        problems = [f"{t}: no such target; of {TARGETS}" for t in self.targets if t not in TARGETS]
+        problems += [f"{m}: no such mode; of {MODES}" for m in self.modes if m not in MODES]
+        if not (self.clients and self.modes and self.targets):
+            problems.append("clients, modes and targets: name at least one of each")
+        if min([*self.clients, self.requests, self.rounds]) < 1 or self.pace_ms < 0:
+            problems.append("clients, requests and rounds must be at least 1, the pace not below 0")
+        if problems:
+            raise ConfigError(problems)
+
+
+@dataclass
+class _Target:
+    """`process`: the router's; none where there is no router. `resident`: MB as measured."""
+
+    url: str
+    process: psutil.Process | None
+    resident: list[float]
+
+    def processes(self) -> list[psutil.Process]:
+        return _family(self.process) if self.process else []
+
+
+def run(plan: Plan, *, json_path: Path | None) -> int:
+    """Measure and print. Returns the exit status."""
+    plan.check()
     console = Console(highlight=False, soft_wrap=True)
+    began = time.monotonic()
     with ExitStack() as stack:
-        urls = {role: _engine(stack, role, pace_ms) for role in ("prefill", "decode")}
-        targets: Targets = {"direct": (urls["decode"], None)}
-        targets["ours"] = _router(stack, "ours", _ours(urls))
-        if _peer_binary():
-            targets[PEER] = _router(stack, PEER, _peer(urls))
-        else:
-            console.print(f"{PEER} is not installed (pip install {PEER}): left out")
-        batches = _measure(targets, requests, console)
-    rows = [_row(batches, clients, name) for clients in CLIENTS for name in targets]
-    for row in rows:
-        _compare(row, rows)
-    Console(width=max(console.width, 130), highlight=False).print(_table(rows))
+        urls, engines = {}, []
+        for role in ("prefill", "decode"):
+            urls[role], process = _launch(stack, f"fake {role}", _engine(role, plan.pace_ms))
+            engines.append(process)
+        targets = _start(stack, plan, urls, console)
+        samples = _measure(plan, targets, engines, console)
+        memory = {
+            name: {"processes": len(t.processes()), "start": t.resident[0], "most": max(t.resident)}
+            for name, t in targets.items()
+            if t.process
+        }
+    report = {
+        "pace_ms": plan.pace_ms,
+        "rounds": plan.rounds,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "memory_mb": memory,
+        "rows": rows(samples),
+    }
+    show(report, console)
     if json_path is not None:
-        json_path.write_text(json.dumps({"pace_ms": pace_ms, "rows": rows}, indent=2))
+        json_path.write_text(json.dumps(report, indent=2))
     return 0
 
 
 # ---- processes -----------------------------------------------------------------------------
 
 
-def _ours(urls: dict[str, str]) -> list[str]:
-    command = [sys.executable, "-m", "disagg.bench.router", "router"]
-    return [*command, urls["prefill"], urls["decode"], "{port}"]
+def _start(
+    stack: ExitStack, plan: Plan, urls: dict[str, str], console: Console
+) -> dict[str, _Target]:
+    """The targets of a plan, less those that do not start here; ours must."""
+    targets = {}
+    for name in plan.targets:
+        if name == DIRECT:
+            targets[name] = _Target(urls["decode"], None, [])
+            continue
+        try:
+            url, process = _launch(stack, name, _router(name, urls))
+        except (StartupError, OSError) as error:
+            if name == OURS:
+                raise
+            console.print(f"{name}: left out: {error}", markup=False)
+            continue
+        targets[name] = _Target(url, process, [_resident(_family(process))])
+    return targets
 
 
-def _peer_binary() -> str | None:
-    return shutil.which(PEER, path=str(Path(sys.executable).parent)) or shutil.which(PEER)
+def _router(name: str, urls: dict[str, str]) -> list[str]:
+    legs = ["--prefill", urls["prefill"], "--decode", urls["decode"]]
+    where = ["--host", "127.0.0.1", "--port", "{port}"]
+    ours = [sys.executable, "-m", "disagg.cli", "router", *where, *legs]
+    if name == WITH_TWO_PROCESSES:
+        return [*ours, "--processes", "2"]
+    if name == WITH_MIGRATION:
+        # The same engine by a second name: somewhere to go on, and no other work for the machine.
+        return [*ours, "--decode", urls["decode"]]
+    if name == OURS:
+        return ours
+    beside = str(Path(sys.executable).parent)
+    binary = shutil.which(PEER, path=beside) or shutil.which(PEER) or PEER
+    settings = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--log-level", "warning"]
+    return [binary, *where, *legs, *settings, "--prometheus-port", str(free_port())]
 
 
-def _peer(urls: dict[str, str]) -> list[str]:
-    command = [str(_peer_binary()), "--host", "127.0.0.1", "--port", "{port}"]
-    command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--log-level", "warning"]
-    command += ["--prefill", urls["prefill"], "--decode", urls["decode"]]
-    return [*command, "--prometheus-port", str(free_port())]
+def _engine(role: str, pace_ms: float) -> list[str]:
+    return [sys.executable, "-m", "disagg.bench.router_fakes", role, "{port}", str(pace_ms)]
 
 
-def _engine(stack: ExitStack, role: str, pace_ms: float) -> str:
-    command = [sys.executable, "-m", "disagg.bench.router", "engine", role, "{port}", str(pace_ms)]
-    return _launch(stack, f"fake {role}", command)[0]
-
-
-def _router(stack: ExitStack, name: str, command: list[str]) -> tuple[str, psutil.Process]:
-    url, process = _launch(stack, name, command)
-    return url, psutil.Process(process.pid)
-
-
-def _launch(
-    stack: ExitStack, name: str, command: Sequence[str]
-) -> tuple[str, subprocess.Popen[bytes]]:
+def _launch(stack: ExitStack, name: str, command: Sequence[str]) -> tuple[str, psutil.Process]:
     """Start a server and wait until its /health answers."""
     port = free_port()
     log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -115,13 +177,14 @@ def _launch(
             tail = log.read()[-2000:].decode(errors="replace")
             raise StartupError(f"{name} did not start:\n{tail}")
         time.sleep(0.05)
-    return url, process
+    return url, psutil.Process(process.pid)
 
 
 def _healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=2).status_code == 200
-    except httpx.HTTPError:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
         return False
 
 
@@ -137,160 +200,68 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # ---- measuring -----------------------------------------------------------------------------
 
 
-def _measure(targets: Targets, requests: int, console: Console) -> Batches:
-    batches: Batches = defaultdict(list)
+def _measure(
+    plan: Plan, targets: dict[str, _Target], engines: Sequence[psutil.Process], console: Console
+) -> Samples:
+    samples: Samples = defaultdict(list)
     generator = random.Random(1)
-    for clients in CLIENTS:
-        for number in range(ROUNDS + 1):
-            order = generator.sample(list(targets), len(targets))
-            for name in order:
-                url, process = targets[name]
-                before = _cpu(process)
-                batch = _batch(url, clients, max(requests, 2 * clients))
-                batch["cpu"] = _cpu(process) - before
-                if number:  # the first round warms connections and caches
-                    batches[clients, name].append(batch)
-        rates = (f"{name} {_row(batches, clients, name)['requests/s']:g}" for name in targets)
-        console.print(f"{clients} clients, requests/s: " + ", ".join(rates))
-    return batches
+    cases = [Case(mode, clients) for mode in plan.modes for clients in plan.clients]
+    for number in range(plan.rounds + 1):
+        began = time.monotonic()
+        for case in generator.sample(cases, len(cases)):
+            for name in generator.sample(list(targets), len(targets)):
+                # The first round warms connections and caches.
+                requests = plan.requests if number else plan.requests // _WARM_UP_SHARE
+                sample = _batch(case, name, targets[name], engines, requests)
+                if number:
+                    samples[case, name].append(sample)
+        done = f"round {number} of {plan.rounds}" if number else "warmed up"
+        console.print(f"{done}, {time.monotonic() - began:.0f} s")
+    return samples
 
 
-def _cpu(process: psutil.Process | None) -> float:
-    if process is None:
-        return 0.0
-    times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
+def _batch(
+    case: Case, name: str, target: _Target, engines: Sequence[psutil.Process], requests: int
+) -> Sample:
+    load = router_load.Load(
+        target.url,
+        case.clients,
+        max(requests, _LEAST_PER_CLIENT * case.clients),
+        case.mode == "stream",
+        as_decode=name == DIRECT,
+    )
+    routers = target.processes()
+    before = _cpu(routers), _cpu(engines)
+    batch = router_load.run(load)
+    sample = Sample(
+        requests=len(batch.whole),
+        wall=batch.wall,
+        first_p50=statistics.median(batch.first),
+        first_p99=_p99(batch.first),
+        whole_p50=statistics.median(batch.whole),
+        whole_p99=_p99(batch.whole),
+        cpu_router=_cpu(routers) - before[0],
+        cpu_fakes=_cpu(engines) - before[1],
+        cpu_load=batch.cpu,
+    )
+    if routers:
+        target.resident.append(_resident(routers))
+    return sample
+
+
+def _p99(seconds: Sequence[float]) -> float:
+    return sorted(seconds)[int(len(seconds) * 0.99)]
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
+
+
+def _cpu(processes: Sequence[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
     return sum(t.user + t.system for t in times)
 
 
-def _batch(url: str, clients: int, requests: int) -> Batch:
-    command = [sys.executable, "-m", "disagg.bench.router", "load", url, str(clients)]
-    done = subprocess.run(
-        [*command, str(requests)], capture_output=True, text=True, timeout=BATCH_S, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"the load on {url} failed:\n{done.stderr[-2000:]}")
-    batch: Batch = json.loads(done.stdout)
-    return batch
-
-
-def _row(batches: Batches, clients: int, name: str) -> dict[str, Any]:
-    mine = batches[clients, name]
-    seconds = sorted(second for batch in mine for second in batch["seconds"])
-    wall = sum(batch["wall"] for batch in mine)
-    return {
-        "clients": clients,
-        "target": name,
-        "requests": len(seconds),
-        "requests/s": round(len(seconds) / wall, 1),
-        "chunks/s": round(sum(batch["chunks"] for batch in mine) / wall),
-        "p50 ms": round(statistics.median(seconds) * 1e3, 2),
-        "p99 ms": round(seconds[int(len(seconds) * 0.99)] * 1e3, 2),
-        "router CPU ms": round(sum(batch["cpu"] for batch in mine) / len(seconds) * 1e3, 2),
-    }
-
-
-def _compare(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    peers = {r["target"]: r for r in rows if r["clients"] == row["clients"]}
-    row["added p50 ms"] = round(row["p50 ms"] - peers["direct"]["p50 ms"], 2)
-    if row["target"] == "ours" and PEER in peers:
-        for column in ("requests/s", "p50 ms", "p99 ms", "router CPU ms"):
-            row[f"{column}, ours/peer"] = round(row[column] / (peers[PEER][column] or 1e-9), 2)
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=f"Routers in front of fake engines, {CHUNKS} events an answer")
-    columns = ["clients", "target", "requests", "requests/s", "chunks/s", "p50 ms", "p99 ms"]
-    columns += ["added p50 ms", "router CPU ms"]
-    ratios = ["requests/s", "p50 ms", "p99 ms", "router CPU ms"]
-    columns += [f"{ratio}, ours/peer" for ratio in ratios]
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*(str(row.get(column, "")) for column in columns))
-    return table
-
-
-# ---- what runs in the processes ------------------------------------------------------------
-
-
-async def _load(url: str, clients: int, requests: int) -> Batch:
-    left, seconds, chunks = iter(range(requests)), [], 0
-    data, headers = json.dumps(BODY).encode(), {"content-type": "application/json"}
-
-    async def client(session: aiohttp.ClientSession) -> None:
-        nonlocal chunks
-        for _ in left:
-            began = time.perf_counter()
-            async with session.post(f"{url}/v1/completions", data=data, headers=headers) as answer:
-                content = await answer.read()
-            seconds.append(time.perf_counter() - began)
-            if answer.status != 200 or content.count(_EVENT) != CHUNKS:
-                raise RuntimeError(f"{answer.status}: {content[:500]!r}")
-            chunks += CHUNKS
-
-    timeout = aiohttp.ClientTimeout(total=BATCH_S)
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=timeout
-    ) as session:
-        began = time.perf_counter()
-        await asyncio.gather(*(client(session) for _ in range(clients)))
-        wall = time.perf_counter() - began
-    return {"seconds": seconds, "wall": wall, "chunks": chunks}
-
-
-class _FakeEngine(asyncio.Protocol):
-    """As much of HTTP as the routers need, for little CPU: it must not be what is measured."""
-
-    def __init__(self, role: str, pace_s: float) -> None:
-        self._prefill, self._pace_s, self._data = role == "prefill", pace_s, b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        head, separator, rest = self._data.partition(b"\r\n\r\n")
-        fields = head.lower().split(b"content-length:")
-        length = int(fields[1].split(b"\r\n")[0]) if len(fields) > 1 else 0
-        if separator and len(rest) >= length:
-            self._data = rest[length:]
-            self._answer(head.startswith(b"POST"))
-
-    def _answer(self, completion: bool) -> None:
-        if completion and not self._prefill:
-            self._transport.write(_OK + b"text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-            self._event(CHUNKS)
-            return
-        answer = {"id": "1", "choices": [], "kv_transfer_params": _PARAMS} if completion else {}
-        body = json.dumps(answer).encode()
-        head = _OK + b"application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-        self._transport.write(head + body)
-
-    def _event(self, left: int) -> None:
-        if left:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(_EVENT), _EVENT))
-            asyncio.get_running_loop().call_later(self._pace_s, self._event, left - 1)
-        else:
-            self._transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-
-
-async def _serve_engine(role: str, port: int, pace_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: _FakeEngine(role, pace_s), "127.0.0.1", port)
-    await server.serve_forever()
-
-
-def _process(words: Sequence[str]) -> None:
-    match words:
-        case ["engine", role, port, pace_ms]:
-            uvloop.run(_serve_engine(role, int(port), float(pace_ms) / 1000))
-        case ["router", prefill, decode, port]:
-            from disagg.router.main import run as serve
-
-            serve([prefill], [decode], "127.0.0.1", int(port))
-        case ["load", url, clients, requests]:
-            sys.stdout.write(json.dumps(uvloop.run(_load(url, int(clients), int(requests)))))
-
-
-if __name__ == "__main__":
-    _process(sys.argv[1:])
+def _resident(processes: Sequence[psutil.Process]) -> float:
+    """MB; pages that processes share are counted in each."""
+    return round(sum(process.memory_info().rss for process in processes) / 1e6, 1)

@@ -8,6 +8,7 @@ when a start fails or is interrupted half-way.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from disagg import config
+from disagg import credentials
 from disagg.cluster import pools, ray_session
 from disagg.cluster.folders import PortLock, RunFolder, sweep, user_folder
 from disagg.cluster.router_actor import RouterActor
@@ -26,6 +27,7 @@ from disagg.cluster.signals import StopSignals
 from disagg.config import Deployment, RouterSection
 from disagg.engine.spec import EngineInfo
 from disagg.errors import ConfigError, StartupError
+from disagg.router.server import url_of
 
 GRACE_S = 3.0
 STOP_S = 4.0
@@ -97,8 +99,10 @@ def _start(
     undo: ExitStack,
 ) -> RunningDeployment:
     """Start, leaving on `undo` how to undo what was done so far."""
-    secret = config.secret(deployment)
-    api_keys = config.api_keys(deployment)
+    secret = credentials.secret(deployment)
+    api_keys = credentials.api_keys(deployment.router)
+    credentials.tls(deployment.router)
+    engine_key = secrets.token_hex(32)
     run_id = f"{deployment.name}-{os.urandom(4).hex()}"
     if deployment.router.port:
         undo.callback(_reserve(deployment.router).release)
@@ -117,16 +121,17 @@ def _start(
             storage_path=str(storage.path),
             loopback=session.single_node,
             secret=secret,
+            engine_key=engine_key,
         )
     )
     undo.callback(pools.stop, engines, GRACE_S, STOP_S)
     pools.wait_ready(engines, deployment.engine.startup_timeout_s, progress)
     progress("starting the router")
     infos = [engine.info for engine in engines]
-    _await_router(router.start.remote(infos, api_keys, deployment.transfer.strict))
-    undo.callback(_stop_router, router)
+    _await_router(router.start.remote(infos, api_keys, engine_key, deployment.transfer.strict))
+    undo.callback(_stop_router, router, deployment.router.limits.drain_s)
     return RunningDeployment(
-        _endpoint(deployment.router.host, port),
+        url_of(deployment.router, port),
         session.dashboard_url,
         engines,
         router.ended.remote(),
@@ -187,10 +192,5 @@ def _await_router(ref: Any) -> Any:
         raise StartupError(f"the router did not start: {what}", str(error)) from error
 
 
-def _stop_router(router: Any) -> None:
-    ray.wait([router.stop.remote(GRACE_S)], timeout=STOP_S)
-
-
-def _endpoint(host: str, port: int) -> str:
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+def _stop_router(router: Any, grace_s: float) -> None:
+    ray.wait([router.stop.remote(grace_s)], timeout=grace_s + STOP_S)

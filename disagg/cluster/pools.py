@@ -82,11 +82,17 @@ class Engine:
 
 
 def specs(
-    deployment: Deployment, *, run_id: str, storage_path: str, loopback: bool, secret: str
+    deployment: Deployment,
+    *,
+    run_id: str,
+    storage_path: str,
+    loopback: bool,
+    secret: str,
+    engine_key: str,
 ) -> list[EngineSpec]:
     """One spec for each replica of both pools."""
     return [
-        EngineSpec(deployment, role, index, run_id, storage_path, loopback, secret)
+        EngineSpec(deployment, role, index, run_id, storage_path, loopback, secret, engine_key)
         for role in ROLES
         for index in range(deployment.pool(role).replicas)
     ]

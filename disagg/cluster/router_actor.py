@@ -12,8 +12,10 @@ import socket
 from collections.abc import Sequence
 
 from disagg.config import RouterSection
+from disagg.credentials import ApiKey
 from disagg.engine.spec import EngineInfo
-from disagg.router.main import RouterServer, bind, create_app
+from disagg.router.processes import Processes, claim, open_server
+from disagg.router.server import RouterPlan, RouterServer
 from disagg.router.topology import EngineEndpoint
 
 
@@ -23,25 +25,31 @@ class RouterActor:
     def __init__(self, section: RouterSection) -> None:
         self._section = section
         self._socket: socket.socket | None = None
-        self._server: RouterServer | None = None
+        self._server: RouterServer | Processes | None = None
 
     async def bind(self) -> int | str:
         """Take the port. Returns the port, or what is wrong with it."""
         try:
-            self._socket = bind(self._section.host, self._section.port)
+            self._socket = claim(self._section.host, self._section.port, self._section.processes)
         except OSError as error:
             return f"{self._section.host}:{self._section.port}: {error.strerror}"
         port: int = self._socket.getsockname()[1]
         return port
 
     async def start(
-        self, engines: Sequence[EngineInfo], api_keys: Sequence[str], strict: bool
+        self,
+        engines: Sequence[EngineInfo],
+        api_keys: Sequence[ApiKey],
+        engine_key: str,
+        strict: bool,
     ) -> None:
         """Serve; returns when requests are accepted."""
         assert self._socket is not None
         endpoints = [EngineEndpoint(name=e.name, role=e.role, url=e.url) for e in engines]
-        app = create_app(self._section, endpoints, api_keys=api_keys, strict=strict)
-        self._server = RouterServer(app, self._socket)
+        plan = RouterPlan(
+            self._section, endpoints, api_keys=api_keys, engine_key=engine_key, strict=strict
+        )
+        self._server = open_server(plan, self._socket)
         await self._server.start()
 
     async def ended(self) -> None:

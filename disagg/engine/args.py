@@ -1,8 +1,8 @@
 """Turns a deployment into the arguments and the environment of one vLLM engine.
 
 Imports vLLM nowhere, so that `disagg check` can show the result in milliseconds. What the
-user wrote always wins over a default. The deployment's secret must never appear in the
-arguments: vLLM logs them.
+user wrote always wins over a default. The deployment's secret and the engines' key must never
+appear in the arguments: vLLM logs them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from disagg.engine.polling import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.engine.spec import EngineSpec
 
 SECRET_ENV = "DISAGG_SECRET"
+KEY_ENV = "VLLM_API_KEY"  # vLLM's own
 
 # Options of vLLM's server rather than of its engine; the user may override them by name.
 SERVER_DEFAULTS: dict[str, Any] = {
@@ -87,7 +88,8 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
             "OMP_NUM_THREADS": str(max(1, int(pool.resources.num_cpus))),
             POLL_SLEEP_ENV: POLL_SLEEP_US,
         }
-    return env | deployment.engine.env | pool.env | {SECRET_ENV: spec.secret}
+    given = {SECRET_ENV: spec.secret, KEY_ENV: spec.engine_key}
+    return env | deployment.engine.env | pool.env | given
 
 
 def _model_args(deployment: Deployment) -> dict[str, Any]:

@@ -1,31 +1,82 @@
-"""Routes of ours on an engine's own OpenAI server, beside vLLM's.
+"""What we add to an engine's own OpenAI server: routes beside vLLM's, and a key before all.
 
-They are for the router, never for clients; the server listens on loopback or on the
-cluster's inner address. What they are given is trusted only as far as its signature goes.
+Both are for the router, never for clients; the server listens on loopback or on the
+cluster's inner address. What the routes are given is trusted only as far as its signature goes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 from typing import Any
 
-from fastapi import APIRouter, Body, FastAPI, HTTPException
+from fastapi import APIRouter, Body, FastAPI, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from disagg.engine.args import SECRET_ENV
+from disagg.engine.args import KEY_ENV, SECRET_ENV
 from disagg.errors import TransferError
 from disagg.transport.base import Deadline
 from disagg.transport.handoff import release_everywhere
 from disagg.transport.ticket import verify
 
 RELEASE_S = 5.0
+# Asked by who watches engines. They tell of them, and compute nothing.
+_OPEN = ("/health", "/metrics", "/metrics/")
 
 router = APIRouter(prefix="/disagg")
 
 
 def add_routes(app: FastAPI) -> None:
-    """Mount our routes; `app.state.engine_client` is vLLM's engine."""
+    """Mount our routes, and let in only who has the engines' key."""
     app.include_router(router)
+    app.add_middleware(OnlyWithKey, key=os.environ[KEY_ENV])
+
+
+class OnlyWithKey:
+    """ASGI middleware: every path but the open ones asks for the key.
+
+    vLLM's own middleware asks for it under `/v1` and a few more, and leaves the rest open, such
+    as `/tokenize`, `/pooling` and our routes.
+    """
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._digest = app, _digest(key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] == "lifespan"
+            or scope["path"] in _OPEN
+            or self._shown(Headers(scope=scope))
+        ):
+            await self._app(scope, receive, send)
+        else:
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+
+    def _shown(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return hmac.compare_digest(_digest(key), self._digest) and scheme.lower() == "bearer"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+@router.get("/fingerprint")
+async def fingerprint(request: Request) -> dict[str, str]:
+    """What must agree before a router pairs two engines; the workers compare more at hello."""
+    config = request.app.state.engine_client.vllm_config
+    model, cache = config.model_config, config.cache_config
+    is_cpu = config.device_config.device_type == "cpu"
+    return {
+        "quantization": str(model.quantization),
+        "dtype": str(model.dtype),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "block_size": str(cache.block_size) if is_cpu else "any",
+    }
 
 
 @router.post("/release")

@@ -24,6 +24,8 @@ class EngineSpec:
     loopback: bool
     """Everything is on one machine: listen on 127.0.0.1 only."""
     secret: str = field(repr=False)
+    engine_key: str = field(repr=False)
+    """What the router shows to the engines, and nobody else has."""
 
     @property
     def name(self) -> str:

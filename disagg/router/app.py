@@ -5,12 +5,11 @@ Nothing here talks to an engine; `service` does.
 
 from __future__ import annotations
 
-import asyncio
-import hmac
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
-import aiohttp
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -18,18 +17,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from disagg.config import RouterSection
-from disagg.router import legs, upstream
+from disagg.config import ConnectorName, RouterSection
+from disagg.credentials import ApiKey
+from disagg.router import drain_api, legs, openapi, upstream
 from disagg.router.errors import ApiError
+from disagg.router.fits import Fits
+from disagg.router.health import Health
+from disagg.router.keys import KeyRing
 from disagg.router.metrics import RouterMetrics, exposition
-from disagg.router.pairing import Pairer
 from disagg.router.presence import ClientLeft, WhileConnected
+from disagg.router.probes import Probes
 from disagg.router.record import Record, open_access_log, request_id
 from disagg.router.service import Answer, Service
+from disagg.router.siblings import Siblings
 from disagg.router.topology import EngineEndpoint, Topology
-from disagg.router.traffic import Traffic
+from disagg.router.tracing import Trace, open_tracer
 
-PROBE_S = 2.0
 _CLIENT_LEFT = 499
 _READ = ["GET", "HEAD"]
 _METHODS = [*_READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -40,57 +43,82 @@ def create_app(
     settings: RouterSection,
     engines: Sequence[EngineEndpoint],
     *,
-    api_keys: Sequence[str] = (),
+    api_keys: Sequence[ApiKey] = (),
+    engine_key: str | None = None,
+    connector: ConnectorName = "disagg",
     strict: bool = False,
 ) -> FastAPI:
     """The router in front of these engines. Apps share nothing with one another."""
     open_access_log(enabled=settings.access_log)
-    topology, metrics = Topology(engines), RouterMetrics()
+    topology, metrics, keys = Topology(engines), RouterMetrics(), KeyRing(api_keys)
+    health, fits = Health(metrics), Fits()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with upstream.open_client(settings.limits) as client:
-            traffic = Traffic(metrics)
-            pairer = Pairer(topology, settings.pairing, traffic)
-            service = Service(client, pairer, traffic, metrics, settings.limits, strict=strict)
+        async with upstream.open_client(settings.limits, engine_key) as client:
+            service = Service(
+                client,
+                topology,
+                health,
+                metrics,
+                fits,
+                settings,
+                strict=strict,
+                connector=connector,
+            )
+            probes = Probes(client, topology, health, fits, settings.probe_interval_s)
+            app.state.probes = probes
+            probes.start()
             app.state.service = service
             yield
+            await probes.close()
             await service.close()
 
     app = FastAPI(title="disagg", lifespan=lifespan, docs_url=None, openapi_url=None)
+    app.state.limits = settings.limits
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(Exception, _failed)
-    _add_own_routes(app, topology, metrics)
-    _add_api_routes(app, settings, metrics, [key.encode() for key in api_keys])
+    drain_api.install(app, metrics.registry, keys)
+    _add_own_routes(app, topology, health, fits)
+    _add_api_routes(app, settings, metrics, keys)
     return app
 
 
-def _add_own_routes(app: FastAPI, topology: Topology, metrics: RouterMetrics) -> None:
+def _add_own_routes(app: FastAPI, topology: Topology, health: Health, fits: Fits) -> None:
     @app.api_route("/health", methods=_READ)
-    async def health() -> Response:
+    async def alive() -> Response:
         return Response()
 
     @app.api_route("/ready", methods=_READ)
     async def ready() -> Response:
-        service: Service = app.state.service
-        answers = await asyncio.gather(*(_answers(service.client, e) for e in topology.engines))
-        state = {e.name: ok for e, ok in zip(topology.engines, answers, strict=True)}
-        up = {e.role for e in topology.engines if state[e.name]}
-        shown = {name: "up" if ok else "does not answer /health" for name, ok in state.items()}
-        is_ready = {"prefill", "decode"} <= up
+        probes: Probes = app.state.probes
+        await probes.now()
+        problems = {engine.name: health.problem(engine) for engine in topology.engines}
+        well = [engine for engine in topology.engines if problems[engine.name] is None]
+        is_ready = any(
+            {one.role, other.role} == {"prefill", "decode"} and fits.fit(one, other)
+            for one, other in itertools.combinations(well, 2)
+        )
+        shown = {name: problem or "up" for name, problem in problems.items()}
         return JSONResponse({"ready": is_ready, "engines": shown}, 200 if is_ready else 503)
+
+    @app.api_route(openapi.PATH, methods=_READ)
+    async def describe() -> Response:
+        return JSONResponse(openapi.document())
 
     @app.api_route("/metrics", methods=_READ)
     async def show_metrics() -> Response:
         service: Service = app.state.service
-        text = await exposition(metrics, service.client, topology.engines)
+        siblings: Siblings = app.state.siblings
+        own = await siblings.figures()
+        text = await exposition(own, service.client, topology.engines)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_api_routes(
-    app: FastAPI, settings: RouterSection, metrics: RouterMetrics, keys: Sequence[bytes]
+    app: FastAPI, settings: RouterSection, metrics: RouterMetrics, keys: KeyRing
 ) -> None:
-    limit = settings.limits.max_body_bytes
+    limit, tracer = settings.limits.max_body_bytes, open_tracer()
 
     async def complete(request: Request, data: bytes, record: Record) -> Answer:
         service: Service = app.state.service
@@ -106,10 +134,10 @@ def _add_api_routes(
         return ApiError(404, "there is no such path").response()
 
     for path in ("/v1/completions", "/v1/chat/completions"):
-        completions = _Endpoint(path, complete, metrics, keys, limit)
+        completions = _Endpoint(path, complete, metrics, keys, limit, tracer)
         app.router.routes.append(Route(path, completions, methods=["POST"]))
     app.add_route("/disagg/{rest:path}", internal, methods=_METHODS)
-    other = _Endpoint("other", forward, metrics, keys, limit)
+    other = _Endpoint("other", forward, metrics, keys, limit, tracer)
     app.router.routes.append(Route("/{rest:path}", other, methods=_METHODS))
 
 
@@ -121,19 +149,27 @@ class _Endpoint:
     """
 
     def __init__(
-        self, route: str, work: Work, metrics: RouterMetrics, keys: Sequence[bytes], limit: int
+        self,
+        route: str,
+        work: Work,
+        metrics: RouterMetrics,
+        keys: KeyRing,
+        limit: int,
+        tracer: Any,
     ) -> None:
         self._route, self._work, self._metrics = route, work, metrics
-        self._keys, self._limit = keys, limit
+        self._keys, self._limit, self._tracer = keys, limit, tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status: int | None = None
         request = Request(scope, receive)
         record = Record(self._route, request_id(request.headers.get("x-request-id")))
+        trace = Trace(self._tracer, record, request.headers)
+        record.trace = trace.headers
         send = _with_id(send, record.id)
         try:
             try:
-                _check_key(request, self._keys)
+                record.key_name = self._keys.check(request.headers.get("authorization", ""))
                 data = await _body(request, self._limit)
                 async with WhileConnected(receive):
                     answer = await self._work(request, data, record)
@@ -147,6 +183,7 @@ class _Endpoint:
         finally:
             self._metrics.requests.labels(self._route, str(status or 500)).inc()
             record.log(status or 500)
+            trace.end(status or 500)
 
 
 def _with_id(send: Send, request_id: str) -> Send:
@@ -170,29 +207,6 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     """A defect of ours. The framework raises it again afterwards, and uvicorn logs it."""
     return ApiError(500, "the router failed at this request; its log says why").response()
-
-
-async def _answers(client: aiohttp.ClientSession, engine: EngineEndpoint) -> bool:
-    timeout = aiohttp.ClientTimeout(total=PROBE_S)
-    try:
-        async with client.get(f"{engine.url}/health", timeout=timeout) as answer:
-            return answer.status == 200
-    except (aiohttp.ClientError, TimeoutError):
-        return False
-
-
-def _check_key(request: Request, keys: Sequence[bytes]) -> None:
-    if not keys:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # All are compared, so that the time taken tells nothing about which one came close.
-    matches = [hmac.compare_digest(given.strip().encode(), key) for key in keys]
-    if scheme.lower() != "bearer" or not any(matches):
-        raise ApiError(
-            401,
-            "missing or wrong API key: send Authorization: Bearer <key>",
-            {"WWW-Authenticate": "Bearer"},
-        )
 
 
 def _raw_target(request: Request) -> str:

@@ -24,6 +24,7 @@ _NOT_FOR_PREFILL = (
     "top_logprobs",
     "prompt_logprobs",
     "echo",
+    "return_token_ids",
 )
 # What asks vLLM 0.32 for a lease.
 REMOTE_DECODE = {
@@ -125,10 +126,12 @@ def _may_name_params(data: bytes) -> bool:
     return _KEY in data or _ESCAPED in data or b"\0" in data
 
 
-def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """The prefill leg's body."""
+def prefill_body(body: dict[str, Any], *, asks_params: bool = True) -> dict[str, Any]:
+    """The prefill leg's body. `asks_params`: for a lease, as all but ExampleConnector give."""
     leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
-    leg |= {"stream": False, "max_tokens": 1, "n": 1, PARAMS: REMOTE_DECODE}
+    leg |= {"stream": False, "max_tokens": 1, "n": 1}
+    if asks_params:
+        leg[PARAMS] = REMOTE_DECODE
     if "max_completion_tokens" in body:
         leg["max_completion_tokens"] = 1
     return leg

@@ -1,106 +1,85 @@
-"""Serves the app with uvicorn on a socket that was bound before anything else started."""
+"""`disagg router`: the router alone, in the foreground, before engines of somebody else's."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-import uvicorn
-from fastapi import FastAPI
+import uvloop
 
-from disagg.config import RouterSection
-from disagg.errors import ConfigError
+from disagg import credentials
+from disagg.config import ConnectorName, Role, RouterSection
+from disagg.errors import ConfigError, DisaggError
 from disagg.router.app import create_app
+from disagg.router.processes import claim, open_server
+from disagg.router.server import RouterPlan, RouterServer, bind, url_of
 from disagg.router.topology import EngineEndpoint
 
 __all__ = ["RouterServer", "bind", "create_app", "run"]
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket on exactly this address; port 0 takes any free one. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def run(
+    section: RouterSection,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    *,
+    engine_key_env: str | None = None,
+    connector: ConnectorName = "disagg",
+) -> int:
+    """Serve until a signal or a drain by command, and then until all is served; status 0.
+
+    A second signal ends at once. Raises ConfigError or DisaggError.
+    """
+    plan = RouterPlan(
+        section,
+        [*_endpoints("prefill", prefill), *_endpoints("decode", decode)],
+        api_keys=credentials.api_keys(section, ""),
+        engine_key=credentials.engine_key(engine_key_env) if engine_key_env else None,
+        connector=connector,
+    )
+    credentials.tls(section, "")
     try:
-        sock.bind((host, port))
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-class RouterServer:
-    """A server inside somebody else's event loop; it installs no signal handlers."""
-
-    def __init__(self, app: FastAPI, sock: socket.socket) -> None:
-        self._server = _Quiet(_config(app))
-        self._socket = sock
-        self._task: asyncio.Task[None] | None = None
-        self._stopping = False
-
-    async def start(self) -> None:
-        """Returns when requests are accepted."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        while not self._server.started:
-            if self._task.done():
-                self._task.result()
-                raise RuntimeError("the router's server ended while starting")
-            await asyncio.sleep(0.01)
-
-    async def ended(self) -> None:
-        """Returns after an ordinary stop; raises RuntimeError if the server ends without one."""
-        assert self._task is not None
-        await asyncio.wait([self._task])
-        if self._stopping:
-            return
-        error = None if self._task.cancelled() else self._task.exception()
-        raise RuntimeError("the router's server ended by itself") from error
-
-    async def stop(self, grace_s: float) -> None:
-        """Accept nothing new, let streams run for `grace_s`, then cut them."""
-        self._stopping = True
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task
-
-
-class _Quiet(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals belong to whoever embeds us."""
-        yield
-
-
-def run(prefill: Sequence[str], decode: Sequence[str], host: str, port: int) -> int:
-    """`disagg router`: serve in the foreground until a signal."""
-    try:
-        sock = bind(host, port)
+        sock = claim(section.host, section.port, section.processes)
     except OSError as error:
         raise ConfigError(
-            f"--port: {host}:{port} cannot be had ({error.strerror}); choose another one"
+            f"--port: {section.host}:{section.port} cannot be had ({error.strerror}); "
+            "choose another one"
         ) from error
-    engines = [
-        EngineEndpoint(f"prefill-{i}", "prefill", u.rstrip("/")) for i, u in enumerate(prefill)
-    ]
-    engines += [
-        EngineEndpoint(f"decode-{i}", "decode", u.rstrip("/")) for i, u in enumerate(decode)
-    ]
-    app = create_app(RouterSection(host=host, port=port), engines)
-    print(f"Ready: http://{host}:{sock.getsockname()[1]}/v1", flush=True)
-    uvicorn.Server(_config(app)).run(sockets=[sock])
+    uvloop.run(_serve(plan, sock))
     return 0
 
 
-def _config(app: FastAPI) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        loop="uvloop",
-        http="httptools",
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,  # nobody asks who the client is
-        lifespan="on",
-    )
+async def _serve(plan: RouterPlan, sock: socket.socket) -> None:
+    told = asyncio.Event()
+
+    def on_signal(signum: int) -> None:
+        if told.is_set():
+            os._exit(128 + signum)
+        told.set()
+
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, on_signal, signum)
+    url = url_of(plan.section, sock.getsockname()[1])
+    server = open_server(plan, sock)
+    try:
+        await server.start()
+        print(f"Ready: {url}/v1", flush=True)
+        ended = asyncio.create_task(server.ended())
+        reasons = [asyncio.create_task(event.wait()) for event in (told, server.asked)]
+        await asyncio.wait([ended, *reasons], return_when="FIRST_COMPLETED")
+        if ended.done():
+            await ended
+    except RuntimeError as error:
+        raise DisaggError(str(error)) from error
+    finally:
+        await server.stop(plan.section.limits.drain_s)
+
+
+def _endpoints(role: Role, urls: Sequence[str]) -> list[EngineEndpoint]:
+    return [
+        EngineEndpoint(f"{role}-{number}", role, url.rstrip("/")) for number, url in enumerate(urls)
+    ]

@@ -19,6 +19,7 @@ from disagg.router.topology import EngineEndpoint
 
 SCRAPE_S = 2.0
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
 class RouterMetrics:
@@ -34,16 +35,11 @@ class RouterMetrics:
         )
         self.in_flight = Gauge(
             "disagg_router_in_flight",
-            "Requests that are with an engine of this role now.",
+            "Requests that have a seat at an engine of this role: are there, or on the way.",
             ("role",),
             registry=self.registry,
         )
-        self.ttft = Histogram(
-            "disagg_router_ttft_seconds",
-            "From a request's arrival to the first byte of its answer.",
-            buckets=_TTFT,
-            registry=self.registry,
-        )
+        self.ttft = self._seconds("ttft", "From a request's arrival to its answer's first byte.")
         self.local = Counter(
             "disagg_router_local",
             "Requests sent to decode without a prefill leg's result, by reason.",
@@ -68,18 +64,43 @@ class RouterMetrics:
             ("engine", "role"),
             registry=self.registry,
         )
+        self.migrations = Counter(
+            "disagg_router_migrations",
+            "Streams whose engine died, by whether another one went on with them.",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self.queued = Gauge(
+            "disagg_router_queued",
+            "Requests that wait for a seat at an engine.",
+            registry=self.registry,
+        )
+        self.queue_time = self._seconds("queue", "How long requests waited that had to wait.")
+        self.prefill_time = self._seconds("prefill", "From a prefill leg's begin to its answer.")
+        self.handoff_time = self._seconds(
+            "handoff", "From a prefill leg's answer to the first bytes of decode's."
+        )
+        self.between_chunks = self._seconds(
+            "between_chunks", "Mean time between the chunks of an answer.", _BETWEEN
+        )
         for role in ("prefill", "decode"):
             self.in_flight.labels(role)
 
+    def _seconds(
+        self, name: str, documentation: str, buckets: Sequence[float] = _TTFT
+    ) -> Histogram:
+        full = f"disagg_router_{name}_seconds"
+        return Histogram(full, documentation, buckets=buckets, registry=self.registry)
+
 
 async def exposition(
-    metrics: RouterMetrics, client: aiohttp.ClientSession, engines: Sequence[EngineEndpoint]
+    own: bytes, client: aiohttp.ClientSession, engines: Sequence[EngineEndpoint]
 ) -> bytes:
-    """The text of /metrics."""
+    """The text of /metrics; `own` is the router's part."""
     texts = await asyncio.gather(*(_scrape(client, engine) for engine in engines))
     registry = CollectorRegistry()
     registry.register(_Merged(engines, texts))
-    return generate_latest(metrics.registry) + generate_latest(registry)
+    return own + generate_latest(registry)
 
 
 async def _scrape(client: aiohttp.ClientSession, engine: EngineEndpoint) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,13 +16,15 @@ import xxhash
 
 from disagg.config import PairingSection, PolicyName, Role
 from disagg.router import prompts
+from disagg.router.fits import Fits
+from disagg.router.health import Health
+from disagg.router.prefixes import PrefixMemory
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.traffic import Traffic
 
 _NO_HEADERS: Mapping[str, str] = {}
 # How much busier the engine that knows a prefix may be before another one gets the request.
 _WORTH_WAITING_TOKENS = 4096
-_KNOWN_PREFIXES = 1 << 16
 
 
 class RequestInfo:
@@ -33,6 +34,7 @@ class RequestInfo:
         self, path: str, body: dict[str, Any], headers: Mapping[str, str] = _NO_HEADERS
     ) -> None:
         self.path, self.body, self.headers = path, body, headers
+        self.partner: EngineEndpoint | None = None  # at the other end of the hand-over
 
     @cached_property
     def tokens(self) -> int:
@@ -79,15 +81,11 @@ class PrefixAffinity:
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic, self._otherwise = traffic, LeastLoaded(traffic)
-        self._engine_of: OrderedDict[int, str] = OrderedDict()
+        self._memory = PrefixMemory()
 
     def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
         chosen = self._knows(request, engines) or self._otherwise.choose(request, engines)
-        for key in request.prefix_keys:
-            self._engine_of[key] = chosen.name
-            self._engine_of.move_to_end(key)
-        while len(self._engine_of) > _KNOWN_PREFIXES:
-            self._engine_of.popitem(last=False)
+        self._memory.note(request.prefix_keys, chosen.name)
         return chosen
 
     def _knows(
@@ -96,10 +94,11 @@ class PrefixAffinity:
         by_name = {engine.name: engine for engine in engines}
         least = min(self._traffic.cost(engine) for engine in engines)
         for key in reversed(request.prefix_keys):
-            engine = by_name.get(self._engine_of.get(key, ""))
-            if engine is not None:
-                busy = self._traffic.cost(engine) > least + _WORTH_WAITING_TOKENS
-                return None if busy else engine
+            for name in self._memory.engines(key):
+                engine = by_name.get(name)
+                if engine is not None:
+                    busy = self._traffic.cost(engine) > least + _WORTH_WAITING_TOKENS
+                    return None if busy else engine
         return None
 
 
@@ -137,26 +136,51 @@ def make_policy(name: PolicyName, settings: PairingSection, traffic: Traffic) ->
 
 
 class Pairer:
-    """One policy per role, among the engines that are worth a try."""
+    """One policy per role, among the engines that are worth a try and have room."""
 
-    def __init__(self, topology: Topology, settings: PairingSection, traffic: Traffic) -> None:
-        self._topology, self._traffic = topology, traffic
+    def __init__(
+        self,
+        topology: Topology,
+        settings: PairingSection,
+        traffic: Traffic,
+        health: Health,
+        fits: Fits,
+    ) -> None:
+        self._topology, self._traffic, self._health = topology, traffic, health
+        self._fits = fits
         self._policies: dict[Role, Policy] = {
             "prefill": make_policy(settings.prefill, settings, traffic),
             "decode": make_policy(settings.decode, settings, traffic),
         }
 
-    def knows(self, role: Role) -> bool:
-        """Whether there is any engine of this role."""
-        return bool(self._topology.of(role))
+    def serves(self, role: Role, request: RequestInfo) -> bool:
+        """Whether it is worth a wait for an engine of this role."""
+        return bool(self._candidates(role, request))
 
     def choose(
-        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+        self,
+        role: Role,
+        request: RequestInfo,
+        tried: Collection[EngineEndpoint] = (),
+        *,
+        room: int | None = None,
     ) -> EngineEndpoint | None:
-        """An engine of this role that is not among `tried`; None if there is no more."""
-        engines = [engine for engine in self._topology.of(role) if engine not in tried]
+        """An engine of this role that is not among `tried` and has less than `room` requests;
+        None if there is none."""
+        engines = [e for e in self._candidates(role, request) if e not in tried]
+        if room is not None:
+            engines = [engine for engine in engines if self._traffic.requests(engine) < room]
         if not engines:
             return None
-        chosen = self._policies[role].choose(request, self._traffic.usable(engines))
-        self._traffic.trying(chosen)
+        chosen = self._policies[role].choose(request, engines)
+        self._health.trying(chosen)
         return chosen
+
+    def _candidates(self, role: Role, request: RequestInfo) -> list[EngineEndpoint]:
+        engines = self._topology.of(role)
+        partner = request.partner
+        if partner is not None:
+            engines = [engine for engine in engines if self._fits.fit(engine, partner)]
+        usable = self._health.usable(engines)
+        # Without prefill there is still decode; without decode, trying is better than refusing.
+        return usable or (engines if role == "decode" else [])

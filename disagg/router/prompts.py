@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 _CHARS_PER_TOKEN = 4
-_CHUNK_TOKENS = 128
+CHUNK_TOKENS = 128
 _MOST_CHUNKS = 64
 
 
@@ -27,7 +27,7 @@ def prefix_keys(body: dict[str, Any]) -> list[int]:
     keys: list[int] = []
     digest = xxhash.xxh3_64(str(body.get("model")).encode(errors="replace"))
     for part in _parts(body):
-        size = _CHUNK_TOKENS * (_CHARS_PER_TOKEN if isinstance(part, str) else 1)
+        size = CHUNK_TOKENS * (_CHARS_PER_TOKEN if isinstance(part, str) else 1)
         for at in range(0, len(part), size):
             if len(keys) == _MOST_CHUNKS:
                 return keys

@@ -7,7 +7,9 @@ import re
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -36,6 +38,7 @@ class Record:
 
     route: str
     id: str
+    key_name: str | None = None
     began: float = field(default_factory=time.monotonic)
     prefill: str | None = None
     prefill_s: float | None = None
@@ -43,6 +46,9 @@ class Record:
     first_byte_s: float | None = None
     local: str | None = None
     retries: int = 0
+    migrations: int = 0
+    queued_s: float | None = None
+    trace: Mapping[str, str] = field(default_factory=dict)  # trace context for the engines
 
     def elapsed(self) -> float:
         """Seconds since its arrival."""
@@ -50,22 +56,27 @@ class Record:
 
     def log(self, status: int) -> None:
         """Write the line, as JSON."""
-        if not _access.isEnabledFor(logging.INFO):
-            return
+        if _access.isEnabledFor(logging.INFO):
+            line = msgspec.json.encode({"status": status, **self.shown()})
+            _access.info("%s", line.decode())
+
+    def shown(self) -> dict[str, Any]:
+        """What is known of it by now."""
         shown = {
             "id": self.id,
             "route": self.route,
-            "status": status,
+            "key": self.key_name,
             "prefill": self.prefill,
             "decode": self.decode,
             "local": self.local,
             "retries": self.retries or None,
+            "migrations": self.migrations or None,
+            "queued_ms": _ms(self.queued_s),
             "prefill_ms": _ms(self.prefill_s),
             "first_byte_ms": _ms(self.first_byte_s),
             "total_ms": _ms(self.elapsed()),
         }
-        known = {key: value for key, value in shown.items() if value is not None}
-        _access.info("%s", msgspec.json.encode(known).decode())
+        return {key: value for key, value in shown.items() if value is not None}
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -1,89 +1,119 @@
 """An engine's answer on its way to the client, as it is and as it comes.
 
 Owns the connection to the engine until the answer has ended in whatever way, and never lets an
-incomplete answer look like a complete one.
+incomplete answer look like a complete one. A stream that is watched goes on at another engine
+when its own breaks off.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-import aiohttp
 from starlette.types import Receive, Scope, Send
 
 from disagg.router import upstream
+from disagg.router.decode_leg import Opened
 from disagg.router.errors import ApiError
+from disagg.router.migration import Stream
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """What `Relayed` tells about an answer: the first bytes, and how many chunks there were."""
+
+    first_byte: Callable[[], None]
+    ended: Callable[[int], None]
 
 
 class Relayed:
     """Sends one answer, as an ASGI app.
 
-    `first_byte` is called when the answer's first bytes have come, `ended` exactly once, when
-    the engine has nothing more to do with the request.
+    `stream` watches what is sent, if it could go on elsewhere; `go_on` opens the rest there, or
+    answers None if that is not to be.
     """
 
     def __init__(
         self,
-        answer: aiohttp.ClientResponse,
-        between_bytes_s: float,
-        *,
-        first_byte: Callable[[], None],
-        ended: Callable[[], None],
+        opened: Opened,
+        silence_s: float,
+        progress: Progress,
+        stream: Stream | None = None,
+        go_on: Callable[[Stream, Opened], Awaitable[Opened | None]] | None = None,
     ) -> None:
-        self.status_code = answer.status
-        self._answer, self._between_bytes_s = answer, between_bytes_s
-        self._first_byte, self._ended = first_byte, ended
+        self.status_code = opened.answer.status
+        self._opened, self._silence_s, self._progress = opened, silence_s, progress
+        self._stream, self._go_on = stream, go_on
 
     def discard(self) -> None:
         """Nobody gets this answer: close it unread."""
-        self._answer.close()
-        self._ended()
+        self._opened.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Relay to the end; sends an error event, or cuts the connection, if that is not to be."""
-        last = b""
+        last, chunks = b"", 0
+
+        async def pass_on(data: bytes) -> None:
+            nonlocal chunks
+            chunks += 1
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
         try:
-            headers = upstream.to_client(self._answer.raw_headers)
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": headers}
-            )
-            await self._relay(send)
+            headers = upstream.to_client(self._opened.answer.raw_headers)
+            start = {"type": "http.response.start", "status": self.status_code, "headers": headers}
+            await send(start)
+            self._progress.first_byte()
+            last = await self._relay(pass_on)
         except ApiError as error:
-            logger.warning("a decode engine's answer broke off: %s", error.message)
+            logger.warning("the answer of %s broke off: %s", self._opened.engine.name, error)
             if not self._is_plain_events():
                 return  # the server cuts the connection, which is what an incomplete body means
             last = error.event()
         finally:
-            # Closing the connection is how the engine learns that nobody listens any more.
-            self._answer.close()
-            self._ended()
+            self._opened.close()
+            self._progress.ended(chunks)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _relay(self, send: Send) -> None:
-        chunk = await self._chunk()
-        self._first_byte()
-        while chunk:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            chunk = await self._chunk()
+    async def _relay(self, pass_on: Callable[[bytes], Awaitable[None]]) -> bytes:
+        """Returns what is left to send at the end."""
+        if self._stream is None:
+            await self._pass_on_all(pass_on)
+            return b""
+        while True:
+            try:
+                await self._pass_on_all(pass_on)
+                if not self._stream.is_whole:
+                    raise self._stream.failure or ApiError(502, "the answer ended too early")
+            except ApiError as error:
+                if not self._stream.is_whole and not await self._goes_on(self._stream, error):
+                    raise
+            if self._stream.is_whole:
+                return self._stream.left()
 
-    async def _chunk(self) -> bytes:
-        """What has come since; empty at the end. What goes wrong becomes an `ApiError`."""
-        try:
-            async with asyncio.timeout(self._between_bytes_s):
-                return await self._answer.content.readany()
-        except TimeoutError as error:
-            raise ApiError(
-                504, f"the engine was silent for {self._between_bytes_s:g} s in mid-answer"
-            ) from error
-        except aiohttp.ClientError as error:
-            raise ApiError(502, "the engine's answer broke off") from error
+    async def _pass_on_all(self, pass_on: Callable[[bytes], Awaitable[None]]) -> None:
+        stream, chunk = self._stream, self._opened.first
+        while chunk:
+            data = chunk if stream is None else stream.feed(chunk)
+            if data:
+                await pass_on(data)
+            if stream is not None and stream.failure is not None:
+                raise stream.failure
+            chunk = await self._opened.chunk(self._silence_s)
+
+    async def _goes_on(self, stream: Stream, error: ApiError) -> bool:
+        """Whether another engine adds what is missing."""
+        broken = self._opened
+        broken.close()
+        logger.warning("the answer of %s broke off: %s", broken.engine.name, error)
+        opened = await self._go_on(stream, broken) if self._go_on else None
+        self._opened = opened or broken
+        return opened is not None
 
     def _is_plain_events(self) -> bool:
-        headers = self._answer.headers
+        headers = self._opened.answer.headers
         is_events = headers.get("content-type", "").startswith("text/event-stream")
         return is_events and not {"content-encoding", "content-length"} & {
             name.lower() for name in headers

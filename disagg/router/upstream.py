@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import aiohttp
 
 from disagg.config import LimitsSection
+from disagg.router.connections import Connector
+from disagg.router.errors import ApiError
 from disagg.router.topology import EngineEndpoint
 
 # RFC 9110, 7.6.1, and what an HTTP client or server sets itself.
@@ -33,15 +36,20 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"expect",
     b"x-request-id",
 }
+_TRACE = {b"traceparent", b"tracestate"}
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"server", b"date"}
 RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
 Headers: TypeAlias = Sequence[tuple[str, str]]
 
 
-def open_client(limits: LimitsSection) -> aiohttp.ClientSession:
-    """The one client of an app; no limit of its own on connections, and no memory of cookies."""
+def open_client(limits: LimitsSection, engine_key: str | None = None) -> aiohttp.ClientSession:
+    """The one client of an app; no limit of its own on connections, and no memory of cookies.
+
+    It shows `engine_key` with every request.
+    """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
+        headers={"authorization": f"Bearer {engine_key}"} if engine_key else None,
+        connector=Connector(limit=0, keepalive_timeout=4),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("accept", "content-type", "user-agent"),
@@ -49,15 +57,18 @@ def open_client(limits: LimitsSection) -> aiohttp.ClientSession:
     )
 
 
-def to_engine(headers: RawHeaders, request_id: str) -> Headers:
-    """The client's headers (names in lower case) as the engines get them."""
+def to_engine(headers: RawHeaders, request_id: str, trace: Mapping[str, str]) -> Headers:
+    """The client's headers (names in lower case) as the engines get them.
+
+    `trace`: trace context of the router's own, in place of the client's.
+    """
     sent = [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in headers
-        if name not in _NOT_UPSTREAM
+        if name not in _NOT_UPSTREAM and not (trace and name in _TRACE)
     ]
     # Not compressed, so that an error event fits into the stream.
-    return [*sent, ("x-request-id", request_id), ("accept-encoding", "identity")]
+    return [*sent, *trace.items(), ("x-request-id", request_id), ("accept-encoding", "identity")]
 
 
 def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
@@ -77,3 +88,16 @@ async def post(
     sent = [header for header in headers if header[0] != "content-type"]
     sent.append(("content-type", "application/json"))
     return await client.post(f"{engine.url}{path}", data=data, headers=sent)
+
+
+async def head(
+    call: Awaitable[aiohttp.ClientResponse], timeout_s: float, role: str
+) -> aiohttp.ClientResponse:
+    """The answer that a call gives in time; raises `ApiError` otherwise."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call
+    except TimeoutError as error:
+        raise ApiError(504, f"the {role} engine gave no answer in {timeout_s:g} s") from error
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise ApiError(503, f"the {role} engine cannot be reached") from error

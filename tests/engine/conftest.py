@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from disagg.bench.vllm_server import VllmServer
 from disagg.checkpoint import make_model
+from disagg.config import RouterSection
+from disagg.router.main import RouterServer, bind, create_app
+from disagg.router.topology import EngineEndpoint
 
 # Short, so that tests can see leases end; long enough for the slowest prefill.
 LEASE_S = 8.0
@@ -41,6 +47,8 @@ class Fleet:
     def wake(self, *names: str) -> None:
         """Let these engines run and no others: idle ones poll, and a few of them fill two cores."""
         for server in self.servers():
+            if server.process is None or server.process.poll() is not None:
+                continue  # a test ended it
             if server.name in names and server.name in self.paused:
                 server.resume()
                 self.paused.discard(server.name)
@@ -71,6 +79,28 @@ def running(servers: Sequence[VllmServer]) -> Iterator[None]:
     finally:
         for server in servers:
             server.stop()
+
+
+@contextmanager
+def routed(
+    prefills: Sequence[VllmServer], decodes: Sequence[VllmServer], **section: Any
+) -> Iterator[str]:
+    """The URL of a router of ours in front of these; `section` as in the YAML."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    engines = [EngineEndpoint(f"prefill-{i}", "prefill", s.url) for i, s in enumerate(prefills)]
+    engines += [EngineEndpoint(f"decode-{i}", "decode", s.url) for i, s in enumerate(decodes)]
+    sock = bind("127.0.0.1", 0)
+    settings = RouterSection.model_validate({"port": 0, **section})
+    server = RouterServer(create_app(settings, engines), sock)
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result(20)
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(1), loop).result(20)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
 
 
 @pytest.fixture(scope="session")

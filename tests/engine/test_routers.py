@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +17,7 @@ import psutil
 import pytest
 
 from disagg.bench.vllm_server import completion, free_port, token_ids
-from disagg.config import RouterSection
-from disagg.router.main import RouterServer, bind, create_app
-from disagg.router.topology import EngineEndpoint
-from engine.conftest import LEASE_S, Fleet
+from engine.conftest import LEASE_S, Fleet, routed
 from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "single")
@@ -31,21 +26,9 @@ Prompt = Callable[[int], list[int]]
 
 @pytest.fixture(scope="module")
 def router(fleet: Fleet) -> Iterator[str]:
-    """The URL of a router of ours in front of the fleet."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    engines = [
-        EngineEndpoint("prefill-0", "prefill", fleet.producer.url),
-        EngineEndpoint("decode-0", "decode", fleet.consumer.url),
-    ]
-    sock = bind("127.0.0.1", 0)
-    server = RouterServer(create_app(RouterSection(port=0), engines), sock)
-    asyncio.run_coroutine_threadsafe(server.start(), loop).result(20)
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    asyncio.run_coroutine_threadsafe(server.stop(1), loop).result(20)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(5)
+    """The URL of a router of ours in front of the fleet, which hands short prompts over too."""
+    with routed([fleet.producer], [fleet.consumer], pairing={"local_prefill_tokens": 0}) as url:
+        yield url
 
 
 def ask(url: str, prompt: Any, **options: Any) -> dict[str, Any]:

@@ -19,22 +19,24 @@ ALLOWED = {
     "errors": set[str](),
     "config_file": {"errors"},
     "config": {"errors", "config_file", "transport.names"},
+    "credentials": {"config", "errors"},
     "vllm_args": set[str](),
     "checkpoint_tokenizer": set[str](),
     "checkpoint": {"errors", "checkpoint_tokenizer"},
     "pool_checks": {"config", "config_file", "vllm_args", "engine.args"},
     "checks": {
-        "config", "config_file", "errors", "pool_checks", "vllm_args", "transport.shared_storage",
+        "config", "config_file", "credentials", "errors", "pool_checks", "vllm_args",
+        "transport.shared_storage",
     },
     "plan": {"config", "checks", "engine.args", "engine.spec"},
     "cli": {"config", "errors", "checks", "plan", "checkpoint", "cluster", "router", "bench"},
     "transport": {"errors"},
     "store": {"errors"},
-    "router": LEAVES,
+    "router": {*LEAVES, "credentials"},
     "connector": {"errors", "transport", "store"},
     # What an engine's own HTTP route needs to release a lease; never caches or transports.
     "engine": {*LEAVES, "transport.base", "transport.handoff", "transport.ticket"},
-    "cluster": {*LEAVES, "engine", "router"},
+    "cluster": {*LEAVES, "credentials", "engine", "router"},
     "bench": {*LEAVES, "checks", "checkpoint", "cluster", "engine", "router", "transport", "store"},
 }  # fmt: skip
 HEAVY = {

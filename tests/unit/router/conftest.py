@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -54,6 +56,7 @@ class FakeEngine:
     chunk_s: float = 0.0
     cut_after: int | None = None
     params: Any = field(default_factory=lambda: PARAMS)
+    hand_overs: dict[str, int] = field(default_factory=dict)
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -68,6 +71,7 @@ class FakeEngine:
         app.router.add_post("/disagg/release", self._release)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/responses", self._respond)
+        app.router.add_get("/v1/models", self._models, allow_head=True)
         app.router.add_get("/gzip", self._gzip)
         app.router.add_get("/cut", self._cut)
         app.router.add_get("/empty", self._empty)
@@ -144,13 +148,22 @@ class FakeEngine:
         return web.json_response({"status": "released"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        counts = "".join(
+            f'disagg_handoffs_total{{outcome="{outcome}",transport="tcp"}} {count}\n'
+            for outcome, count in self.hand_overs.items()
+        )
         return web.Response(
-            text="# HELP disagg_leases_held Held.\n# TYPE disagg_leases_held gauge\n"
+            text=f"# TYPE disagg_handoffs_total counter\n{counts}"
+            "# HELP disagg_leases_held Held.\n# TYPE disagg_leases_held gauge\n"
             'disagg_leases_held{engine="0"} 2.0\n'
             "# HELP disagg_leases_total Ended.\n# TYPE disagg_leases_total counter\n"
             'disagg_leases_total{engine="0",outcome="fetched"} 5.0\n'
             "# HELP vllm:other Not ours.\n# TYPE vllm:other gauge\nvllm:other 1.0\n"
         )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        seen = {"path": request.path_qs, "method": request.method, "text": ""}
+        return web.json_response({"data": [{"id": "m"}], **seen})
 
     async def _other(self, request: web.Request) -> web.Response:
         text = await request.text()
@@ -173,6 +186,16 @@ class Setup:
     others: list[FakeEngine] = field(default_factory=list)
 
 
+def certificate(folder: Path, name: str) -> tuple[str, str]:
+    """A self-signed certificate for 127.0.0.1 and its key, as files."""
+    cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    who = ["-subj", "/CN=router", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", *kind, *who, "-keyout", key, "-out", cert]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
 @pytest.fixture
 def loop() -> Iterator[Loop]:
     loop = Loop()
@@ -183,12 +206,13 @@ def loop() -> Iterator[Loop]:
 @pytest.fixture
 def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
     """Starts a router and its engines, those of `others` too, by role; keyword arguments go to
-    `create_app` and the limits."""
+    `create_app`, the limits and the section. Short prompts are handed over, unless told."""
     undo: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     def start(
         *,
         limits: dict[str, Any] | None = None,
+        section: dict[str, Any] | None = None,
         others: Sequence[Role] = (),
         **options: Any,
     ) -> Setup:
@@ -199,8 +223,9 @@ def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
             undo.append(engine.stop)
             engines.append(EngineEndpoint(f"{engine.role}-{number // 2}", engine.role, engine.url))
         sock = bind("127.0.0.1", 0)
-        section = RouterSection(port=0, limits=LimitsSection(**(limits or {})))
-        server = RouterServer(create_app(section, engines, **options), sock)
+        settings = {"pairing": {"local_prefill_tokens": 0}, **(section or {})}
+        router = RouterSection(port=0, limits=LimitsSection(**(limits or {})), **settings)
+        server = RouterServer(create_app(router, engines, **options), sock)
         loop.run(server.start())
         undo.append(lambda: server.stop(1))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -12,6 +12,8 @@ import pytest
 
 from disagg.config import PairingSection
 from disagg.router import prompts
+from disagg.router.fits import Fits
+from disagg.router.health import Health
 from disagg.router.metrics import RouterMetrics
 from disagg.router.pairing import LeastLoaded, Pairer, PrefixAffinity, RequestInfo, SessionAffinity
 from disagg.router.topology import EngineEndpoint, Topology
@@ -26,6 +28,11 @@ Make = Callable[..., Setup]
 @pytest.fixture
 def traffic() -> Traffic:
     return Traffic(RouterMetrics())
+
+
+@pytest.fixture
+def health() -> Health:
+    return Health(RouterMetrics())
 
 
 def ask(prompt: Any, **headers: str) -> RequestInfo:
@@ -53,12 +60,13 @@ def test_prefix_keys() -> None:
 
 
 def test_least_loaded(traffic: Traffic) -> None:
-    ends = [traffic.begin(engine, 1000) for engine in ENGINES[:3]]
+    seats = [traffic.take(engine, 1000) for engine in ENGINES[:3]]
     policy = LeastLoaded(traffic)
     chosen = Counter(policy.choose(ask("x"), ENGINES).name for _ in range(400))
     assert chosen["decode-3"] > 150, "it is in half of all draws"
-    for end in ends:
-        end()
+    for seat in seats:
+        seat.leave()
+        seat.leave()
     assert [traffic.cost(engine) for engine in ENGINES] == [0] * 4
     assert policy.choose(ask("x"), ENGINES[:1]) == ENGINES[0]
 
@@ -70,9 +78,9 @@ def test_prefix_affinity(traffic: Traffic) -> None:
     for _ in range(5):
         turn = [*turn, *range(300)]
         assert policy.choose(ask(turn), ENGINES) == first
-    end = traffic.begin(first, 10_000)
+    seat = traffic.take(first, 10_000)
     assert policy.choose(ask(turn), ENGINES) != first, "it is clearly busier"
-    end()
+    seat.leave()
     rest = [engine for engine in ENGINES if engine != first]
     assert policy.choose(ask(turn), rest) in rest
 
@@ -91,30 +99,68 @@ def test_session_affinity(traffic: Traffic) -> None:
         assert moved == home or home == ENGINES[3], "only sessions of the engine that went move"
 
 
-def test_an_engine_that_keeps_failing_rests_and_is_tried_by_one(traffic: Traffic) -> None:
+def test_an_engine_that_keeps_failing_rests_and_is_tried_by_one(health: Health) -> None:
     bad, good = ENGINES[:2]
     for _ in range(2):
-        traffic.failed(bad)
-    assert traffic.usable([bad, good]) == [bad, good]
-    traffic.failed(bad)
-    assert traffic.usable([bad, good]) == [good]
-    assert traffic.usable([bad]) == [bad], "better than none"
+        health.failed(bad)
+    assert health.usable([bad, good]) == [bad, good]
+    health.failed(bad)
+    assert health.usable([bad, good]) == [good]
+    assert health.usable([bad]) == []
     time.sleep(0.6)
-    assert traffic.usable([bad, good]) == [bad, good]
-    traffic.trying(bad)
-    assert traffic.usable([bad, good]) == [good], "one trial at a time"
-    traffic.succeeded(bad)
-    assert traffic.usable([bad, good]) == [bad, good]
+    assert health.usable([bad, good]) == [bad, good]
+    health.trying(bad)
+    assert health.usable([bad, good]) == [good], "one trial at a time"
+    health.answered(bad, 200)
+    seen = Counter(engine for _ in range(400) for engine in health.usable([bad, good]))
+    assert seen[good] == 400
+    assert 10 < seen[bad] < 150, "who comes back gets little at first"
+    assert health.usable([bad]) == [bad], "unless there is nobody else"
+
+
+def test_probes_take_an_engine_out_and_bring_it_back(health: Health) -> None:
+    bad, good = ENGINES[:2]
+    health.probed(bad, "does not answer /health")
+    assert health.usable([bad, good]) == [bad, good], "once may be chance"
+    assert health.problem(bad) == "does not answer /health"
+    health.probed(bad, "does not answer /health")
+    assert health.usable([bad, good]) == [good]
+    health.probed(bad, None)
+    assert health.problem(bad) is None
+    assert health.usable([bad]) == [bad]
 
 
 @pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_affinity"])
-def test_pairer_never_names_one_twice(traffic: Traffic, name: Any) -> None:
-    pairer = Pairer(Topology(ENGINES), PairingSection(decode=name), traffic)
+def test_pairer_never_names_one_twice(traffic: Traffic, health: Health, name: Any) -> None:
+    pairer = Pairer(Topology(ENGINES), PairingSection(decode=name), traffic, health, Fits())
     tried: list[EngineEndpoint] = []
     while (engine := pairer.choose("decode", ask("x"), tried)) is not None:
         tried.append(engine)
     assert sorted(e.name for e in tried) == [e.name for e in ENGINES]
     assert pairer.choose("prefill", ask("x")) is None
+
+
+def test_engines_that_do_not_fit_are_not_paired(traffic: Traffic, health: Health) -> None:
+    prefills = [EngineEndpoint(f"prefill-{n}", "prefill", "") for n in range(2)]
+    fits = Fits()
+    fits.note(prefills[0], {"vllm": "1", "dtype": "float32", "other": "a"})
+    fits.note(prefills[1], {"vllm": "1", "dtype": "bfloat16"})
+    fits.note(ENGINES[0], {"vllm": "1", "dtype": "float32"})
+    fits.note(ENGINES[1], {"vllm": "2"})
+    topology = Topology([*prefills, *ENGINES])
+    pairer = Pairer(topology, PairingSection(), traffic, health, fits)
+
+    def partners(decode: EngineEndpoint) -> set[str]:
+        request = ask("x")
+        request.partner = decode
+        chosen = (pairer.choose("prefill", request) for _ in range(50))
+        return {engine.name for engine in chosen if engine}
+
+    assert partners(ENGINES[0]) == {"prefill-0"}
+    assert partners(ENGINES[1]) == set()
+    assert partners(ENGINES[2]) == {"prefill-0", "prefill-1"}, "it said nothing"
+    fits.forget(ENGINES[1])
+    assert partners(ENGINES[1]) == {"prefill-0", "prefill-1"}
 
 
 # ---- over HTTP, with engines that fail on purpose -----------------------------------------

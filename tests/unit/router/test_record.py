@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from disagg.credentials import ApiKey
+
 from .conftest import Setup
 
 Make = Callable[..., Setup]
@@ -59,7 +61,7 @@ def test_an_id_that_is_no_word_is_replaced(setup: Setup, bad: str) -> None:
 
 
 def test_lines_of_what_went_otherwise(make: Make, lines: list[dict[str, Any]]) -> None:
-    setup = make(api_keys=["right"])
+    setup = make(api_keys=[ApiKey("ann", "right"), ApiKey(None, "plain")])
     assert post(setup).status_code == 401
     key = {"authorization": "Bearer right"}
     setup.prefill.status = 503
@@ -68,6 +70,10 @@ def test_lines_of_what_went_otherwise(make: Make, lines: list[dict[str, Any]]) -
     assert [line["status"] for line in lines] == [401, 200, 400]
     assert lines[1]["local"] == "prefill_failed"
     assert len({line["id"] for line in lines}) == 3
+    assert [line.get("key") for line in lines] == [None, "ann", "ann"]
+    assert post(setup, authorization="Bearer plain").status_code == 200
+    assert "key" not in lines[-1]
+    assert "right" not in json.dumps(lines)
 
 
 def test_on_standard_output_unless_switched_off() -> None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from disagg.config import RouterSection
+from disagg.credentials import ApiKey
 from disagg.router.main import RouterServer, bind, create_app
 
 from .conftest import PARAMS, Setup, event
@@ -259,12 +260,13 @@ def test_large_body(make: Make) -> None:
 
 
 def test_api_keys(make: Make) -> None:
-    setup = make(api_keys=["first", "second"])
+    setup = make(api_keys=[ApiKey(None, "first"), ApiKey("bob", "second")], engine_key="inner")
     assert post(setup, BODY).status_code == 401
     assert post(setup, BODY, headers={"authorization": "Bearer third"}).status_code == 401
     assert post(setup, BODY, headers={"authorization": "Basic first"}).status_code == 401
     assert post(setup, BODY, headers={"authorization": "Bearer second"}).status_code == 200
-    assert "authorization" not in setup.decode.headers[0]
+    for engine in (setup.prefill, setup.decode):
+        assert engine.headers[0]["authorization"] == "Bearer inner"
     assert httpx.get(f"{setup.url}/v1/models").status_code == 401
     for path in ("/health", "/ready", "/metrics"):
         assert httpx.get(f"{setup.url}{path}").status_code == 200
@@ -403,7 +405,8 @@ def test_head(setup: Setup, path: str) -> None:
     answer = httpx.head(f"{setup.url}{path}")
     assert (answer.status_code, answer.content) == (200, b"")
     if path == "/v1/models":
-        expected = len(json.dumps({"path": path, "method": "HEAD", "text": ""}))
+        seen = {"path": path, "method": "HEAD", "text": ""}
+        expected = len(json.dumps({"data": [{"id": "m"}], **seen}))
         assert answer.headers["content-length"] == str(expected)
 
 

@@ -1,0 +1,92 @@
+"""What the fake engines of `disagg bench router-faults` say when they say it right.
+
+A token is a function of its position alone, so that an answer, even one that another engine goes
+on with, can be checked token for token. Events have vLLM's shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+VOCABULARY = 50_021
+CHAT = "/v1/chat/completions"
+
+
+def token_at(seed: int, position: int) -> int:
+    """The token at a position of the sequence that begins with `seed`."""
+    return (seed * 31 + position * 7919) % VOCABULARY
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """What these tokens say."""
+    return "".join(f" w{token}" for token in tokens)
+
+
+def compact(content: Any) -> bytes:
+    """JSON as vLLM writes it: without a space."""
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def generated(body: dict[str, Any]) -> list[int]:
+    """The tokens that answer this body."""
+    prompt = _prompt(body)
+    first = len(prompt)
+    count = body.get("max_completion_tokens") or body["max_tokens"]
+    return [token_at(prompt[0], position) for position in range(first, first + count)]
+
+
+def answer(path: str, body: dict[str, Any]) -> bytes:
+    """The JSON of an answer that is not streamed."""
+    tokens = generated(body)
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
+    if path == CHAT:
+        choice["message"] = {"role": "assistant", "content": text_of(tokens)}
+    else:
+        choice["text"] = text_of(tokens)
+    kind = "chat.completion" if path == CHAT else "text_completion"
+    head = {"id": "cmpl-1", "object": kind, "created": 1, "model": "m"}
+    return compact({**head, "choices": [choice], "usage": _usage(body)})
+
+
+def events(path: str, body: dict[str, Any]) -> Iterator[bytes]:
+    """vLLM's events, one a token, and the last one."""
+    tokens = generated(body)
+    is_chat, with_ids = path == CHAT, body.get("return_token_ids")
+    kind = "chat.completion.chunk" if is_chat else "text_completion"
+    head: dict[str, Any] = {"id": "cmpl-1", "object": kind, "created": 1, "model": "m"}
+    if is_chat:
+        delta = {"role": "assistant", "content": ""}
+        choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": None}
+        first = {**head, "choices": [{**choice, "logprobs": None}]}
+        yield _event(first | ({"prompt_token_ids": _prompt(body)} if with_ids else {}))
+    for number, token in enumerate(tokens):
+        choice = {"index": 0, "logprobs": None, "finish_reason": None, "stop_reason": None}
+        text = text_of([token])
+        choice |= {"delta": {"content": text}} if is_chat else {"text": text}
+        if with_ids:
+            choice |= {"prompt_token_ids": _prompt(body)} if not (number or is_chat) else {}
+            choice["token_ids"] = [token]
+        if number == len(tokens) - 1:
+            choice["finish_reason"] = "length"
+        yield _event({**head, "choices": [choice], "usage": None})
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield _event({**head, "choices": [], "usage": _usage(body)})
+    yield b"data: [DONE]\n\n"
+
+
+def _prompt(body: dict[str, Any]) -> list[int]:
+    """Token ids, or the numbers of a text."""
+    prompt = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+    return [int(word) for word in prompt.split()] if isinstance(prompt, str) else prompt
+
+
+def _usage(body: dict[str, Any]) -> dict[str, int]:
+    prompt, completion = len(_prompt(body)), len(generated(body))
+    total = prompt + completion
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % compact(content)

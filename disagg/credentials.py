@@ -1,0 +1,172 @@
+"""What a deployment keeps secret: its own secret, the clients' API keys, and the TLS files.
+
+Read and judged before anything listens. A message must never show a secret or a key, nor a part
+of one: it says where the entry stands instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from disagg.config import Deployment, RouterSection
+from disagg.errors import ConfigError
+
+_MIN_SECRET_LENGTH = 16
+_NAME = re.compile(r"[A-Za-z0-9][\w.@-]{0,63}", re.ASCII)
+_KEY = re.compile(r"[!-~]+")
+_COMMENT = re.compile(r"(^|\s)#.*")
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """What one client shows; the name is for the log."""
+
+    name: str | None
+    value: str = field(repr=False)
+
+
+class TlsFiles(NamedTuple):
+    """A PEM certificate (with its chain) and its key."""
+
+    cert: Path
+    key: Path
+
+
+def secret(deployment: Deployment) -> str:
+    """The configured secret, or a fresh random one: ask once per run, and hand it on.
+
+    Raises ConfigError if it is configured twice, can't be read, or is too short to be one.
+    """
+    transfer = deployment.transfer
+    value = _env_or_file(
+        "transfer.secret_env", transfer.secret_env, "transfer.secret_file", transfer.secret_file
+    )
+    if value is None:
+        return secrets.token_hex(32)
+    if len(value.strip()) < _MIN_SECRET_LENGTH:
+        key = "secret_env" if transfer.secret_env is not None else "secret_file"
+        raise ConfigError(
+            f"transfer.{key}: {len(value.strip())} characters — a secret needs at least "
+            f"{_MIN_SECRET_LENGTH}; make one with: openssl rand -hex 32"
+        )
+    return value.strip()
+
+
+def api_keys(router: RouterSection, section: str = "router.") -> tuple[ApiKey, ...]:
+    """The keys that clients must show; empty when none are configured.
+
+    `section` stands before a key's name in messages. Raises ConfigError if they are configured
+    twice, can't be read, name no key, or name one twice.
+    """
+    env_key, file_key = f"{section}api_keys_env", f"{section}api_keys_file"
+    value = _env_or_file(env_key, router.api_keys_env, file_key, router.api_keys_file)
+    if value is None:
+        return ()
+    source = env_key if router.api_keys_env is not None else file_key
+    keys = tuple(_parsed(value, source))
+    if not keys:
+        raise ConfigError(f"{source}: no key in it — put keys in, separated by commas or lines")
+    values = [key.value for key in keys]
+    for number, one in enumerate(values):
+        if one in values[:number]:
+            raise ConfigError(
+                f"{source}: key {number + 1} is the same as key {values.index(one) + 1} — "
+                "give each client a key of its own"
+            )
+    return keys
+
+
+def engine_key(env: str) -> str:
+    """The key that engines ask for, from a variable. Raises ConfigError."""
+    value = os.environ.get(env, "").strip()
+    if not _KEY.fullmatch(value):
+        raise ConfigError(
+            f"--engine-key-env: {env!r} — this variable holds no key; export the one that the "
+            "engines were started with (VLLM_API_KEY)"
+        )
+    return value
+
+
+def tls(router: RouterSection, section: str = "router.") -> TlsFiles | None:
+    """The certificate and key to serve https with; None for http.
+
+    Raises ConfigError if one is missing, can't be read, or they don't belong together.
+    """
+    cert_key, key_key = f"{section}tls_cert_file", f"{section}tls_key_file"
+    cert, key = router.tls_cert_file, router.tls_key_file
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        given, missing = (cert_key, key_key) if key is None else (key_key, cert_key)
+        raise ConfigError(
+            f"{missing}: empty — {given} is {str(cert or key)!r}; set both, or neither"
+        )
+    for name, path, kind in ((cert_key, cert, "CERTIFICATE"), (key_key, key, "PRIVATE KEY")):
+        if f"{kind}-----" not in _text(name, path):
+            raise ConfigError(f"{name}: {str(path)!r} — holds no {kind.lower()}; name a PEM file")
+    try:
+        # An encrypted key would have OpenSSL ask at the terminal: give it a wrong answer instead.
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, lambda: b"")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            problem = f"is not the key of {cert_key} ({str(cert)!r}); name the one that is"
+        else:
+            why = (error.reason or "unknown").replace("_", " ").lower()
+            problem = f"can't be used with {str(cert)!r} ({why}); name an unencrypted key of it"
+        raise ConfigError(f"{key_key}: {str(key)!r} — {problem}") from error
+    return TlsFiles(cert, key)
+
+
+def _parsed(text: str, source: str) -> Iterator[ApiKey]:
+    """`name=key` or a bare key each; a name is a plain word, so that no key is taken for one."""
+    plain = [_COMMENT.sub("", line) for line in text.splitlines()]
+    entries = [entry.strip() for line in plain for entry in line.split(",")]
+    for number, entry in enumerate(filter(None, entries), start=1):
+        name, separator, value = (part.strip() for part in entry.partition("="))
+        if not separator:
+            name, value = "", entry
+        elif not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{source}: key {number} has no name of letters, digits and . _ @ - before its "
+                "first = — write NAME=KEY"
+            )
+        elif not value.strip("="):  # `name=`, or a bare key in base64
+            raise ConfigError(
+                f"{source}: key {number} is empty after its first = — write NAME=KEY, also for "
+                "a key that itself ends in ="
+            )
+        if not _KEY.fullmatch(value):
+            raise ConfigError(
+                f"{source}: key {number} holds a space or a character that is not ASCII — "
+                "make one with: openssl rand -hex 32"
+            )
+        yield ApiKey(name or None, value)
+
+
+def _env_or_file(env_key: str, env: str | None, file_key: str, file: Path | None) -> str | None:
+    """The text that one of two keys leads to; None when neither is set."""
+    if env is not None and file is not None:
+        raise ConfigError(f"{env_key}: {env!r} — {file_key} is set too; keep one of them")
+    if env is not None:
+        value = os.environ.get(env)
+        if not value:
+            state = "not set" if value is None else "empty"
+            raise ConfigError(f"{env_key}: {env!r} — this variable is {state}; export it")
+        return value
+    return None if file is None else _text(file_key, file)
+
+
+def _text(key: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{key}: {str(file)!r} — {error.strerror}; make it readable") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{key}: {str(file)!r} — not text; name a text file") from error

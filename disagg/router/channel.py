@@ -1,0 +1,104 @@
+"""Calls both ways between two processes of ours, over a pair of sockets that nobody else holds.
+
+One JSON object a line: `{"id", "call", "with"}` and its answer `{"id", "result"}` or
+`{"id", "failed"}`. Ends when the other side closes, in whatever way it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 2.0
+_LONGEST_LINE = 64 << 20
+Handlers: TypeAlias = Mapping[str, Callable[[Any], Awaitable[Any]]]
+
+
+class ChannelClosed(Exception):
+    """The other side is gone."""
+
+
+class Channel:
+    """One end. `serve` must run for calls to be answered, in both directions."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handlers: Handlers
+    ) -> None:
+        self._reader, self._writer, self._handlers = reader, writer, handlers
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def call(self, name: str, argument: Any = None, *, timeout_s: float) -> Any:
+        """What the other side's handler returns.
+
+        Raises ChannelClosed, TimeoutError, or RuntimeError with what failed there.
+        """
+        number = next(self._ids)
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"id": number, "call": name, "with": argument})
+            async with asyncio.timeout(timeout_s):
+                return await future
+        finally:
+            self._waiting.pop(number, None)
+
+    async def serve(self) -> None:
+        """Answer calls until the other side closes."""
+        try:
+            while line := await self._reader.readline():
+                self._take(msgspec.json.decode(line))
+        except ConnectionError:
+            pass  # its end, as a killed process makes it
+        finally:
+            self.close()
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(ChannelClosed())
+
+    def close(self) -> None:
+        """The other side's `serve` returns."""
+        self._writer.close()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "call" in message:
+            task = asyncio.create_task(self._answer(message))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+            return
+        future = self._waiting.get(message["id"])
+        if future is None or future.done():
+            return  # nobody waits any more
+        if "failed" in message:
+            future.set_exception(RuntimeError(message["failed"]))
+        else:
+            future.set_result(message["result"])
+
+    async def _answer(self, message: dict[str, Any]) -> None:
+        answer = {"id": message["id"]}
+        try:
+            answer["result"] = await self._handlers[message["call"]](message["with"])
+        except Exception as error:  # noqa: BLE001 (handed to the caller)
+            answer["failed"] = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(ChannelClosed):
+            self._send(answer)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._writer.is_closing():
+            raise ChannelClosed
+        self._writer.write(msgspec.json.encode(message) + b"\n")
+
+
+async def open_channel(sock: socket.socket, handlers: Handlers) -> Channel:
+    """This process's end; takes the socket over."""
+    reader, writer = await asyncio.open_connection(sock=sock, limit=_LONGEST_LINE)
+    return Channel(reader, writer, handlers)

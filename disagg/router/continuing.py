@@ -1,0 +1,137 @@
+"""Lets another engine go on with a stream whose engine died.
+
+The rest is a request like others: it gets a prefill leg if that pays, and the tokens sent are
+part of its prompt. Nothing goes on unless the text sent is exactly that of the tokens sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+from starlette.responses import Response
+
+from disagg.config import RouterSection
+from disagg.router import legs, migration, upstream
+from disagg.router.admission import Admission
+from disagg.router.decode_leg import Opened
+from disagg.router.errors import ApiError
+from disagg.router.metrics import RouterMetrics
+from disagg.router.migration import Stream
+from disagg.router.pairing import RequestInfo
+from disagg.router.record import Record
+from disagg.router.topology import EngineEndpoint
+from disagg.router.traffic import Seat
+
+logger = logging.getLogger(__name__)
+
+_DETOKENIZE_S = 10.0
+# How many tokens may be without text yet: those of a character in the making.
+_MOST_BACK = 8
+
+
+class Opens(Protocol):
+    """Runs both legs; see `Service.open`."""
+
+    async def open(
+        self, request: RequestInfo, seat: Seat, headers: upstream.Headers, record: Record
+    ) -> Opened | Response: ...
+
+
+class Continuing:
+    """Opens the rest of streams."""
+
+    def __init__(
+        self,
+        service: Opens,
+        client: aiohttp.ClientSession,
+        admission: Admission,
+        metrics: RouterMetrics,
+        settings: RouterSection,
+    ) -> None:
+        self._service, self._client, self._admission = service, client, admission
+        self._metrics, self._limit = metrics, settings.migration_limit
+
+    def of(
+        self, request: RequestInfo, headers: upstream.Headers, record: Record
+    ) -> Callable[[Stream, Opened], Awaitable[Opened | None]]:
+        """What opens the rest of this request's answer, or answers None if nothing can."""
+
+        async def go_on(stream: Stream, broken: Opened) -> Opened | None:
+            if stream.migrations >= self._limit:
+                return None
+            opened = None
+            try:
+                opened = await self._open(stream, broken.engine, request, headers, record)
+            except ApiError as error:
+                logger.warning("request %s cannot go on: %s", record.id, error)
+            self._metrics.migrations.labels("failed" if opened is None else "continued").inc()
+            record.migrations += opened is not None
+            return opened
+
+        return go_on
+
+    async def _open(
+        self,
+        stream: Stream,
+        dead: EngineEndpoint,
+        request: RequestInfo,
+        headers: upstream.Headers,
+        record: Record,
+    ) -> Opened | None:
+        seat = self._admission.another("decode", request, [dead])
+        if seat is None:
+            return None
+        back: int | None = 0
+        try:
+            if stream.has_begun:
+                back = await self._unsent(stream, seat.engine, request)
+                body = None if back is None else stream.rest(back)
+                if body is None:
+                    seat.leave()
+                    return None
+                request = RequestInfo(migration.COMPLETION, body, request.headers)
+        except BaseException:
+            seat.leave()
+            raise
+        opened = await self._service.open(request, seat, headers, record)
+        if isinstance(opened, Response):
+            return None
+        if opened.answer.status != 200:
+            opened.close()
+            return None
+        if stream.has_begun:
+            stream.goes_on(back or 0)
+        else:
+            stream.restarts()
+        return opened
+
+    async def _unsent(
+        self, stream: Stream, engine: EngineEndpoint, request: RequestInfo
+    ) -> int | None:
+        """How many of the last tokens have no text yet; None if the text is not the tokens'."""
+        for back in range(min(_MOST_BACK, len(stream.tokens())) + 1):
+            tokens = stream.tokens(back)
+            if stream.is_text_of(await self._text(tokens, engine, request) if tokens else ""):
+                return back
+        return None
+
+    async def _text(self, tokens: list[int], engine: EngineEndpoint, request: RequestInfo) -> str:
+        data = legs.encoded({"model": request.body.get("model"), "tokens": tokens})
+        call = upstream.post(self._client, engine, "/detokenize", data)
+        answer = await upstream.head(call, _DETOKENIZE_S, "decode")
+        try:
+            async with asyncio.timeout(_DETOKENIZE_S):
+                content: Any = msgspec.json.decode(await answer.read())
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+            raise ApiError(502, "the decode engine does not detokenize") from error
+        finally:
+            answer.close()
+        text = content.get("prompt") if isinstance(content, dict) else None
+        if not isinstance(text, str):
+            raise ApiError(502, "the decode engine does not detokenize")
+        return text

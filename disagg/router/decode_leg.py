@@ -1,0 +1,135 @@
+"""The decode leg: an engine's answer whose first bytes have come.
+
+Until then nothing was passed on, so a leg that fails is sent to another engine, with the same
+params. Only a time-out is not: whoever waited so long shall hear of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import aiohttp
+
+from disagg.config import LimitsSection
+from disagg.router import upstream
+from disagg.router.admission import Admission
+from disagg.router.errors import ApiError
+from disagg.router.health import Health
+from disagg.router.metrics import RouterMetrics
+from disagg.router.pairing import RequestInfo
+from disagg.router.record import Record
+from disagg.router.topology import EngineEndpoint
+from disagg.router.traffic import Seat
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 2
+Call: TypeAlias = Callable[[EngineEndpoint], Awaitable[aiohttp.ClientResponse]]
+
+
+@dataclass
+class Opened:
+    """An answer on its way. Whoever holds it must `close` it, in whatever way it ends."""
+
+    answer: aiohttp.ClientResponse
+    seat: Seat
+    health: Health = field(repr=False)
+    first: bytes = b""
+
+    @property
+    def engine(self) -> EngineEndpoint:
+        return self.seat.engine
+
+    async def chunk(self, silence_s: float) -> bytes:
+        """What has come since; empty at the end. What goes wrong becomes an `ApiError`."""
+        try:
+            async with asyncio.timeout(silence_s):
+                return await self.answer.content.readany()
+        except TimeoutError as error:
+            self.health.failed(self.engine)
+            raise ApiError(504, f"the engine was silent for {silence_s:g} s") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            self.health.failed(self.engine)
+            raise ApiError(502, "the engine's answer broke off") from error
+
+    def close(self) -> None:
+        """Closing the connection is how the engine learns that nobody listens any more."""
+        self.answer.close()
+        self.seat.leave()
+
+
+class DecodeLeg:
+    """Opens answers."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        health: Health,
+        metrics: RouterMetrics,
+        limits: LimitsSection,
+    ) -> None:
+        self._admission, self._health = admission, health
+        self._metrics, self._limits = metrics, limits
+
+    async def open(
+        self,
+        call: Call,
+        seat: Seat,
+        request: RequestInfo,
+        record: Record,
+        *,
+        attempts: int = _ATTEMPTS,
+    ) -> Opened:
+        """The answer of the seat's engine, or of another one. Gives the seat up if there is
+        none. Raises `ApiError`; an engine's own 5xx is an answer if no other engine does better.
+        """
+        tried: list[EngineEndpoint] = []
+        while True:
+            tried.append(seat.engine)
+            record.decode = seat.engine.name
+            opened: Opened | None = None
+            failure: ApiError | None = None
+            try:
+                opened = await self._on(call, seat)
+                if opened.answer.status < 500:
+                    return opened
+            except ApiError as error:
+                failure = error
+            other: Seat | None = None
+            if len(tried) < attempts and (failure is None or failure.status != 504):
+                other = self._admission.another("decode", request, tried)
+            if other is None:
+                if opened is None:
+                    assert failure is not None
+                    raise failure
+                return opened
+            if opened is not None:
+                opened.close()
+            logger.warning("decode on %s failed, trying %s", seat.engine.name, other.engine.name)
+            self._metrics.retries.labels("decode").inc()
+            record.retries += 1
+            seat = other
+
+    async def _on(self, call: Call, seat: Seat) -> Opened:
+        began = asyncio.get_running_loop().time()
+        limit = self._limits.first_byte_timeout_s
+        try:
+            answer = await upstream.head(call(seat.engine), limit, "decode")
+        except BaseException as error:
+            seat.leave()
+            if isinstance(error, ApiError):
+                self._health.failed(seat.engine)
+            raise
+        opened = Opened(answer, seat, self._health)
+        self._health.answered(seat.engine, answer.status)
+        try:
+            left = limit - (asyncio.get_running_loop().time() - began)
+            opened.first = await opened.chunk(max(left, 0.001))
+        except BaseException:
+            opened.close()
+            raise
+        return opened

@@ -1,0 +1,107 @@
+"""`disagg drain`: asks a running router to take no new requests, and may wait until it is done.
+
+Over one connection, since a router that drains takes no new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import time
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from disagg.errors import ConfigError, DisaggError
+from disagg.router.drain import PATH
+
+ANSWER_S = 10.0
+POLL_S = 0.2
+
+
+def run(
+    url: str, *, key_env: str | None, ca: Path | None, wait: bool, undo: bool, timeout_s: float
+) -> int:
+    """Ask, print how it stands, and wait if told to. Returns 0; raises DisaggError."""
+    headers = _headers(key_env)
+    connection = _connection(url, ca)
+    try:
+        state = _ask(connection, "DELETE" if undo else "POST", headers)
+        print(_words(state), flush=True)
+        if wait and not undo:
+            _wait(connection, headers, state, timeout_s)
+            print("drained")
+    except (OSError, HTTPException) as error:
+        raise DisaggError(f"{url}: {error or type(error).__name__}") from error
+    finally:
+        connection.close()
+    return 0
+
+
+def _wait(
+    connection: HTTPConnection, headers: dict[str, str], state: dict[str, Any], timeout_s: float
+) -> None:
+    """Return when nothing is in flight, or when the router has ended, which it does then."""
+    deadline = time.monotonic() + timeout_s
+    while state["in_flight"]:
+        if time.monotonic() > deadline:
+            raise DisaggError(f"not drained in {timeout_s:g} s; {_words(state)}")
+        time.sleep(POLL_S)
+        try:
+            state = _ask(connection, "GET", headers)
+        except (ConnectionError, HTTPException):
+            return
+
+
+def _ask(connection: HTTPConnection, method: str, headers: dict[str, str]) -> dict[str, Any]:
+    connection.request(method, PATH, headers=headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    if answer.status != 200:
+        raise DisaggError(f"{_said(answer, content)} (status {answer.status})")
+    state: dict[str, Any] = json.loads(content)
+    return state
+
+
+def _said(answer: HTTPResponse, content: bytes) -> str:
+    if answer.status == 404:
+        return "refused: without API keys a drain is taken from the router's own machine alone"
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "no answer of a disagg router"
+
+
+def _words(state: dict[str, Any]) -> str:
+    what = "draining" if state["draining"] else "taking requests"
+    return f"{what}, {state['in_flight']} in flight"
+
+
+def _headers(key_env: str | None) -> dict[str, str]:
+    if key_env is None:
+        return {}
+    key = os.environ.get(key_env, "").strip()
+    if not key:
+        raise ConfigError(f"--key-env: {key_env!r} — this variable holds no key; export it")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _connection(url: str, ca: Path | None) -> HTTPConnection:
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigError(f"URL: {url!r} — not one of a router; write http://HOST:PORT")
+    if parts.scheme == "http":
+        return HTTPConnection(host, port, timeout=ANSWER_S)
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise ConfigError(
+            f"--ca: {str(ca)!r} — {error.strerror or error}; name a PEM file"
+        ) from error
+    return HTTPSConnection(host, port, timeout=ANSWER_S, context=context)

@@ -1,0 +1,53 @@
+"""Which engines can hand over to which, by what they say of themselves.
+
+The workers compare everything when they meet; this spares requests the pairings that cannot work.
+What an engine does not say fits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from disagg.router.topology import EngineEndpoint
+
+logger = logging.getLogger(__name__)
+
+
+class Fits:
+    """What the engines said last."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, Mapping[str, str]] = {}
+
+    def knows(self, engine: EngineEndpoint) -> bool:
+        """Whether it was asked since it came up."""
+        return engine.name in self._said
+
+    def note(self, engine: EngineEndpoint, fields: Mapping[str, str]) -> None:
+        """What it says; a misfit with the others is told once."""
+        self._said[engine.name] = fields
+        for name, others in self._said.items():
+            key = _misfit(fields, others)
+            if key is not None:
+                logger.warning(
+                    "%s and %s are not paired: %s is %r and %r",
+                    engine.name,
+                    name,
+                    key,
+                    fields[key],
+                    others[key],
+                )
+
+    def forget(self, engine: EngineEndpoint) -> None:
+        """It is gone; what comes back must be asked."""
+        self._said.pop(engine.name, None)
+
+    def fit(self, one: EngineEndpoint, other: EngineEndpoint) -> bool:
+        """Whether nothing is known against this pairing."""
+        said = self._said
+        return _misfit(said.get(one.name, {}), said.get(other.name, {})) is None
+
+
+def _misfit(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    return next((key for key in one.keys() & other.keys() if one[key] != other[key]), None)

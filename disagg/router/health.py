@@ -1,0 +1,123 @@
+"""Which engines are worth a request, by how they answered requests and probes lately.
+
+An engine that failed three times in a row rests, and after each rest one request tries it. One
+that answers no probes is left alone until it does. Whoever comes back gets little at first.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from disagg.router.metrics import RouterMetrics
+from disagg.router.topology import EngineEndpoint
+
+_FAILURES = 3
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_MISSED_PROBES = 2
+_WARM_UP_S, _FIRST_SHARE = 10.0, 0.1
+
+
+@dataclass
+class _Record:
+    """failures: of requests, in a row. resting_until: monotonic. missed: probes, in a row.
+    why: the last probe's problem. back_at: when it returned to service, None if never away."""
+
+    failures: int = 0
+    resting_until: float = 0.0
+    missed: int = 0
+    why: str | None = None
+    hand_overs_fail: bool = False
+    back_at: float | None = None
+
+    @property
+    def is_down(self) -> bool:
+        return self.missed >= _MISSED_PROBES
+
+
+class Health:
+    """The engines' health, as this router process sees it."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._records: dict[str, _Record] = {}
+        self._random = random.Random()
+
+    def usable(self, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:
+        """Those worth a try now; empty if none is. One that is just back is often left out."""
+        now = time.monotonic()
+        up = [e for e in engines if self._is_up(e, now)]
+        return [e for e in up if self._random.random() < self._share(e, now)] or up
+
+    def trying(self, engine: EngineEndpoint) -> None:
+        """A request is about to be sent: of a failing engine it is the trial, and the only one."""
+        record = self._record(engine)
+        if record.failures >= _FAILURES:
+            record.resting_until = time.monotonic() + self._pause(record)
+
+    def answered(self, engine: EngineEndpoint, status: int) -> None:
+        """It answered a request; 500 says nothing of the engine, it may be the request's fault."""
+        if status in (502, 503, 504):
+            self.failed(engine)
+        elif status != 500:
+            record = self._record(engine)
+            if record.failures >= _FAILURES:
+                record.back_at = time.monotonic()
+                self._show(engine, resting=False)
+            record.failures, record.resting_until = 0, 0.0
+
+    def failed(self, engine: EngineEndpoint) -> None:
+        """It could not be reached, broke, or was silent too long."""
+        record = self._record(engine)
+        record.failures += 1
+        if record.failures >= _FAILURES:
+            record.resting_until = time.monotonic() + self._pause(record)
+            self._show(engine, resting=True)
+
+    def probed(self, engine: EngineEndpoint, problem: str | None) -> None:
+        """A probe's outcome; None is well. What is well again may be tried at once."""
+        record = self._record(engine)
+        record.why = problem
+        if problem is not None:
+            record.missed += 1
+            return
+        if record.is_down:
+            record.back_at = time.monotonic()
+            record.resting_until = 0.0
+        record.missed = 0
+
+    def hand_overs(self, engine: EngineEndpoint, *, fail: bool) -> None:
+        """Whether caches arrive at this decode engine."""
+        self._record(engine).hand_overs_fail = fail
+
+    def problem(self, engine: EngineEndpoint) -> str | None:
+        """Why it is not ready, for people to read."""
+        record = self._record(engine)
+        if record.why is not None:
+            return record.why
+        if record.failures >= _FAILURES:
+            return f"{record.failures} requests in a row failed"
+        return "hand-overs fail" if record.hand_overs_fail else None
+
+    def _is_up(self, engine: EngineEndpoint, now: float) -> bool:
+        record = self._record(engine)
+        return not record.is_down and record.resting_until <= now
+
+    def _share(self, engine: EngineEndpoint, now: float) -> float:
+        back_at = self._record(engine).back_at
+        if back_at is None:
+            return 1.0
+        return _FIRST_SHARE + (1 - _FIRST_SHARE) * (now - back_at) / _WARM_UP_S
+
+    def _show(self, engine: EngineEndpoint, *, resting: bool) -> None:
+        self._metrics.engine_resting.labels(engine.name, engine.role).set(resting)
+
+    def _record(self, engine: EngineEndpoint) -> _Record:
+        return self._records.setdefault(engine.name, _Record())
+
+    @staticmethod
+    def _pause(record: _Record) -> float:
+        doublings = min(record.failures - _FAILURES, 10)
+        return min(_PAUSE_S * float(2**doublings), _LONGEST_PAUSE_S)

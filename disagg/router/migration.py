@@ -1,0 +1,317 @@
+"""What was sent of one streamed answer, so that another engine can go on where it broke off.
+
+The engine is asked for token ids (`return_token_ids`); they are taken out of the events as these
+pass, which are otherwise left as they are and never parsed. The rest of the answer is a plain
+completion of the prompt's tokens and those sent: its events get the shape and names of the first
+ones. Only what continues exactly is watched: no request whose answer hangs on more than its
+tokens (penalties, stop strings, grammars, a seed, log-probabilities). Does no I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from disagg.router.errors import ApiError
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+# The client's quotes are escaped inside of JSON strings, so that these are keys wherever they are.
+_PROMPT = re.compile(rb'"prompt_token_ids":(\[[0-9,]*\])')
+_IDS = re.compile(rb'"token_ids":\[([0-9,]*)\]')
+_ERROR, _DONE, _END = b'data: {"error"', b"data: [DONE]", b"\n\n"
+_FINISH, _NO_CHOICES = b'"finish_reason":"', b'"choices":[]'
+# Of a chat's delta: what a plain completion cannot continue.
+_MORE_THAN_TEXT = re.compile(rb'"(?:reasoning|reasoning_content)":"|"tool_calls":\[\{')
+_LONGEST_EVENT = 1 << 20
+_COMPLETION_TOKENS = 16  # of a completion that says no max_tokens
+_TEXT_KEPT = 16  # events whose text is compared before an answer goes on
+
+# Keys that may be there, and the values for which an answer still continues exactly.
+_ANY = frozenset(
+    [
+        "model",
+        "prompt",
+        "messages",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "ignore_eos",
+        "stop_token_ids",
+        "logit_bias",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "user",
+        "priority",
+        "request_id",
+        "metadata",
+        "add_special_tokens",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "chat_template_kwargs",
+        "store",
+        "cache_salt",
+    ]
+)
+_IF: Mapping[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "length_penalty": (None, 1, 1.0),
+    "stop": (None, []),
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "use_beam_search": (None, False),
+    "return_token_ids": (None, False),
+}
+_COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
+# What the rest's body keeps of the client's.
+_KEPT = frozenset(
+    [
+        "model",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "ignore_eos",
+        "stop_token_ids",
+        "logit_bias",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "user",
+        "priority",
+        "stream_options",
+        "cache_salt",
+        "seed",
+    ]
+)
+
+
+def watched(path: str, body: Mapping[str, Any]) -> Stream | None:
+    """A watcher for this request's answer, or None if no other engine could continue it."""
+    if path not in (CHAT, COMPLETION) or body.get("stream") is not True:
+        return None
+    if not all(key in _ANY or _may_be(body, key) for key in body):
+        return None
+    if not all(isinstance(body.get(key), int | None) for key in _COUNTS):
+        return None
+    if not isinstance(body.get("stream_options"), dict | None):
+        return None
+    return Stream(path, body) if _is_text(body) else None
+
+
+class Stream:
+    """One answer on its way to the client."""
+
+    def __init__(self, path: str, body: Mapping[str, Any]) -> None:
+        self._is_chat, self._body = path == CHAT, body
+        self.migrations = 0
+        self.failure: ApiError | None = None
+        self._tail = b""
+        self._prompt: list[int] | None = None
+        self._tokens: list[int] = []
+        self._first = b""  # the first event, for its id, time and model
+        self._recent: deque[bytes] = deque(maxlen=_TEXT_KEPT)
+        self._finished = self._done = self._usage_sent = False
+        self._is_plain, self._continues = True, False
+        self._base = 0  # how many tokens earlier engines gave
+
+    @property
+    def leg_body(self) -> dict[str, Any]:
+        """The client's body with what a watcher needs."""
+        return {**self._body, "return_token_ids": True}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the client has all tokens; `left` is what else it must get."""
+        return self._done or self._finished
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was sent."""
+        return bool(self._first)
+
+    def feed(self, data: bytes) -> bytes:
+        """What to send of what has come: whole events. `failure` is set if the engine said that
+        it failed."""
+        data = self._tail + data
+        cut = data.rfind(_END) + len(_END)
+        if cut < len(_END):
+            self._tail = data
+            if len(data) > _LONGEST_EVENT:
+                self.failure = ApiError(502, "the engine sends no events")
+            return b""
+        events, self._tail = data[:cut], data[cut:]
+        if _ERROR in events and _is_its_fault(events[events.index(_ERROR) :]):
+            events = events[: events.index(_ERROR)]
+            self.failure = ApiError(502, "the engine failed in mid-answer")
+        return self._passed(events) if events else b""
+
+    def left(self) -> bytes:
+        """What the client must still get of an answer that has all its tokens."""
+        if self._done:
+            return b""
+        events = b""
+        options = self._body.get("stream_options") or {}
+        if options.get("include_usage") and not self._usage_sent:
+            given = len(self._tokens)
+            usage = {"prompt_tokens": len(self._prompt or ()), "completion_tokens": given}
+            usage["total_tokens"] = sum(usage.values())
+            events = self._event({"choices": [], "usage": usage})
+        return events + _DONE + _END
+
+    # ---- going on ------------------------------------------------------------------------------
+
+    def tokens(self, back: int = 0) -> list[int]:
+        """The tokens sent, without the last `back`."""
+        return self._tokens[: len(self._tokens) - back]
+
+    def is_text_of(self, text: str) -> bool:
+        """Whether the text sent ends as this one: else some of it was held back, or not all of
+        the tokens were."""
+        sent = "".join(map(_text_of, self._recent))
+        return text.endswith(sent)
+
+    def rest(self, back: int) -> dict[str, Any] | None:
+        """The body of the completion that gives all but these tokens; None if that is unknown."""
+        if self._prompt is None or not self._is_plain:
+            return None
+        given = self.tokens(back)
+        body: dict[str, Any] = {k: v for k, v in self._body.items() if k in _KEPT}
+        body |= {"prompt": [*self._prompt, *given], "stream": True, "return_token_ids": True}
+        limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
+        if limit is None and not (self._is_chat or "max_tokens" in self._body):
+            limit = _COMPLETION_TOKENS
+        body["max_tokens"] = None if limit is None else limit - len(given)
+        body["min_tokens"] = max(0, (self._body.get("min_tokens") or 0) - len(given))
+        return body
+
+    def goes_on(self, back: int) -> None:
+        """The next events are of such a completion."""
+        self._tokens = self.tokens(back)
+        self._base = len(self._tokens)
+        self._continues = True
+        self.restarts()
+
+    def restarts(self) -> None:
+        """The next bytes come from another engine."""
+        self.migrations += 1
+        self._tail, self.failure = b"", None
+
+    # ---- events --------------------------------------------------------------------------------
+
+    def _passed(self, events: bytes) -> bytes:
+        if not self._first:
+            self._first = events[: events.index(_END)]
+            prompt = _PROMPT.search(events)
+            self._prompt = msgspec.json.decode(prompt[1]) if prompt else None
+        for ids in _IDS.findall(events):
+            self._tokens.extend(map(int, ids.split(b",") if ids else ()))
+        self._finished |= _FINISH in events
+        self._done |= events.endswith(_DONE + _END)
+        self._usage_sent |= _NO_CHOICES in events
+        each = events.split(_END)[:-1]
+        self._recent.extend(each)
+        if self._continues:
+            return b"".join(map(self._rewritten, each))
+        if self._is_chat and _MORE_THAN_TEXT.search(events):
+            self._is_plain = False
+        return _IDS.sub(b'"token_ids":null', _PROMPT.sub(b'"prompt_token_ids":null', events))
+
+    def _rewritten(self, event: bytes) -> bytes:
+        """An event of the rest's completion, as one of the answer that was begun."""
+        if event.startswith(_DONE):
+            return event + _END
+        content = _content(event)
+        if content is None:
+            return event + _END
+        choices = []
+        for choice in content.get("choices") or ():
+            if self._is_chat and not choice.get("text") and not choice.get("finish_reason"):
+                return b""
+            choices.append(self._choice(choice))
+        changed: dict[str, Any] = {**content, "choices": choices}
+        usage = content.get("usage")
+        if usage:
+            prompt = usage["prompt_tokens"] - self._base
+            given = usage["completion_tokens"] + self._base
+            changed["usage"] = {**usage, "prompt_tokens": prompt, "completion_tokens": given}
+        return self._event(changed)
+
+    def _choice(self, choice: dict[str, Any]) -> dict[str, Any]:
+        if not self._is_chat:
+            return {**choice, "prompt_token_ids": None, "token_ids": None}
+        left_out = ("text", "prompt_token_ids", "prompt_logprobs")
+        kept = {key: value for key, value in choice.items() if key not in left_out}
+        return {**kept, "delta": {"content": choice["text"]}, "token_ids": None}
+
+    def _event(self, content: dict[str, Any]) -> bytes:
+        first = _content(self._first) or {}
+        names = {key: first[key] for key in ("id", "object", "created", "model") if key in first}
+        return b"data: " + msgspec.json.encode({**content, **names}) + _END
+
+
+def _may_be(body: Mapping[str, Any], key: str) -> bool:
+    value = body[key]
+    if key == "seed" and body.get("temperature") == 0:
+        return True
+    # By type as well: `logprobs` of 0 is not False.
+    return any(type(value) is type(one) and value == one for one in _IF.get(key, (None,)))
+
+
+def _is_text(body: Mapping[str, Any]) -> bool:
+    """Whether one prompt of text or tokens is all there is: nothing that tokens do not say."""
+    prompt, messages = body.get("prompt"), body.get("messages")
+    if prompt is not None:
+        return isinstance(prompt, str) or (
+            isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+        )
+    return isinstance(messages, list) and all(
+        isinstance(m, dict) and _is_words(m.get("content")) for m in messages
+    )
+
+
+def _is_words(content: Any) -> bool:
+    return isinstance(content, str) or (
+        isinstance(content, list)
+        and all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    )
+
+
+def _is_its_fault(event: bytes) -> bool:
+    error = (_content(event.partition(_END)[0]) or {}).get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return not isinstance(code, int) or code >= 500
+
+
+def _content(event: bytes) -> dict[str, Any] | None:
+    try:
+        content = msgspec.json.decode(event.removeprefix(b"data: "))
+    except (msgspec.MsgspecError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _text_of(event: bytes) -> str:
+    for choice in (_content(event) or {}).get("choices") or ():
+        text = choice.get("text") or (choice.get("delta") or {}).get("content")
+        return text or ""
+    return ""

@@ -1,0 +1,156 @@
+"""Who is let in, who waits, who is sent away; and what decode computes by itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import PARAMS, Setup
+
+Make = Callable[..., Setup]
+
+
+def complete(setup: Setup, prompt: Any = "x", timeout: float = 20) -> httpx.Response:
+    body = {"model": "m", "prompt": prompt}
+    return httpx.post(f"{setup.url}/v1/completions", json=body, timeout=timeout)
+
+
+def metric(setup: Setup, name: str) -> float:
+    lines = httpx.get(f"{setup.url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def gate() -> threading.Event:
+    return threading.Event()
+
+
+def test_waits_in_turn_and_429_when_the_queue_is_full(make: Make, gate: threading.Event) -> None:
+    setup = make(limits={"max_in_flight": 2, "max_queued": 1})
+    setup.decode.gate = gate
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(complete, setup) for _ in range(3)]
+        until(lambda: metric(setup, "disagg_router_queued") == 1)
+        until(lambda: len(setup.decode.bodies) == 2)
+        refused = complete(setup)
+        gate.set()
+        assert [job.result().status_code for job in jobs] == [200] * 3
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "RateLimitError"
+    assert metric(setup, "disagg_router_queue_seconds_count") == 1
+    assert metric(setup, "disagg_router_in_flight") == metric(setup, "disagg_router_queued") == 0
+    assert len(setup.prefill.bodies) == 3, "nothing was computed for who was sent away"
+
+
+def test_a_wait_has_a_deadline(make: Make, gate: threading.Event) -> None:
+    setup = make(limits={"max_in_flight_per_engine": 1, "queue_timeout_s": 0.3})
+    setup.decode.gate = gate
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(complete, setup)
+        until(lambda: len(setup.decode.bodies) == 1)
+        began = time.monotonic()
+        assert complete(setup).status_code == 429
+        assert 0.2 < time.monotonic() - began < 5
+        gate.set()
+        assert first.result().status_code == 200
+    assert complete(setup).status_code == 200
+    assert metric(setup, "disagg_router_in_flight") == metric(setup, "disagg_router_queued") == 0
+
+
+def test_who_leaves_the_queue_takes_no_seat(make: Make, gate: threading.Event) -> None:
+    setup = make(limits={"max_in_flight": 1})
+    setup.decode.gate = gate
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(complete, setup)
+        until(lambda: len(setup.decode.bodies) == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            complete(setup, timeout=0.3)
+        until(lambda: metric(setup, "disagg_router_queued") == 0)
+        second = pool.submit(complete, setup)
+        until(lambda: metric(setup, "disagg_router_queued") == 1)
+        gate.set()
+        assert first.result().status_code == second.result().status_code == 200
+    assert len(setup.decode.bodies) == 2
+    assert metric(setup, "disagg_router_in_flight") == 0
+
+
+def test_the_fuller_engine_is_passed_over(make: Make, gate: threading.Event) -> None:
+    setup = make(limits={"max_in_flight_per_engine": 1}, others=["prefill", "decode"])
+    setup.decode.gate = setup.others[1].gate = gate
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(complete, setup) for _ in range(2)]
+        until(lambda: len(setup.decode.bodies) == len(setup.others[1].bodies) == 1)
+        gate.set()
+        assert [job.result().status_code for job in jobs] == [200] * 2
+
+
+def test_prompts_that_are_too_long(make: Make) -> None:
+    setup = make(limits={"max_prompt_tokens": 100})
+    assert complete(setup, list(range(100))).status_code == 200
+    answer = complete(setup, list(range(101)))
+    assert answer.status_code == 400
+    assert "101 tokens" in answer.json()["error"]["message"]
+    assert len(setup.prefill.bodies) == len(setup.decode.bodies) == 1
+
+
+# ---- conditional disaggregation ------------------------------------------------------------
+
+
+def test_short_prompts_are_computed_by_decode(make: Make) -> None:
+    setup = make(section={"pairing": {"local_prefill_tokens": 64}})
+    complete(setup, list(range(64)))
+    assert setup.prefill.bodies == []
+    assert "kv_transfer_params" not in setup.decode.bodies[0]
+    complete(setup, list(range(65)))
+    assert len(setup.prefill.bodies) == 1
+    assert setup.decode.bodies[1]["kv_transfer_params"] == PARAMS
+    assert metric(setup, 'disagg_router_local_total{reason="short_prompt"}') == 1
+
+
+def test_what_decode_holds_is_not_handed_over_again(make: Make) -> None:
+    setup = make(section={"pairing": {"local_prefill_tokens": 64}})
+    turn = list(range(1000, 1000 + 128 * 5))
+    complete(setup, turn)
+    complete(setup, turn)
+    complete(setup, [*turn, *range(60)])
+    assert len(setup.prefill.bodies) == 1
+    complete(setup, [*turn, *range(100)])
+    complete(setup, [7, *turn])
+    assert len(setup.prefill.bodies) == 3
+    assert metric(setup, 'disagg_router_local_total{reason="prefix_known"}') == 2
+
+
+def test_failed_answers_are_not_remembered(make: Make) -> None:
+    setup = make(section={"pairing": {"local_prefill_tokens": 64}})
+    setup.decode.status = 400
+    complete(setup, list(range(640)))
+    setup.decode.status = 200
+    complete(setup, list(range(640)))
+    assert len(setup.prefill.bodies) == 2
+
+
+def test_without_prefill_decode_serves_alone(make: Make) -> None:
+    setup = make(section={"probe_interval_s": 0.1, "pairing": {"local_prefill_tokens": 0}})
+    setup.loop.run(setup.prefill.stop())
+    until(lambda: httpx.get(f"{setup.url}/ready", timeout=10).status_code == 503)
+    until(lambda: complete(setup).status_code == 200)
+    until(
+        lambda: (
+            complete(setup).status_code == 200
+            and metric(setup, 'disagg_router_local_total{reason="no_prefill_engine"}') > 0
+        )
+    )

@@ -1,0 +1,187 @@
+"""What passes a watcher is what an unwatched stream would be, and its rest continues it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from disagg.router.migration import CHAT, COMPLETION, Stream, watched
+
+PROMPT = [5, 6, 7]
+BODY: dict[str, Any] = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 6}
+TALK = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+
+
+def sse(content: Any) -> bytes:
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+def completion(ids: list[int], text: str, prompt: Any = None, finish: Any = None) -> bytes:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
+    choice |= {"stop_reason": None, "prompt_token_ids": prompt, "token_ids": ids}
+    names = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
+    return sse({**names, "choices": [choice]})
+
+
+def chat(delta: Any, ids: Any = None, **more: Any) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": ids}
+    names = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    return sse({**names, "choices": [choice], **more})
+
+
+def watch(path: str, body: Any) -> Stream:
+    stream = watched(path, body)
+    assert stream is not None
+    return stream
+
+
+def events(data: bytes) -> list[Any]:
+    parts = [part.removeprefix(b"data: ") for part in data.split(b"\n\n") if part]
+    return [part if part == b"[DONE]" else json.loads(part) for part in parts]
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_what_passes_is_what_was_not_asked_for_ids(size: int) -> None:
+    stream = watch(COMPLETION, BODY)
+    assert stream.leg_body == {**BODY, "return_token_ids": True}
+    text = 'data: [DONE]\n\n"token_ids":[1,2],"finish_reason":"x" data: {"error"'
+    whole = completion([1], text, PROMPT) + completion([2, 3], "b") + b"data: [DONE]\n\n"
+    passed = b"".join(stream.feed(whole[at : at + size]) for at in range(0, len(whole), size))
+    plain = whole.replace(b"[5,6,7]", b"null").replace(b'ids":[1]', b'ids":null')
+    assert passed == plain.replace(b'ids":[2,3]', b'ids":null')
+    assert stream.tokens() == [1, 2, 3]
+    assert stream.is_whole
+    assert stream.left() == b""
+
+
+def test_the_rest_of_a_completion() -> None:
+    options = {"stream_options": {"include_usage": True}, "min_tokens": 3, "temperature": 0}
+    stream = watch(COMPLETION, {**BODY, **options})
+    stream.feed(completion([1], "a", PROMPT) + completion([2], "b") + completion([3], "")[:20])
+    assert not stream.is_whole
+    rest = stream.rest(0)
+    assert rest is not None
+    assert rest["prompt"] == [*PROMPT, 1, 2]
+    assert (rest["max_tokens"], rest["min_tokens"]) == (4, 1)
+    stream.goes_on(0)
+    usage = {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    last = {"id": "cmpl-2", "object": "text_completion", "created": 9, "model": "m"}
+    data = completion([3], "c", [*PROMPT, 1, 2]).replace(b"cmpl-1", b"cmpl-2")
+    data += completion([4, 5, 6], "def", finish="length")
+    data += sse({**last, "choices": [], "usage": usage}) + b"data: [DONE]\n\n"
+    seen = events(stream.feed(data))
+    assert [c["text"] for e in seen[:2] for c in e["choices"]] == ["c", "def"]
+    assert {e["id"] for e in seen[:3]} == {"cmpl-1"}
+    assert seen[0]["choices"][0]["token_ids"] is seen[0]["choices"][0]["prompt_token_ids"] is None
+    assert seen[2]["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert seen[2]["created"] == 1
+    assert seen[3] == b"[DONE]"
+    assert stream.is_whole
+
+
+def test_the_rest_of_a_chat() -> None:
+    stream = watch(CHAT, TALK)
+    stream.feed(chat({"role": "assistant", "content": ""}, prompt_token_ids=PROMPT))
+    stream.feed(chat({"content": "a"}, [1]))
+    rest = stream.rest(0)
+    assert rest is not None
+    assert rest["max_tokens"] is None, "as long as the model can: a completion's default is 16"
+    assert "messages" not in rest
+    stream.goes_on(0)
+    seen = events(stream.feed(completion([2], "") + completion([3], "ä", finish="stop")))
+    assert seen[0]["object"] == "chat.completion.chunk"
+    assert [e["choices"][0]["delta"] for e in seen] == [{"content": "ä"}]
+    assert seen[0]["choices"][0]["finish_reason"] == "stop"
+    assert stream.left() == b"data: [DONE]\n\n"
+
+
+def test_tokens_without_text_are_computed_again() -> None:
+    stream = watch(COMPLETION, BODY)
+    stream.feed(completion([1], "a", PROMPT) + completion([2], ""))
+    assert not stream.is_text_of("a\ufffd")
+    assert stream.is_text_of("a")
+    rest = stream.rest(1)
+    assert rest is not None
+    assert rest["prompt"] == [*PROMPT, 1]
+    stream.goes_on(1)
+    assert stream.tokens() == [1]
+    stream.feed(completion([2, 3], "ä"))
+    assert stream.tokens() == [1, 2, 3]
+
+
+def test_only_the_end_is_missing() -> None:
+    stream = watch(COMPLETION, {**BODY, "stream_options": {"include_usage": True}})
+    stream.feed(completion([1, 2], "ab", PROMPT, finish="length"))
+    assert stream.is_whole
+    usage, done = events(stream.left())
+    assert usage["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert usage["id"] == "cmpl-1"
+    assert done == b"[DONE]"
+
+
+@pytest.mark.parametrize(("code", "fails"), [(500, True), (None, True), (400, False)])
+def test_an_engine_that_says_it_failed(code: Any, fails: bool) -> None:
+    stream = watch(COMPLETION, BODY)
+    error = sse({"error": {"message": "EngineCore", "type": "x", "code": code}})
+    passed = stream.feed(completion([1], "a", PROMPT) + error + b"data: [DONE]\n\n")
+    assert (b"EngineCore" in passed) != fails
+    assert b'"a"' in passed
+    assert (stream.failure is not None) == fails
+    assert stream.is_whole != fails
+
+
+def test_reasoning_is_not_continued() -> None:
+    stream = watch(CHAT, TALK)
+    stream.feed(chat({"role": "assistant", "content": ""}, prompt_token_ids=PROMPT))
+    stream.feed(chat({"reasoning": "hm"}, [1]))
+    assert stream.rest(0) is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stream": False},
+        {"n": 2},
+        {"stop": ["x"]},
+        {"logprobs": 0},
+        {"presence_penalty": 0.5},
+        {"seed": 1},
+        {"temperature": 0.5, "seed": 1},
+        {"echo": True},
+        {"structured_outputs": {"regex": "a"}},
+        {"tools": [{}]},
+        {"prompt": ["a", "b"]},
+        {"prompt": None, "prompt_embeds": "x"},
+        {"return_token_ids": True},
+        {"max_tokens": "5"},
+        {"stream_options": 5},
+        {"something_new": 1},
+    ],
+    ids=str,
+)
+def test_what_does_not_continue_exactly_is_not_watched(more: dict[str, Any]) -> None:
+    assert watched(COMPLETION, {**BODY, **more}) is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 1, "stop": None, "logprobs": None, "presence_penalty": 0.0},
+        {"temperature": 0, "seed": 1},
+        {"prompt": [1, 2]},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"something_new": None},
+    ],
+    ids=str,
+)
+def test_what_does_is(more: dict[str, Any]) -> None:
+    assert watched(COMPLETION, {**BODY, **more}) is not None
+
+
+def test_pictures_are_more_than_their_tokens() -> None:
+    parts: list[Any] = [{"type": "text", "text": "x"}]
+    assert watched(CHAT, {**TALK, "messages": [{"role": "user", "content": parts}]})
+    parts.append({"type": "image_url", "image_url": {"url": "data:"}})
+    assert watched(CHAT, {**TALK, "messages": [{"role": "user", "content": parts}]}) is None
