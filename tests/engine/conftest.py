@@ -116,6 +116,7 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
     # Secret and storage are the defaults: a folder of this user's in the temporary one.
     temporary = tmp_path_factory.mktemp("tmp")
     options: dict[str, object] = {"lease_s": LEASE_S}
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     small = ("--num-gpu-blocks-override", "24", "--max-model-len", "2560")
 
     def server(name: str, config: dict[str, object] | None, *args: str) -> VllmServer:
@@ -124,8 +125,8 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
         return VllmServer(name, model, logs / f"{name}.log", config, args, env=env)
 
     fleet = Fleet(
-        server("producer", transfer("kv_producer", **options)),
-        server("consumer", transfer("kv_consumer", **options)),
+        server("producer", transfer("kv_producer", **options), *tools),
+        server("consumer", transfer("kv_consumer", **options), *tools),
         server("tcp", transfer("kv_consumer", transports=["tcp"], **options)),
         server("files", transfer("kv_consumer", transports=["shared_storage"], **options)),
         server("single", None),
