@@ -222,9 +222,9 @@ def load_router(path: Path | None, options: Mapping[str, Any]) -> RouterSection:
     content = read_mapping(path) if path is not None else {}
     pairing = content.get("pairing", {})
     if isinstance(pairing, dict):
-        options = {**options, "pairing": pairing | options.get("pairing", {})}
+        pairing = {**pairing, **options.get("pairing", {})}
     try:
-        return RouterSection.model_validate({**content, **options})
+        return RouterSection.model_validate({**content, **options, "pairing": pairing})
     except ValidationError as error:
         raise ConfigError(explain(error, RouterSection)) from error
 

@@ -13,12 +13,14 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import IO, Any
 
 import aiohttp
 import psutil
 import uvloop
 
+from disagg.bench.faulty_engine import FaultyEngine, State
 from disagg.config import LimitsSection, PairingSection, RouterSection
 from disagg.errors import StartupError
 from disagg.router.app import create_app
@@ -48,13 +50,13 @@ class Scene:
         """Start everything; the stack ends it."""
         engines, urls = [], dict[str, list[str]]()
         for role in ("prefill", "decode"):
-            words = ["disagg.bench.faulty_engine", role, str(ENGINES)]
+            words = ["engines", role, str(ENGINES)]
             process, ports = await _launch(stack, words, None)
             engines.append(process)
             urls[role] = [f"http://127.0.0.1:{port}" for port in ports]
         log = tempfile.TemporaryFile()  # noqa: SIM115
         stack.callback(log.close)
-        words = ["disagg.bench.fault_scene", json.dumps(urls)]
+        words = ["router", json.dumps(urls)]
         router, url = await _launch(stack, words, log)
         client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         scene = Scene(url, await stack.enter_async_context(client), router, log)
@@ -111,9 +113,16 @@ class Scene:
 async def _launch(
     stack: AsyncExitStack, words: Sequence[str], log: IO[Any] | None
 ) -> tuple[Process, Any]:
-    """A module of ours in a process that ends with its standard input; and its first line."""
+    """This module in a process of its own, and the first line that it prints."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", *words, stdin=PIPE, stdout=PIPE, stderr=log, limit=_PIPE_BYTES
+        sys.executable,
+        "-m",
+        __spec__.name,
+        *words,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=log,
+        limit=_PIPE_BYTES,
     )
     stack.push_async_callback(_end, process)
     try:
@@ -138,6 +147,41 @@ async def _end(process: Process) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
+
+
+async def _serve_engines(role: str, count: int) -> None:
+    """Serve until standard input ends. First prints the ports; then each line that comes says how
+    many engines shall refuse (null: as before), and is answered with the leases counted since."""
+    loop, state = asyncio.get_running_loop(), State(role)
+    names, connections = [f"{role}-{i}" for i in range(count)], set[FaultyEngine]()
+    ports = [0] * count
+    servers: list[asyncio.Server | None] = [None] * count
+
+    async def listen(refusing: int) -> None:
+        """The first `refusing` engines refuse connections, the others take them."""
+        for number, name in enumerate(names):
+            server = servers[number]
+            if number < refusing and server is not None:
+                server.close()
+                servers[number] = None
+            elif number >= refusing and server is None:
+                engine = partial(FaultyEngine, name, state, connections)
+                opened = await loop.create_server(engine, "127.0.0.1", ports[number])
+                servers[number], ports[number] = opened, opened.sockets[0].getsockname()[1]
+        for connection in list(connections) if refusing else ():
+            connection.reset()
+
+    lines = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    await listen(0)
+    print(json.dumps(ports), flush=True)
+    while line := await lines.readline():
+        if (refusing := json.loads(line)) is not None:
+            await listen(refusing)
+        counted = (state.granted, state.used, state.released)
+        print(json.dumps([sorted(leases) for leases in counted]), flush=True)
+        for leases in counted:
+            leases.clear()
 
 
 async def _serve_router(urls: dict[str, list[str]]) -> None:
@@ -168,4 +212,8 @@ async def _serve_router(urls: dict[str, list[str]]) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_serve_router(json.loads(sys.argv[1])))
+    match sys.argv[1:]:
+        case ["engines", role, count]:
+            uvloop.run(_serve_engines(role, int(count)))
+        case ["router", urls]:
+            uvloop.run(_serve_router(json.loads(urls)))

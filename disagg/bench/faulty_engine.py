@@ -11,18 +11,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import socket
 import struct
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, cast, get_args
-
-import uvloop
 
 from disagg.bench.fake_answers import answer, compact, events, text_of
 
@@ -88,19 +83,20 @@ class FaultyEngine(asyncio.Protocol):
     def __init__(self, engine: str, state: State, connections: set[FaultyEngine]) -> None:
         self._engine, self._state, self._connections = engine, state, connections
         self._data, self._last = b"", ("", -_UNREAD_S)
-        self._task: asyncio.Task[None] | None = None
+        self._gathered: bytearray | None = None
+        self._requests = asyncio.Queue[Request]()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
+        self._task = asyncio.create_task(self._serve_all())
 
     def connection_lost(self, error: Exception | None) -> None:
         self._connections.discard(self)
         lease, answered = self._last
         if time.monotonic() - answered < _UNREAD_S:
             self._state.released.add(lease)
-        if self._task is not None:
-            self._task.cancel()
+        self._task.cancel()
 
     def data_received(self, data: bytes) -> None:
         self._data += data
@@ -115,7 +111,7 @@ class FaultyEngine(asyncio.Protocol):
         self._data = rest[length:]
         method, path, _ = first.split(" ")
         body = json.loads(rest[:length]) if length else {}
-        self._task = asyncio.create_task(self._serve(Request(method, path, headers, body)))
+        self._requests.put_nowait(Request(method, path, headers, body))
 
     def reset(self) -> None:
         """Close with RST."""
@@ -125,6 +121,11 @@ class FaultyEngine(asyncio.Protocol):
         self._transport.abort()
 
     # ---- right answers ---------------------------------------------------------------------
+
+    async def _serve_all(self) -> None:
+        """One after the other, as every server does."""
+        while True:
+            await self._serve(await self._requests.get())
 
     async def _serve(self, request: Request) -> None:
         if request.path == "/disagg/release":
@@ -151,7 +152,7 @@ class FaultyEngine(asyncio.Protocol):
         for event in events(request.path, request.body):
             self._chunk(event)
             await asyncio.sleep(_EVENT_S)
-        return self._transport.write(b"0\r\n\r\n")
+        return self._write(b"0\r\n\r\n")
 
     def _prefilled(self, request: Request, *, counts: bool) -> bytes:
         asked = request.body
@@ -172,7 +173,7 @@ class FaultyEngine(asyncio.Protocol):
     # ---- wrong ones ------------------------------------------------------------------------
 
     async def _wrong(self, request: Request, fault: str) -> None:
-        write, body = self._transport.write, self._body(request)
+        write, body = self._write, self._body(request)
         match fault:
             case "hang":
                 return
@@ -197,8 +198,13 @@ class FaultyEngine(asyncio.Protocol):
             case "no-object":
                 self._whole(200, b'[{"kv_transfer_params": 7}]')
             case "extra":
+                # In one piece: what comes when the next request was sent looks like its answer
+                # to whoever speaks HTTP.
+                self._gathered = bytearray()
                 await self._right(request)
                 self._whole(200, b'{"stray": true}')
+                gathered, self._gathered = self._gathered, None
+                write(gathered)
             case _ if request.body.get("stream"):
                 await self._half_a_stream(request, fault)
             case "end" | "event":  # of streams alone
@@ -231,9 +237,9 @@ class FaultyEngine(asyncio.Protocol):
             half = len(text) // 2
             size = half if fault == "short" else len(text) + 100
             self._head(200, "text/event-stream", f"content-length: {size}")
-            self._transport.write(text[:half])
+            self._write(text[:half])
             await asyncio.sleep(_EVENT_S)
-            self._transport.write(text[half:])
+            self._write(text[half:])
             return await self._break(fault)
         self._head(200, "text/event-stream", "transfer-encoding: chunked")
         for event in whole[: len(whole) // 2]:
@@ -241,13 +247,13 @@ class FaultyEngine(asyncio.Protocol):
             await asyncio.sleep(_EVENT_S)
         match fault:
             case "chunks":
-                return self._transport.write(b"not a size\r\n")
+                return self._write(b"not a size\r\n")
             case "event":
                 self._chunk(b"data: %b\n\n" % _ERROR)
                 self._chunk(b"data: [DONE]\n\n")
-                return self._transport.write(b"0\r\n\r\n")
+                return self._write(b"0\r\n\r\n")
             case "end":
-                return self._transport.write(b"0\r\n\r\n")
+                return self._write(b"0\r\n\r\n")
         return await self._break(fault)
 
     async def _break(self, fault: str) -> None:
@@ -259,57 +265,20 @@ class FaultyEngine(asyncio.Protocol):
 
     # ---- bytes -----------------------------------------------------------------------------
 
+    def _write(self, data: bytes | bytearray) -> None:
+        if self._gathered is None:
+            self._transport.write(data)
+        else:
+            self._gathered += data
+
     def _head(self, status: int, kind: str, *more: str) -> None:
         lines = "".join(f"{line}\r\n" for line in (f"content-type: {kind}", *more))
         first = b"HTTP/1.1 %d %b\r\n" % (status, _REASONS[status])
-        self._transport.write(first + lines.encode() + b"\r\n")
+        self._write(first + lines.encode() + b"\r\n")
 
     def _whole(self, status: int, body: bytes, kind: str = "application/json") -> None:
         self._head(status, kind, f"content-length: {len(body)}")
-        self._transport.write(body)
+        self._write(body)
 
     def _chunk(self, data: bytes) -> None:
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-
-# ---- a process of them ---------------------------------------------------------------------
-
-
-async def _serve_role(role: str, count: int) -> None:
-    """Serve until standard input ends. First prints the ports; then each line that comes says how
-    many engines shall refuse (null: as before), and is answered with the leases counted since."""
-    loop, state = asyncio.get_running_loop(), State(role)
-    names, connections = [f"{role}-{i}" for i in range(count)], set[FaultyEngine]()
-    ports = [0] * count
-    servers: list[asyncio.Server | None] = [None] * count
-
-    async def listen(refusing: int) -> None:
-        """The first `refusing` engines refuse connections, the others take them."""
-        for number, name in enumerate(names):
-            server = servers[number]
-            if number < refusing and server is not None:
-                server.close()
-                servers[number] = None
-            elif number >= refusing and server is None:
-                engine = partial(FaultyEngine, name, state, connections)
-                opened = await loop.create_server(engine, "127.0.0.1", ports[number])
-                servers[number], ports[number] = opened, opened.sockets[0].getsockname()[1]
-        for connection in list(connections) if refusing else ():
-            connection.reset()
-
-    lines = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    await listen(0)
-    print(json.dumps(ports), flush=True)
-    while line := await lines.readline():
-        if (refusing := json.loads(line)) is not None:
-            await listen(refusing)
-        counted = (state.granted, state.used, state.released)
-        print(json.dumps([sorted(leases) for leases in counted]), flush=True)
-        for leases in counted:
-            leases.clear()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    uvloop.run(_serve_role(sys.argv[1], int(sys.argv[2])))
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -38,6 +38,7 @@ MODEL = Path(".cache/models/kv32k-float32")
 KV_BYTES_PER_TOKEN = 32 << 10
 # Prompts in one chunk: of a chunked one ExampleConnector stores a part, and its reader dies.
 _ARGS = ("--max-num-batched-tokens", "16384")
+_SHORT = (64, 256)  # not in the table: for the threshold of hand-overs that pay
 Samples = dict[tuple[int, str], list[float]]
 Row = dict[str, float]
 
@@ -70,7 +71,7 @@ def run(
         folder = Path(stack.enter_context(own))
         pairs = [_ours(transport, folder), *(_PEERS[name](folder) for name in peers)]
         servers = _start(stack, pairs, console)
-        samples = _measure(pairs, servers, lengths, repeats, folder, console)
+        samples = _measure(pairs, servers, [*_SHORT, *lengths], repeats, folder, console)
         memory = {name: _memory(server) for name, server in servers.items()}
     names = [pair.name for pair in pairs[1:]]
     rows = _report(samples, lengths, names)
@@ -82,11 +83,32 @@ def run(
     for name, sizes in memory.items():
         console.print(f"{name}: {sizes}")
     Console(width=max(console.width, 200), highlight=False).print(_table(rows, names, transport))
+    threshold = _threshold(samples, [*_SHORT, *lengths])
+    console.print(
+        f"up to about {threshold} tokens decode computes as fast as it takes them over: "
+        "router.pairing.local_prefill_tokens"
+    )
     if json_path is not None:
-        json_path.write_text(
-            json.dumps({"rows": rows, "first_ms": meetings, "memory": memory}, indent=2)
-        )
+        result = {"rows": rows, "first_ms": meetings, "memory": memory}
+        json_path.write_text(json.dumps({**result, "local_prefill_tokens": threshold}, indent=2))
     return 0
+
+
+def _threshold(samples: Samples, lengths: Sequence[int]) -> int:
+    """Where a straight line through the times of hand-overs crosses that of computing."""
+    slopes, heights = zip(
+        *(
+            statistics.linear_regression(
+                lengths, [statistics.median(samples[length, way]) for length in lengths]
+            )
+            for way in ("ours", "local")
+        ),
+        strict=True,
+    )
+    if slopes[1] <= slopes[0]:
+        return max(lengths)  # never worth it here
+    crossing: float = (heights[0] - heights[1]) / (slopes[1] - slopes[0])
+    return max(0, round(crossing))
 
 
 def _ours(transport: TransportName, folder: Path) -> Pair:

@@ -85,7 +85,7 @@ async def post(
     headers: Headers = (),
 ) -> aiohttp.ClientResponse:
     """POST JSON; the answer's head has come when this returns. Raises `aiohttp.ClientError`."""
-    sent = [header for header in headers if header[0] != "content-type"]
+    sent = [header for header in headers if header[0] not in ("content-type", "content-encoding")]
     sent.append(("content-type", "application/json"))
     return await client.post(f"{engine.url}{path}", data=data, headers=sent)
 

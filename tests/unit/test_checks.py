@@ -212,14 +212,21 @@ def test_an_open_endpoint_without_keys_is_a_warning(monkeypatch: pytest.MonkeyPa
 
 def test_secrets_and_keys_are_read_before_the_start() -> None:
     lines = problems_of(
-        transfer={"secret_env": "DISAGG_UNSET"}, router={"api_keys_file": "/nonexistent/keys"}
+        transfer={"secret_env": "DISAGG_UNSET"},
+        router={"api_keys_file": "/nonexistent/keys", "tls_cert_file": "/nonexistent/cert"},
     )
-    assert [line.split(":")[0] for line in lines] == ["transfer.secret_env", "router.api_keys_file"]
+    assert [line.split(":")[0] for line in lines] == [
+        "transfer.secret_env",
+        "router.api_keys_file",
+        "router.tls_key_file",
+    ]
 
 
 def test_the_secrets_variable_is_not_the_users() -> None:
     (line,) = problems_of(engine={"env": {"DISAGG_SECRET": "x" * 32}})
     assert line == "engine.env.DISAGG_SECRET: set by disagg; set transfer.secret_env instead"
+    (line,) = problems_of(decode={"env": {"VLLM_API_KEY": "x" * 32}})
+    assert line == "decode.env.VLLM_API_KEY: set by disagg; set router.api_keys_env instead"
 
 
 def test_without_vllm_names_are_unchecked_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,3 +265,5 @@ def test_the_plan_shows_merged_values_and_no_secret(monkeypatch: pytest.MonkeyPa
     assert resolved["prefill"]["replicas"] == 2
     assert resolved["transfer"]["storage_path"] == "/tmp/kv"
     assert "s3cret" not in repr(resolved)
+    assert "VLLM_API_KEY" not in resolved["prefill"]["env"]
+    assert resolved["router"]["endpoint"].startswith("http://")

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any, get_args
 
 import pytest
 import typer
 import yaml
 
 from disagg import __version__, cli
-from disagg.config import Deployment
+from disagg.config import ConnectorName, Deployment, PairingSection, RouterSection
 from disagg.errors import StartupError, TransferError
 
 GOOD = "model: {path: org/name}\nrouter: {port: 0}\n"
@@ -150,22 +151,95 @@ def test_no_error_of_ours_is_a_traceback(
     assert capsys.readouterr().err.endswith("error: peer is gone\n")
 
 
-def test_router_takes_several_urls(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, object] = {}
+def test_router_takes_urls_a_file_and_options_that_win(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: dict[str, Any] = {}
 
-    def run_router(**options: object) -> int:
-        seen.update(options)
+    def run_router(
+        section: RouterSection, prefill: list[str], decode: list[str], **more: Any
+    ) -> int:
+        seen.update(section=section, prefill=prefill, decode=decode, **more)
         return 0
 
     replace_module(monkeypatch, "disagg.router.main", run=run_router)
     arguments = ("--prefill", "http://a", "--prefill", "http://b", "--decode", "http://c")
     assert status_of(monkeypatch, "router", *arguments, "--port", "0") == 0
     assert seen == {
+        "section": RouterSection(port=0),
         "prefill": ["http://a", "http://b"],
         "decode": ["http://c"],
-        "host": "127.0.0.1",
-        "port": 0,
+        "engine_key_env": None,
+        "connector": "disagg",
     }
+
+    path = tmp_path / "router.yaml"
+    path.write_text(
+        "port: 1\nprocesses: 2\npairing: {prefill: round_robin, decode: round_robin}\n"
+        "limits: {drain_s: 5}\n"
+    )
+    arguments += ("--config", str(path), "--port", "2", "--decode-policy", "prefix_affinity")
+    arguments += ("--local-prefill-tokens", "7", "--connector", "nixl", "--engine-key-env", "E")
+    assert status_of(monkeypatch, "router", *arguments) == 0
+    section = seen["section"]
+    assert (section.port, section.processes, section.limits.drain_s) == (2, 2, 5)
+    assert section.pairing == PairingSection(
+        prefill="round_robin", decode="prefix_affinity", local_prefill_tokens=7
+    )
+    assert (seen["engine_key_env"], seen["connector"]) == ("E", "nixl")
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "line"),
+    [
+        ("prt: 1", (), "prt: unknown key; did you mean port?"),
+        ("limits: {drain_s: -1}", (), "limits.drain_s: -1 — must be at least 0; set 0 or more"),
+        ("pairing: 3", ("--prefill-policy", "least_loaded"), "pairing: 3 — must be keys with"),
+        ("{}", ("--processes", "0"), "processes: 0 — must be at least 1; set 1 or more"),
+        ("{}", ("--decode-policy", "dice"), "pairing.decode: 'dice' — must be 'round_robin'"),
+        ("{}", ("--tls-cert", "/none"), "tls_key_file: empty — tls_cert_file is '/none'; set both"),
+        ("api_keys_env: UNSET_HERE", (), "api_keys_env: 'UNSET_HERE' — this variable is not set"),
+    ],
+)
+def test_what_is_wrong_with_a_routers_settings_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    content: str,
+    options: tuple[str, ...],
+    line: str,
+) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_text(content)
+    legs = ("--prefill", "http://a", "--decode", "http://b", "--config", str(path))
+    monkeypatch.setattr("disagg.router.main.claim", lambda *_: pytest.fail("it would serve"))
+    assert status_of(monkeypatch, "router", *legs, *options) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(line)
+
+
+def test_connectors_have_the_names_of_the_settings() -> None:
+    assert tuple(cli.Connector) == get_args(ConnectorName)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("localhost:8000",), "write http://HOST:PORT"),
+        (("http://127.0.0.1:1",), "Connection refused"),
+        (("http://127.0.0.1:1", "--key-env", "UNSET_HERE"), "this variable holds no key"),
+        (("https://127.0.0.1:1", "--ca", "/nonexistent"), "name a PEM file"),
+    ],
+)
+def test_a_drain_that_cannot_be_asked_for_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    words: str,
+) -> None:
+    assert status_of(monkeypatch, "drain", *arguments) > 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert words in said
 
 
 def test_demo_exits_with_its_own_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from disagg import config
-from disagg.config import Deployment, load
+from disagg.config import load
 from disagg.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -146,63 +144,6 @@ def test_relative_paths_are_from_the_working_folder(
     assert load(write(tmp_path, text % ".cache/m/gone")).model.path == str(
         tmp_path / ".cache/m/gone"
     )
-
-
-def deployment_with(**sections: Any) -> Deployment:
-    return Deployment.model_validate({"model": {"path": "org/name"}, **sections})
-
-
-def test_without_one_the_secret_is_fresh_each_time() -> None:
-    first, second = config.secret(deployment_with()), config.secret(deployment_with())
-    assert first != second
-    assert len(first) == 64
-
-
-def test_the_secret_comes_from_the_variable_or_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_SECRET", "v" * 20)
-    (tmp_path / "secret").write_text("f" * 20 + "\n")
-    assert config.secret(deployment_with(transfer={"secret_env": "MY_SECRET"})) == "v" * 20
-    in_file = {"secret_file": str(tmp_path / "secret")}
-    assert config.secret(deployment_with(transfer=in_file)) == "f" * 20
-
-
-@pytest.mark.parametrize(
-    ("transfer", "words"),
-    [
-        ({"secret_env": "MY_SECRET"}, "this variable is not set; export it"),
-        ({"secret_file": "/nonexistent/secret"}, "No such file or directory"),
-        ({"secret_env": "A", "secret_file": "/b"}, "transfer.secret_file is set too"),
-    ],
-)
-def test_a_secret_that_is_not_there_is_refused(
-    monkeypatch: pytest.MonkeyPatch, transfer: dict[str, str], words: str
-) -> None:
-    monkeypatch.delenv("MY_SECRET", raising=False)
-    with pytest.raises(ConfigError, match=words):
-        config.secret(deployment_with(transfer=transfer))
-
-
-def test_a_short_secret_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_SECRET", "hunter2")
-    with pytest.raises(ConfigError, match="7 characters") as caught:
-        config.secret(deployment_with(transfer={"secret_env": "MY_SECRET"}))
-    assert "hunter2" not in str(caught.value)
-
-
-def test_api_keys_are_split_at_commas_and_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KEYS", "one, two,")
-    assert config.api_keys(deployment_with()) == ()
-    assert config.api_keys(deployment_with(router={"api_keys_env": "KEYS"})) == ("one", "two")
-    (tmp_path / "keys").write_text("three\nfour\n")
-    in_file = {"api_keys_file": str(tmp_path / "keys")}
-    assert config.api_keys(deployment_with(router=in_file)) == ("three", "four")
-    monkeypatch.setenv("KEYS", " , ")
-    with pytest.raises(ConfigError, match=r"router.api_keys_env: no key"):
-        config.api_keys(deployment_with(router={"api_keys_env": "KEYS"}))
 
 
 def test_reading_imports_nothing_heavy() -> None:
