@@ -158,7 +158,7 @@ def _table(mode: str, mine: Sequence[Mapping[str, Any]], pace_ms: float) -> Tabl
     pace = f", {pace_ms:g} ms a token" if pace_ms else ""
     table = Table(title=f"Routers in front of fake engines, answers {shape}{pace}")
     columns = [c for c in _COLUMNS if mode == "stream" or "chunks" not in c[0]]
-    table.add_column("clients", justify="right")
+    table.add_column("clients", justify="right", no_wrap=True)
     table.add_column("target", no_wrap=True)
     for heading, _, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)

@@ -101,7 +101,7 @@ class Continuing:
         opened = await self._service.open(request, seat, headers, record)
         if isinstance(opened, Response):
             return None
-        if opened.answer.status != 200:
+        if opened.answer.status != 200 or not opened.is_events:
             opened.close()
             return None
         if stream.has_begun:

@@ -17,7 +17,7 @@ import aiohttp
 from disagg.config import LimitsSection
 from disagg.router import upstream
 from disagg.router.admission import Admission
-from disagg.router.errors import ApiError
+from disagg.router.errors import ApiError, EngineRefusal
 from disagg.router.health import Health
 from disagg.router.metrics import RouterMetrics
 from disagg.router.pairing import RequestInfo
@@ -28,6 +28,7 @@ from disagg.router.traffic import Seat
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 2
+_LONGEST_REFUSAL = 64 << 10
 Call: TypeAlias = Callable[[EngineEndpoint], Awaitable[aiohttp.ClientResponse]]
 
 
@@ -43,6 +44,13 @@ class Opened:
     @property
     def engine(self) -> EngineEndpoint:
         return self.seat.engine
+
+    @property
+    def is_events(self) -> bool:
+        """Whether it is an event stream that another event can follow."""
+        headers = self.answer.headers
+        kind = headers.get("content-type", "")
+        return kind.startswith("text/event-stream") and "content-encoding" not in headers
 
     async def chunk(self, silence_s: float) -> bytes:
         """What has come since; empty at the end. What goes wrong becomes an `ApiError`."""
@@ -84,9 +92,8 @@ class DecodeLeg:
         *,
         attempts: int = _ATTEMPTS,
     ) -> Opened:
-        """The answer of the seat's engine, or of another one. Gives the seat up if there is
-        none. Raises `ApiError`; an engine's own 5xx is an answer if no other engine does better.
-        """
+        """The answer of the seat's engine, or of another one; never a 5xx. Gives the seat up if
+        there is none. Raises `ApiError`, an engine's own words among them."""
         tried: list[EngineEndpoint] = []
         while True:
             tried.append(seat.engine)
@@ -103,16 +110,28 @@ class DecodeLeg:
             if len(tried) < attempts and (failure is None or failure.status != 504):
                 other = self._admission.another("decode", request, tried)
             if other is None:
-                if opened is None:
-                    assert failure is not None
-                    raise failure
-                return opened
+                if opened is not None:
+                    failure = await self._refusal(opened)
+                assert failure is not None
+                raise failure
             if opened is not None:
                 opened.close()
             logger.warning("decode on %s failed, trying %s", seat.engine.name, other.engine.name)
             self._metrics.retries.labels("decode").inc()
             record.retries += 1
             seat = other
+
+    async def _refusal(self, opened: Opened) -> ApiError:
+        """An engine's 5xx as an error: in its own words if they are OpenAI's shape."""
+        content, limit = opened.first, self._limits.between_bytes_timeout_s
+        try:
+            while len(content) < _LONGEST_REFUSAL and (more := await opened.chunk(limit)):
+                content += more
+        except ApiError:
+            content = b""
+        finally:
+            opened.close()
+        return EngineRefusal.of(opened.answer.status, content)
 
     async def _on(self, call: Call, seat: Seat) -> Opened:
         began = asyncio.get_running_loop().time()

@@ -47,3 +47,27 @@ class ApiError(Exception):
                 "code": self.status,
             }
         }
+
+
+class EngineRefusal(ApiError):
+    """An engine's own error, passed on as it is."""
+
+    def __init__(self, status: int, content: dict[str, object]) -> None:
+        super().__init__(status, "the engine refused")
+        self._content = content
+
+    def content(self) -> dict[str, object]:
+        return self._content
+
+    @classmethod
+    def of(cls, status: int, answer: bytes) -> ApiError:
+        """What an engine answered with this status, if it is an error in OpenAI's shape; else
+        one of ours, since pages of proxies and the like name addresses."""
+        try:
+            content = json.loads(answer)
+        except (ValueError, RecursionError):
+            content = None
+        error = content.get("error") if isinstance(content, dict) else None
+        if isinstance(error, dict) and isinstance(error.get("message"), str):
+            return cls(status, content)
+        return ApiError(status if status in _TYPES else 502, f"an engine answered {status}")

@@ -17,16 +17,16 @@ from typing import Any
 import msgspec
 
 from disagg.router.errors import ApiError
+from disagg.router.events import DONE, END, Splitter
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 # The client's quotes are escaped inside of JSON strings, so that these are keys wherever they are.
 _PROMPT = re.compile(rb'"prompt_token_ids":(\[[0-9,]*\])')
 _IDS = re.compile(rb'"token_ids":\[([0-9,]*)\]')
-_ERROR, _DONE, _END = b'data: {"error"', b"data: [DONE]", b"\n\n"
+_ERROR = b'data: {"error"'
 _FINISH, _NO_CHOICES = b'"finish_reason":"', b'"choices":[]'
 # Of a chat's delta: what a plain completion cannot continue.
 _MORE_THAN_TEXT = re.compile(rb'"(?:reasoning|reasoning_content)":"|"tool_calls":\[\{')
-_LONGEST_EVENT = 1 << 20
 _COMPLETION_TOKENS = 16  # of a completion that says no max_tokens
 _TEXT_KEPT = 16  # events whose text is compared before an answer goes on
 
@@ -118,14 +118,13 @@ def watched(path: str, body: Mapping[str, Any]) -> Stream | None:
     return Stream(path, body) if _is_text(body) else None
 
 
-class Stream:
+class Stream(Splitter):
     """One answer on its way to the client."""
 
     def __init__(self, path: str, body: Mapping[str, Any]) -> None:
+        super().__init__()
         self._is_chat, self._body = path == CHAT, body
         self.migrations = 0
-        self.failure: ApiError | None = None
-        self._tail = b""
         self._prompt: list[int] | None = None
         self._tokens: list[int] = []
         self._first = b""  # the first event, for its id, time and model
@@ -152,14 +151,7 @@ class Stream:
     def feed(self, data: bytes) -> bytes:
         """What to send of what has come: whole events. `failure` is set if the engine said that
         it failed."""
-        data = self._tail + data
-        cut = data.rfind(_END) + len(_END)
-        if cut < len(_END):
-            self._tail = data
-            if len(data) > _LONGEST_EVENT:
-                self.failure = ApiError(502, "the engine sends no events")
-            return b""
-        events, self._tail = data[:cut], data[cut:]
+        events = self.whole(data)
         if _ERROR in events and _is_its_fault(events[events.index(_ERROR) :]):
             events = events[: events.index(_ERROR)]
             self.failure = ApiError(502, "the engine failed in mid-answer")
@@ -176,7 +168,7 @@ class Stream:
             usage = {"prompt_tokens": len(self._prompt or ()), "completion_tokens": given}
             usage["total_tokens"] = sum(usage.values())
             events = self._event({"choices": [], "usage": usage})
-        return events + _DONE + _END
+        return events + DONE + END
 
     # ---- going on ------------------------------------------------------------------------------
 
@@ -220,15 +212,15 @@ class Stream:
 
     def _passed(self, events: bytes) -> bytes:
         if not self._first:
-            self._first = events[: events.index(_END)]
+            self._first = events[: events.index(END)]
             prompt = _PROMPT.search(events)
             self._prompt = msgspec.json.decode(prompt[1]) if prompt else None
         for ids in _IDS.findall(events):
             self._tokens.extend(map(int, ids.split(b",") if ids else ()))
         self._finished |= _FINISH in events
-        self._done |= events.endswith(_DONE + _END)
+        self._done |= events.endswith(DONE + END)
         self._usage_sent |= _NO_CHOICES in events
-        each = events.split(_END)[:-1]
+        each = events.split(END)[:-1]
         self._recent.extend(each)
         if self._continues:
             return b"".join(map(self._rewritten, each))
@@ -238,11 +230,11 @@ class Stream:
 
     def _rewritten(self, event: bytes) -> bytes:
         """An event of the rest's completion, as one of the answer that was begun."""
-        if event.startswith(_DONE):
-            return event + _END
+        if event.startswith(DONE):
+            return event + END
         content = _content(event)
         if content is None:
-            return event + _END
+            return event + END
         choices = []
         for choice in content.get("choices") or ():
             if self._is_chat and not choice.get("text") and not choice.get("finish_reason"):
@@ -266,7 +258,7 @@ class Stream:
     def _event(self, content: dict[str, Any]) -> bytes:
         first = _content(self._first) or {}
         names = {key: first[key] for key in ("id", "object", "created", "model") if key in first}
-        return b"data: " + msgspec.json.encode({**content, **names}) + _END
+        return b"data: " + msgspec.json.encode({**content, **names}) + END
 
 
 def _may_be(body: Mapping[str, Any], key: str) -> bool:
@@ -297,7 +289,7 @@ def _is_words(content: Any) -> bool:
 
 
 def _is_its_fault(event: bytes) -> bool:
-    error = (_content(event.partition(_END)[0]) or {}).get("error")
+    error = (_content(event.partition(END)[0]) or {}).get("error")
     code = error.get("code") if isinstance(error, dict) else None
     return not isinstance(code, int) or code >= 500
 

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from disagg.router import upstream
 from disagg.router.decode_leg import Opened
 from disagg.router.errors import ApiError
+from disagg.router.events import Watcher
 from disagg.router.migration import Stream
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Progress:
 class Relayed:
     """Sends one answer, as an ASGI app.
 
-    `stream` watches what is sent, if it could go on elsewhere; `go_on` opens the rest there, or
+    `watcher` sees what is sent; if it is a `Stream`, `go_on` opens the rest at another engine, or
     answers None if that is not to be.
     """
 
@@ -41,12 +42,12 @@ class Relayed:
         opened: Opened,
         silence_s: float,
         progress: Progress,
-        stream: Stream | None = None,
+        watcher: Watcher | None = None,
         go_on: Callable[[Stream, Opened], Awaitable[Opened | None]] | None = None,
     ) -> None:
         self.status_code = opened.answer.status
         self._opened, self._silence_s, self._progress = opened, silence_s, progress
-        self._stream, self._go_on = stream, go_on
+        self._watcher, self._go_on = watcher, go_on
 
     def discard(self) -> None:
         """Nobody gets this answer: close it unread."""
@@ -63,13 +64,16 @@ class Relayed:
 
         try:
             headers = upstream.to_client(self._opened.answer.raw_headers)
+            if self._opened.is_events:
+                # An error event must fit behind what was announced.
+                headers = [header for header in headers if header[0] != b"content-length"]
             start = {"type": "http.response.start", "status": self.status_code, "headers": headers}
             await send(start)
             self._progress.first_byte()
             last = await self._relay(pass_on)
         except ApiError as error:
             logger.warning("the answer of %s broke off: %s", self._opened.engine.name, error)
-            if not self._is_plain_events():
+            if not self._opened.is_events:
                 return  # the server cuts the connection, which is what an incomplete body means
             last = error.event()
         finally:
@@ -79,42 +83,38 @@ class Relayed:
 
     async def _relay(self, pass_on: Callable[[bytes], Awaitable[None]]) -> bytes:
         """Returns what is left to send at the end."""
-        if self._stream is None:
+        watcher = self._watcher
+        if watcher is None:
             await self._pass_on_all(pass_on)
             return b""
         while True:
             try:
                 await self._pass_on_all(pass_on)
-                if not self._stream.is_whole:
-                    raise self._stream.failure or ApiError(502, "the answer ended too early")
+                if not watcher.is_whole:
+                    raise watcher.failure or ApiError(502, "the answer ended too early")
             except ApiError as error:
-                if not self._stream.is_whole and not await self._goes_on(self._stream, error):
+                if not watcher.is_whole and not await self._goes_on(error):
                     raise
-            if self._stream.is_whole:
-                return self._stream.left()
+            if watcher.is_whole:
+                return watcher.left()
 
     async def _pass_on_all(self, pass_on: Callable[[bytes], Awaitable[None]]) -> None:
-        stream, chunk = self._stream, self._opened.first
+        watcher, chunk = self._watcher, self._opened.first
         while chunk:
-            data = chunk if stream is None else stream.feed(chunk)
+            data = chunk if watcher is None else watcher.feed(chunk)
             if data:
                 await pass_on(data)
-            if stream is not None and stream.failure is not None:
-                raise stream.failure
+            if watcher is not None and watcher.failure is not None:
+                raise watcher.failure
             chunk = await self._opened.chunk(self._silence_s)
 
-    async def _goes_on(self, stream: Stream, error: ApiError) -> bool:
+    async def _goes_on(self, error: ApiError) -> bool:
         """Whether another engine adds what is missing."""
-        broken = self._opened
+        broken, stream = self._opened, self._watcher
+        if self._go_on is None or not isinstance(stream, Stream):
+            return False
         broken.close()
         logger.warning("the answer of %s broke off: %s", broken.engine.name, error)
-        opened = await self._go_on(stream, broken) if self._go_on else None
+        opened = await self._go_on(stream, broken)
         self._opened = opened or broken
         return opened is not None
-
-    def _is_plain_events(self) -> bool:
-        headers = self._opened.answer.headers
-        is_events = headers.get("content-type", "").startswith("text/event-stream")
-        return is_events and not {"content-encoding", "content-length"} & {
-            name.lower() for name in headers
-        }

@@ -20,6 +20,7 @@ from disagg.router.admission import Admission
 from disagg.router.continuing import Continuing
 from disagg.router.decode_leg import DecodeLeg, Opened
 from disagg.router.errors import ApiError
+from disagg.router.events import Plain
 from disagg.router.fits import Fits
 from disagg.router.health import Health
 from disagg.router.metrics import RouterMetrics
@@ -86,10 +87,9 @@ class Service:
         opened = await self.open(request, seat, sent, record)
         if isinstance(opened, Response):
             return opened
-        if opened.answer.status >= 400:
-            stream = None
+        watcher = (stream or Plain()) if opened.answer.status == 200 and opened.is_events else None
         go_on = self._continuing.of(request, sent, record)
-        return self._relayed(opened, record, stream=stream, go_on=go_on)
+        return self._relayed(opened, record, watcher=watcher, go_on=go_on)
 
     async def forward(
         self, method: str, target: str, data: bytes, headers: Headers, record: Record

@@ -1,0 +1,63 @@
+"""An event stream cut into whole events, so that what breaks off never ends in half of one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from disagg.router.errors import ApiError
+
+END, DONE = b"\n\n", b"data: [DONE]"
+_LONGEST_EVENT = 1 << 20
+
+
+class Watcher(Protocol):
+    """Sees an answer's bytes before the client does."""
+
+    failure: ApiError | None
+    """Why the answer cannot be right, once that is known."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing but what `left` says."""
+
+    def feed(self, data: bytes) -> bytes:
+        """What to send of what has come."""
+
+    def left(self) -> bytes:
+        """What is to be sent at the end of a whole answer."""
+
+
+class Splitter:
+    """Holds back the beginning of an event until its end has come."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self.failure: ApiError | None = None
+
+    def whole(self, data: bytes) -> bytes:
+        """The events that are complete now; sets `failure` if what comes is no event."""
+        if self._tail:
+            data = self._tail + data
+        cut = data.rfind(END) + len(END)
+        if cut < len(END):
+            cut = 0
+            if len(data) > _LONGEST_EVENT:
+                self.failure = ApiError(502, "the engine sends no events")
+        self._tail = data[cut:]
+        return data[:cut]
+
+
+class Plain(Splitter):
+    """An answer of one engine; whole when it ends as OpenAI's streams do."""
+
+    is_whole = False
+
+    def feed(self, data: bytes) -> bytes:
+        """See `Watcher`."""
+        events = self.whole(data)
+        self.is_whole = self.is_whole or events.endswith(DONE + END)
+        return events
+
+    def left(self) -> bytes:
+        """See `Watcher`."""
+        return b""
