@@ -19,6 +19,8 @@ from disagg.router.errors import ApiError
 logger = logging.getLogger(__name__)
 
 PATH = "/disagg/drain"
+CUT = "the router ended before this answer"
+"""With these words a request is cancelled that did not end in time."""
 _OPEN = {"/health", "/metrics", PATH}
 _CLOSE = {"Connection": "close", "Retry-After": "1"}
 
@@ -62,7 +64,7 @@ class Drain:
             logger.warning("cut %d requests that did not end in time", len(self._running))
             self._cutting = True
             for task in self._running:
-                task.cancel()
+                task.cancel(CUT)
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one counted request with `app`."""

@@ -7,6 +7,7 @@ when its own breaks off.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from disagg.router import upstream
 from disagg.router.decode_leg import Opened
+from disagg.router.drain import CUT
 from disagg.router.errors import ApiError
 from disagg.router.events import Watcher
 from disagg.router.migration import Stream
@@ -76,6 +78,10 @@ class Relayed:
             if not self._opened.is_events:
                 return  # the server cuts the connection, which is what an incomplete body means
             last = error.event()
+        except asyncio.CancelledError as error:
+            if error.args != (CUT,) or not self._opened.is_events:
+                raise
+            last = ApiError(503, CUT).event()
         finally:
             self._opened.close()
             self._progress.ended(chunks)
