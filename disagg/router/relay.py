@@ -119,6 +119,7 @@ class Relayed:
                 await pass_on(data)
             if watcher is not None and watcher.failure is not None:
                 raise watcher.failure
+            await asyncio.sleep(0)  # what comes in the same moment goes in one piece
             chunk = await self._opened.chunk(self._silence_s)
 
     async def _goes_on(self, error: ApiError) -> bool:
