@@ -24,7 +24,8 @@ from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.parallel_state import (
-    cleanup_dist_env_and_memory,
+    destroy_distributed_environment,
+    destroy_model_parallel,
     ensure_model_parallel_initialized,
     init_distributed_environment,
 )
@@ -104,7 +105,8 @@ def one_rank(folder: Path) -> Iterator[None]:
         init_distributed_environment(1, 0, method, 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
     yield
-    cleanup_dist_env_and_memory()
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 @dataclass
@@ -162,6 +164,7 @@ class Engine:
         self.answers: dict[str, list[int]] = {}
         self.params: dict[str, dict[str, Any]] = {}
         self.finished: dict[str, str] = {}
+        self.scheduled: list[SchedulerOutput] = []
         self.seen: list[KVConnectorOutput] = []
         algorithm = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(algorithm)
@@ -195,6 +198,7 @@ class Engine:
         if not self.scheduler.has_requests():
             return False
         scheduled = self.scheduler.schedule()
+        self.scheduled.append(scheduled)
         # The other half is in another process, as a rule.
         sent = pickle.dumps(scheduled.kv_connector_metadata)
         scheduled.kv_connector_metadata = pickle.loads(sent)

@@ -227,8 +227,8 @@ def test_whatever_the_connector_raises(
 def test_steps_follow_each_other(make: type[Lifecycle]) -> None:
     spy = Spy(CONFIG)
     lifecycle = make(spy, CONFIG)
-    with lifecycle.step(scheduled(), defer_finalize=True):
-        pytest.raises(RuntimeError, lifecycle.idle_step, scheduled())
+    with lifecycle.step(scheduled(), defer_finalize=True), pytest.raises(RuntimeError):
+        lifecycle.idle_step(scheduled())
     with pytest.raises(RuntimeError, match="has not ended"):
         lifecycle.idle_step(scheduled())
     lifecycle.finalize()
