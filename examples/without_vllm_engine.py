@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.parallel_state import (
     ensure_model_parallel_initialized,
@@ -29,6 +30,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.utils import allocate_kv_cache
+from xxhash import xxh3_128_hexdigest
 
 from disagg.checkpoint import make_model
 from disagg.connector.connector import DisaggConnector
@@ -46,16 +48,16 @@ def worker(folder: Path, role: str, options: argparse.Namespace, pipe: Connectio
         dtype="bfloat16",
         block_size=TOKENS,
         max_model_len=TOKENS,
-        kv_transfer_config={
-            "kv_connector": "DisaggConnector",
-            "kv_connector_module_path": "disagg.connector",
-            "kv_role": role,
-            "kv_connector_extra_config": {
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="DisaggConnector",
+            kv_connector_module_path="disagg.connector",
+            kv_role=role,
+            kv_connector_extra_config={
                 "transports": [options.transport],
                 "storage_path": str(folder / "storage"),
                 "storage_max_bytes": 8 << 30,
             },
-        },
+        ),
     ).create_engine_config()
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{folder / role}", 0, "gloo")
@@ -79,7 +81,7 @@ def worker(folder: Path, role: str, options: argparse.Namespace, pipe: Connectio
         produce(lifecycle, address, blocks, options.times, pipe)
     else:
         consume(lifecycle, blocks, options.times, pipe)
-    pipe.send([int(layer.view(torch.int64).sum()) for layer in caches.values()])
+    pipe.send([xxh3_128_hexdigest(layer.view(torch.int8).numpy()) for layer in caches.values()])
     pipe.recv()
     lifecycle.shutdown()
 
@@ -149,11 +151,11 @@ def main() -> None:
         producer, consumer = pipes
         consumer.send(producer.recv())
         same = producer.recv() == consumer.recv()
-        print("the same bytes" if same else "NOT the same bytes")
         for pipe in pipes:
             pipe.send("end")
         for one in workers:
             one.join(20)
+    sys.exit(None if same else "these are NOT the same bytes")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class Lifecycle:
         self,
         scheduler_output: SchedulerOutput,
         *,
-        attn_metadata: object = None,
+        attn_metadata: Any = None,
         load_kwargs: Mapping[str, Any] | None = None,
         defer_finalize: bool = False,
     ) -> Iterator[Step]:
@@ -131,9 +131,7 @@ class Lifecycle:
         return step.output
 
     @contextmanager
-    def layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object
-    ) -> Iterator[None]:
+    def layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any) -> Iterator[None]:
         """Around one attention layer inside a step: wait for its load, then save it.
 
         kv_layer: [B, H, N, C]. Nothing is called without attention metadata or outside of a step.
@@ -148,18 +146,18 @@ class Lifecycle:
     def shutdown(self) -> None:
         """End the connector. A step that is still open is dropped."""
         self._open = None
-        self.connector.shutdown()
+        self.connector.shutdown()  # type: ignore[no-untyped-call]
 
     # ---- the parts in which vLLM's two runners differ ---------------------------------------
 
     def _after_forward(self, step: Step, *, defer: bool) -> None:
         self._start_loads(step)
         if not defer:
-            self.connector.wait_for_save()
+            self.connector.wait_for_save()  # type: ignore[no-untyped-call]
         self._collect(step)
 
     def _finalize(self, step: Step) -> None:
-        self.connector.wait_for_save()
+        self.connector.wait_for_save()  # type: ignore[no-untyped-call]
 
     # ---- what they share ------------------------------------------------------------------
 
@@ -184,7 +182,7 @@ class Lifecycle:
         self._open = None
         self.connector.clear_connector_metadata()
 
-    def _forward_context(self, attn_metadata: object) -> AbstractContextManager[None]:
+    def _forward_context(self, attn_metadata: Any) -> AbstractContextManager[None]:
         if is_forward_context_available():
             return nullcontext()
         context: AbstractContextManager[None] = set_forward_context(
@@ -208,7 +206,7 @@ class LifecycleV2(Lifecycle):
     def _finalize(self, step: Step) -> None:
         with self._forward_context(None):
             self._start_loads(step)
-        self.connector.wait_for_save()
+        self.connector.wait_for_save()  # type: ignore[no-untyped-call]
         self._collect(step)
         # The second runner reports None where the first reports an empty set.
         step.output.finished_sending = step.output.finished_sending or None

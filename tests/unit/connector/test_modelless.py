@@ -16,6 +16,7 @@ import pytest
 import torch
 from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, Engine, answer, one_rank, run
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import ModelRunnerOutput
 
 from disagg.checkpoint import make_model
 from disagg.connector.settings import SECRET_VARIABLE
@@ -89,11 +90,11 @@ def at_rest(*engines: Engine) -> bool:
 # ---- one hand-over ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+WAYS = [(transport, layout) for transport in TRANSPORTS for layout in ("LBHNC", "BLHNC")]
+
+
+@pytest.mark.parametrize(("transport", "layout"), [*WAYS, ("process_memory", "BHLNC")])
 def test_a_whole_hand_over(start: Start, transport: str, layout: str) -> None:
-    if transport == "tcp" and layout == "BHLNC":
-        pytest.skip("two ways are enough for the rarest layout")
     producer = start("kv_producer", layout=layout, transports=[transport])
     consumer = start("kv_consumer", layout=layout, transports=[transport])
     prompt = prompt_of(5 * BLOCK + 7, seed=1)
@@ -158,15 +159,20 @@ def test_results_survive_a_forward_pass_that_raises(start: Start) -> None:
     prompt = prompt_of(70, seed=4)
     first = producer.add(prompt, 1, PREFILL)
     run([producer], lambda: first in producer.finished)
-    consumer.add(prompt, 1, producer.params[first])
+    second = consumer.add(prompt, 2, producer.params[first])
     consumer.step()  # the load is under way
-    worker = consumer.lifecycle.connector.worker
-    run([producer], lambda: not worker._ended.empty())
+    connector = consumer.lifecycle.connector
+    run([producer], lambda: not connector.worker._ended.empty())
     scheduled = consumer.scheduler.schedule()
     with pytest.raises(ZeroDivisionError), consumer.lifecycle.step(scheduled) as step:
         _ = 1 // 0
-    assert step.output.finished_recving == {"kv_consumer-0"}
-    assert not consumer.lifecycle.connector.has_connector_metadata()
+    assert not connector.has_connector_metadata()
+    assert step.output.finished_recving == {second}
+    ran = ModelRunnerOutput.with_kv_conn_output_only(step.output)
+    consumer.scheduler.update_from_output(scheduled, ran)
+    run([producer, consumer], lambda: second in consumer.finished)
+    run([producer, consumer], lambda: at_rest(producer, consumer))
+    assert consumer.answers[second] == answer(prompt, 2)
 
 
 # ---- vLLM's own connectors ---------------------------------------------------------------------
@@ -316,10 +322,9 @@ def scene(start: Start) -> Iterator[Scene]:
         assert scene.counts.get(what, 0) > 0, f"the events never include: {what}"
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_events(scene: Scene, seed: int) -> None:
     clients = Clients(scene, seed)
     for event in clients.random.choices(list(EVENTS), list(EVENTS.values()), k=150):
         event(clients)
     scene.settle()
-    print(scene.counts)
