@@ -8,6 +8,7 @@ beforehand, and a single wrong byte makes another answer; before that, it is fou
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -100,6 +101,7 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
 @contextmanager
 def one_rank(folder: Path) -> Iterator[None]:
     """vLLM's parallel groups, of this process alone: its connectors ask for their rank."""
+    environment = dict(os.environ)  # engine configs set some variables
     with set_current_vllm_config(VllmConfig()):
         method = f"file://{folder / 'rendezvous'}"
         init_distributed_environment(1, 0, method, 0, "gloo")
@@ -107,6 +109,8 @@ def one_rank(folder: Path) -> Iterator[None]:
     yield
     destroy_model_parallel()
     destroy_distributed_environment()
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 @dataclass

@@ -125,19 +125,20 @@ def test_a_whole_hand_over(start: Start, transport: str, layout: str) -> None:
 
 
 def test_many_at_once(start: Start) -> None:
-    producer = start("kv_producer", blocks=160)
-    consumer = start("kv_consumer", blocks=60)  # too few for all: some wait, some are preempted
+    """More than the consumer has blocks for: some wait, and some are preempted."""
+    producer, consumer = start("kv_producer", blocks=160), start("kv_consumer", blocks=36)
     prompts = [prompt_of(20 + 17 * n, seed=n) for n in range(16)]
     firsts = [producer.add(prompt, 1, PREFILL) for prompt in prompts]
     run([producer], lambda: set(firsts) <= set(producer.finished))
     seconds = [
-        consumer.add(prompt, 6, producer.params[first])
+        consumer.add(prompt, 40, producer.params[first])
         for prompt, first in zip(prompts, firsts, strict=True)
     ]
     run([producer, consumer], lambda: set(seconds) <= set(consumer.finished))
     run([producer, consumer], lambda: at_rest(producer, consumer))
-    assert [consumer.answers[name] for name in seconds] == [answer(p, 6) for p in prompts]
+    assert [consumer.answers[name] for name in seconds] == [answer(p, 40) for p in prompts]
     assert not any(output.failed_recving for output in consumer.seen)
+    assert any(scheduled.preempted_req_ids for scheduled in consumer.scheduled)
 
 
 def test_a_lease_that_ran_out(start: Start) -> None:
