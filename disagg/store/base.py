@@ -69,7 +69,7 @@ class Slot(NamedTuple):
     """A place in the host pool, the same on all ranks, and the chunk it is for."""
 
     key: Key
-    index: int
+    number: int
 
 
 class EventKind(StrEnum):
@@ -101,6 +101,8 @@ class IndexStats:
     """Chunks that were not stored because everything was in use."""
     loads_failed: int = 0
     evictions: int = 0
+    slow: int = 0
+    """Lookups given up because the disk did not answer in time."""
     stray: int = 0
     """Completions of nothing that was begun: a caller's mistake, ignored."""
     used: int = 0

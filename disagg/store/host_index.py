@@ -131,7 +131,7 @@ class HostIndex:
             else:
                 self._policy.remove(slot.key)
                 del self._chunks[slot.key]
-                self._free.append(slot.index)
+                self._free.append(slot.number)
         for key in reversed(stored):
             self._tell(EventKind.STORED, key)
 
@@ -203,10 +203,10 @@ class HostIndex:
             if chunk.ready:
                 self._tell(EventKind.REMOVED, key)
             if chunk.idle:
-                self._free.append(chunk.slot.index)
+                self._free.append(chunk.slot.number)
             else:
                 chunk.gone = True
-                self._gone[chunk.slot.index] = chunk
+                self._gone[chunk.slot.number] = chunk
         self._chunks.clear()
         self._policy = policies.make(self._policy_name, self._capacity)
 
@@ -239,7 +239,7 @@ class HostIndex:
     def check_integrity(self) -> None:
         """Raise `AssertionError` if an invariant is broken. For tests; looks at everything."""
         self._policy.check_integrity()
-        taken = [chunk.slot.index for chunk in (*self._chunks.values(), *self._gone.values())]
+        taken = [chunk.slot.number for chunk in (*self._chunks.values(), *self._gone.values())]
         every = sorted([*self._free, *taken])
         assert every == list(range(self._capacity)), "a slot is both free and in use, or neither"
         assert set(self._gone) <= set(taken)
@@ -263,7 +263,7 @@ class HostIndex:
         if not admission.admitted:
             return None
         if admission.evicted is not None:
-            self._free.append(self._chunks.pop(admission.evicted).slot.index)
+            self._free.append(self._chunks.pop(admission.evicted).slot.number)
             self._evictions += 1
             self._tell(EventKind.REMOVED, admission.evicted)
         slot = Slot(key, self._free.pop())
@@ -273,7 +273,7 @@ class HostIndex:
 
     def _find(self, slot: Slot) -> _Chunk | None:
         """The chunk that holds this slot, cleared or not."""
-        for chunk in (self._chunks.get(slot.key), self._gone.get(slot.index)):
+        for chunk in (self._chunks.get(slot.key), self._gone.get(slot.number)):
             if chunk is not None and chunk.slot == slot:
                 return chunk
         return None
@@ -300,8 +300,8 @@ class HostIndex:
             self._policy.release(chunk.slot.key)
 
     def _drop_gone(self, chunk: _Chunk) -> None:
-        del self._gone[chunk.slot.index]
-        self._free.append(chunk.slot.index)
+        del self._gone[chunk.slot.number]
+        self._free.append(chunk.slot.number)
 
     def _tell(self, kind: EventKind, key: Key) -> None:
         if self._events is not None:
