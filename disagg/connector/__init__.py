@@ -5,5 +5,8 @@ It has a scheduler half, which decides, and a worker half per rank, which moves.
 """
 
 from disagg.connector.connector import DisaggConnector
+from disagg.connector.registration import register
+
+register("DisaggConnector", __name__)
 
 __all__ = ["DisaggConnector"]

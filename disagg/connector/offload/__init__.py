@@ -6,5 +6,8 @@ scheduler half, which decides, and a worker half per rank, which moves.
 """
 
 from disagg.connector.offload.connector import DisaggOffloadConnector
+from disagg.connector.registration import register
+
+register("DisaggOffloadConnector", __name__)
 
 __all__ = ["DisaggOffloadConnector"]
