@@ -103,6 +103,8 @@ class Directory:
             if self._space is not None:
                 self._space.give_back(size, disk_full=reason == "no_space")
             return self._wrote(WriteResult(WriteOutcome.FAILED, reason=reason))
+        if self._space is not None:
+            self._space.written(size)
         return self._wrote(WriteResult(WriteOutcome.WRITTEN, size))
 
     def read(self, key: Key, buffers: Sequence[memoryview]) -> ReadResult:

@@ -1,7 +1,7 @@
 """How much the shared directory holds, and who goes when it is too much.
 
 The cap is over all namespaces of a directory, in bytes of files. Every process that writes keeps
-an estimate: what the last look at the directory found, and what itself has reserved since. When
+an estimate: what the last look at the directory found, and what it has written since. When
 the estimate nears the cap, or enough was written since the last look, a thread looks again and
 removes what was used longest ago, until a tenth of the cap is free. One process alone never passes
 the cap. Several may, by what the others wrote since the last look: each looks again after a
@@ -33,7 +33,6 @@ LOCK = ".space"
 
 _HIGH, _LOW = 0.95, 0.9
 _STEP = 0.02
-_FRESH_S = 1.0
 _ABANDONED_S = 3600.0
 
 OnRemoved = Callable[[str, list[Key]], None]
@@ -59,18 +58,19 @@ class Evicted(NamedTuple):
 
 
 class DirectorySpace:
-    """One per process that writes. `reserve` and `give_back` are called by any thread and never
-    wait for the disk; `make_room` by the thread of this object, or by whoever wants it now."""
+    """One per process that writes. `reserve`, `written` and `give_back` are called by any thread
+    and never wait for the disk; `make_room` by this object's thread, or by whoever wants it now."""
 
     def __init__(self, root: Path, max_bytes: int, on_removed: OnRemoved | None = None) -> None:
         if max_bytes < 1:
             raise ValueError(f"a cap of {max_bytes} bytes")
         self._root, self._max_bytes, self._on_removed = root, max_bytes, on_removed
         self._lock = threading.Lock()
-        self._since = 0
+        self._writing = 0  # reserved, not done
+        self._since = 0  # written since the last look began
         self._refused = 0  # the largest file there was no room for
         self._disk_full = False
-        self._chunks_evicted = self._bytes_evicted = 0
+        self._chunks_evicted = 0
         self._wake, self._stop = threading.Event(), threading.Event()
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._used = self._recorded()[0]
@@ -89,24 +89,32 @@ class DirectorySpace:
         return self._chunks_evicted
 
     def reserve(self, num_bytes: int) -> bool:
-        """Count a file that is about to be written; whether there is room for it. If not, room is
-        made, and the next one may fit."""
+        """Whether there is room for a file. If so it is counted, and `written` or `give_back` must
+        follow; if not, room is made, and the next one may fit."""
         with self._lock:
             fits = self._used + num_bytes <= self._max_bytes
             if fits:
                 self._used += num_bytes
-                self._since += num_bytes
+                self._writing += num_bytes
             else:
                 self._refused = max(self._refused, num_bytes)
-            crowded = self._used > _HIGH * self._max_bytes
-            if not fits or crowded or self._since > _STEP * self._max_bytes:
+            if not fits or self._used > _HIGH * self._max_bytes:
                 self._wake.set()
         return fits
+
+    def written(self, num_bytes: int) -> None:
+        """A file that was reserved has its name."""
+        with self._lock:
+            self._writing -= num_bytes
+            self._since += num_bytes
+            if self._since > _STEP * self._max_bytes:
+                self._wake.set()
 
     def give_back(self, num_bytes: int, *, disk_full: bool = False) -> None:
         """A file that was reserved was not written. `disk_full`: because the disk has less room
         than the cap, so a tenth of what is there is to go."""
         with self._lock:
+            self._writing -= num_bytes
             self._used -= num_bytes
             self._disk_full |= disk_full
             if disk_full:
@@ -115,27 +123,7 @@ class DirectorySpace:
     def make_room(self) -> Evicted:
         """Look at the directory, remove what is too much and what dead writers left."""
         with self._alone():
-            with self._lock:
-                self._since = 0
-                refused, self._refused = self._refused, 0
-                disk_full, self._disk_full = self._disk_full, False
-            chunks, temporaries = self._look()
-            total = sum(chunk.num_bytes for chunk in chunks.values())
-            if disk_full:
-                excess = total - _LOW * min(total, self._max_bytes)
-            elif total + refused > _HIGH * self._max_bytes:
-                excess = total + refused - _LOW * self._max_bytes
-            else:
-                excess = 0
-            evicted = self._evict(chunks, excess)
-            total -= evicted.num_bytes
-            with self._lock:
-                # What was written meanwhile may be counted twice, but never not at all.
-                self._used = total + self._since
-                self._chunks_evicted += evicted.chunks
-                self._bytes_evicted += evicted.num_bytes
-            self._record(total)
-        return evicted._replace(temporaries=temporaries)
+            return self._make_room()
 
     def close(self) -> None:
         """Stop the thread. Nothing is removed from the directory by this."""
@@ -151,22 +139,45 @@ class DirectorySpace:
             self._wake.clear()
             if self._stop.is_set():
                 return
-            asked_at = time.time()
             with contextlib.suppress(OSError):
-                if not self._adopted(asked_at):
-                    self.make_room()
+                before = self._recorded()
+                with self._alone():
+                    if not self._adopted(before):
+                        self._make_room()
             self._stop.wait(0.01)  # however often it is woken, others get the processor too
 
-    def _adopted(self, asked_at: float) -> bool:
-        """Whether another process has just looked; then what it found is taken over."""
-        used, at = self._recorded()
-        if not 0 <= asked_at - at < _FRESH_S or used > _HIGH * self._max_bytes:
+    def _adopted(self, before: tuple[int, float]) -> bool:
+        """Whether another process has looked while this one waited for the lock; then what it
+        found is taken over."""
+        found = self._recorded()
+        if found == before:
             return False
         with self._lock:
             if self._disk_full or self._refused:
                 return False
-            self._used, self._since = used + self._since, 0
+            self._used, self._since = found[0] + self._since + self._writing, 0
             return self._used <= _HIGH * self._max_bytes
+
+    def _make_room(self) -> Evicted:
+        with self._lock:
+            self._since = 0
+            refused, self._refused = self._refused, 0
+            disk_full, self._disk_full = self._disk_full, False
+        chunks, temporaries = self._look()
+        total = sum(chunk.num_bytes for chunk in chunks.values())
+        excess = 0.0
+        if disk_full:
+            excess = total - _LOW * min(total, self._max_bytes)
+        elif total + refused > _HIGH * self._max_bytes:
+            excess = total + refused - _LOW * self._max_bytes
+        evicted = self._evict(chunks, excess)
+        total -= evicted.num_bytes
+        with self._lock:
+            # What was written meanwhile may be counted twice, but never not at all.
+            self._used = total + self._since + self._writing
+            self._chunks_evicted += evicted.chunks
+        self._record(total)
+        return evicted._replace(temporaries=temporaries)
 
     # ---- the lock file ---------------------------------------------------------------------
 
