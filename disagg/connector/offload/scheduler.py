@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+_MOST_UNWRITTEN = 4096  # a disk that is so far behind is left what is newest
 
 
 @dataclass(eq=False)
@@ -83,9 +86,10 @@ class _StoreJob(_Job):
 
 @dataclass(eq=False)
 class _LoadJob(_Job):
-    """`slots` are pinned until it ends."""
+    """`slots` were in host memory when it began, `read` came there from files since."""
 
     request_id: str = ""
+    read: list[Slot] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -123,6 +127,8 @@ class OffloadScheduler:
         self._work = OffloadWork()
         self._allocated: set[int] = set()
         self._copying: dict[int, set[int]] = {}  # block -> stores that have not copied it yet
+        self._unwritten: deque[Key] = deque(maxlen=_MOST_UNWRITTEN)
+        self._writing = 0
         self._stats = OffloadStats()
 
     # ---- loading ---------------------------------------------------------------------------
@@ -321,7 +327,7 @@ class OffloadScheduler:
             self._directory.end_load([read.slot.key], ok)
         if ok and job.load is not None and job.load.waiting:
             # Not to be evicted while it is copied into blocks.
-            job.load.slots += self._host.pin([read.slot.key])
+            job.load.read += self._host.pin([read.slot.key])
 
     def _job_ended(self, done: Done) -> None:
         self._stats.moved(done.medium, done.num_bytes, done.seconds, done.reason)
@@ -348,19 +354,28 @@ class OffloadScheduler:
         self._host.complete_store(ok, True)
         self._host.complete_store([slot for slot in job.slots if slot.key in job.failed], False)
         if self._directory is not None:
-            self._write(self._directory, [slot.key for slot in ok])
+            self._unwritten.extend(slot.key for slot in ok)
+            self._write(self._directory)
 
-    def _write(self, directory: DirectoryIndex, keys: Sequence[Key]) -> None:
-        stats = self._host.stats
-        room = stats.capacity // 2 - stats.in_use  # a slow disk must not take all slots
-        wanted = directory.prepare_store(keys[: max(0, room)])
-        if wanted:
-            slots = self._host.pin(wanted)
+    def _write(self, directory: DirectoryIndex) -> None:
+        """Have files written of what was stored, as long as they leave half of the slots alone:
+        a slow disk must not take them all. What is evicted meanwhile is not written."""
+        slots = list[Slot]()
+        while self._unwritten and self._writing + len(slots) < max(
+            1, self._host.stats.capacity // 2
+        ):
+            slots += self._host.pin([self._unwritten.popleft()])
+        wanted = set(directory.prepare_store([slot.key for slot in slots]))
+        self._host.unpin([slot for slot in slots if slot.key not in wanted])
+        slots = [slot for slot in slots if slot.key in wanted]
+        if slots:
+            self._writing += len(slots)
             number = self._new_job(_WriteJob(self._world_size, slots))
             self._work.writes.append(Write(number, slots))
 
     def _loaded(self, job: _LoadJob) -> None:
         self._host.end_load(job.slots, not job.failed)
+        self._host.unpin(job.read)
         tracked = self._tracked.get(job.request_id)
         if tracked is not None:
             tracked.loading = False
@@ -369,9 +384,11 @@ class OffloadScheduler:
     def _written(self, job: _WriteJob) -> None:
         assert self._directory is not None
         self._host.unpin(job.slots)
+        self._writing -= len(job.slots)
         keys = [slot.key for slot in job.slots]
         self._directory.complete_store([key for key in keys if key not in job.failed], True)
         self._directory.complete_store([key for key in keys if key in job.failed], False)
+        self._write(self._directory)
 
     # ---- what others are told --------------------------------------------------------------
 
