@@ -221,23 +221,31 @@ def _decoding(servers: dict[str, VllmServer], repeats: int) -> dict[str, list[fl
     """Seconds a token of an answer, in turns, while other prompts are computed beside it."""
     generator, taken = random.Random(2), defaultdict[str, list[float]](list)
     for number in range(repeats + 1):
-        prompts = [_prompt(generator, _BESIDE) for _ in range(_STEPS)]
         asked = _prompt(generator, 300)
+        others = [_prompt(generator, _BESIDE) for _ in range(_STEPS)]
         for name in (OURS, PLAIN) if number % 2 else (PLAIN, OURS):
             server = servers[name]
             server.resume()
-            with ThreadPoolExecutor(1) as beside:
-                beside.submit(lambda s=server: [s.complete(p, max_tokens=1) for p in prompts])
-                began = time.monotonic()
-                body = completion(asked, max_tokens=_DECODE_TOKENS, stream=True)
-                count = sum(
-                    1 for _ in stream(f"{server.url}/v1/completions", {"model": "tiny", **body})
-                )
-                seconds = time.monotonic() - began
+            seconds = _token_time(server, asked, others)
             server.pause()
             if number:
-                taken[name].append(seconds / count)
+                taken[name].append(seconds)
     return dict(taken)
+
+
+def _token_time(server: VllmServer, asked: list[int], others: Sequence[list[int]]) -> float:
+    def prompts() -> None:
+        for prompt in others:
+            server.complete(prompt, max_tokens=1)
+
+    body = {"model": "tiny", **completion(asked, max_tokens=_DECODE_TOKENS, stream=True)}
+    with ThreadPoolExecutor(1) as beside:
+        done = beside.submit(prompts)
+        began = time.monotonic()
+        count = sum(1 for _ in stream(f"{server.url}/v1/completions", body))
+        seconds = time.monotonic() - began
+        done.result()
+    return seconds / count
 
 
 def _memcpy_speed() -> float:
