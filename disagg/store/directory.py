@@ -191,14 +191,15 @@ class Directory:
     def _wrote(self, result: WriteResult) -> WriteResult:
         name = "writes_failed" if not result.ok else str(result.outcome)
         with self._lock:
-            self._counts.update({name: 1, "bytes_written": result.num_bytes})
+            self._counts[name] += 1
+            self._counts["bytes_written"] += result.num_bytes
         return result
 
     def _did_read(self, result: ReadResult) -> ReadResult:
-        failed = result.outcome is ReadOutcome.FAILED
+        name = "reads_failed" if result.outcome is ReadOutcome.FAILED else str(result.outcome)
         with self._lock:
-            name = "reads_failed" if failed else str(result.outcome)
-            self._counts.update({name: 1, "bytes_read": result.num_bytes})
+            self._counts[name] += 1
+            self._counts["bytes_read"] += result.num_bytes
         return result
 
 
