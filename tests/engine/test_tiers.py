@@ -128,7 +128,7 @@ def test_any_length(fleet: Fleet, second: VllmServer, prompt: Prompt, length: in
 def test_a_next_turn_finds_what_another_engine_wrote(
     fleet: Fleet, engines: Engines, prompt: Prompt
 ) -> None:
-    """Prefilled on one engine, decoded on the next, gone on with on a third: generated blocks too."""
+    """Prefilled on one engine, decoded on the next, continued on a third, generated blocks too."""
     first, second = engines
     ids, before = prompt(1000), files(engines.first)
     options = {"max_tokens": 160}

@@ -52,13 +52,15 @@ class Write:
 class OffloadWork(KVConnectorMetadata):
     """Everything the scheduler half wants done in this step.
 
-    `flush`: stores whose blocks are about to be overwritten, and must be done before.
+    `flush`: stores whose blocks are about to be overwritten, and must be done before. `touched`:
+    keys of which files, if there are any, were of use.
     """
 
     stores: list[Store] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     flush: set[int] = field(default_factory=set)
+    touched: list[Key] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,10 @@ class OffloadScheduler:
         # What has no hash is new, and will be written to by whoever loads it.
         self._allocated.update(block.block_id for block in group if block.block_hash is None)
         tracked = self._tracked.get(request.request_id)
-        if not external or tracked is None or tracked.match is None:
+        if tracked is None:
+            return
+        self._touch(self._keys(request, 0, request.num_tokens // self._chunk_tokens))
+        if not external or tracked.match is None:
             return
         match, tracked.match, tracked.loading = tracked.match, None, True
         first_block = match.computed // self._block_size
@@ -235,6 +238,12 @@ class OffloadScheduler:
                 frozenset(slot.key for slot in to_read),
             )
         )
+
+    def _touch(self, keys: list[Key]) -> None:
+        """A prompt came again: what it needs is worth keeping, wherever it is taken from."""
+        self._host.touch(keys)
+        if self._directory is not None:
+            self._work.touched += keys
 
     # ---- storing ---------------------------------------------------------------------------
 

@@ -115,6 +115,8 @@ class OffloadWorker:
             self._load_pool.submit(self._load, load)
         for write in work.writes:
             self._write_pool.submit(self._write, write)
+        if work.touched and self._files is not None:
+            self._write_pool.submit(self._files.touch, work.touched)
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Request ids whose load ended since the last call, and those of them that failed."""
