@@ -205,8 +205,12 @@ def test_after_a_fork_it_is_another_owner() -> None:
     if not child:
         os.write(write_end, owner.name().encode())
         os.kill(os.getpid(), signal.SIGKILL)
+    name = os.read(read_end, 100).decode()
+    assert name != owner.name()
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert owner.is_dead(name) is True, "it has ended, though nobody has waited for it"
     os.waitpid(child, 0)
-    assert os.read(read_end, 100).decode() != owner.name()
+    assert owner.is_dead(name) is True
     os.close(read_end)
     os.close(write_end)
 
