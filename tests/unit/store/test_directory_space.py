@@ -107,10 +107,15 @@ def test_without_room_a_store_fails_and_room_is_made(tmp_path: Path, make: MakeS
     wait_until(lambda: space.used == 3 * FILE or space.chunks_evicted > 0)
     directory = open_directory(tmp_path, space=space)
     wait_until(lambda: write(directory, 7) == ["written"] or write(directory, 7) == ["existed"])
-    space = make(0.5)
-    directory = open_directory(tmp_path, space=space)
-    wait_until(lambda: space.used == 0)
-    assert write(directory, 8) == ["full"], "larger than the cap"
+
+
+def test_for_what_can_never_fit_nothing_goes(tmp_path: Path, make: MakeSpace) -> None:
+    write(open_directory(tmp_path), 1)
+    space = make(2)
+    wait_until(lambda: space.used == FILE)
+    assert not space.reserve(3 * FILE)
+    space.make_room()
+    assert present(tmp_path, range(3)) == [1]
 
 
 def test_a_disk_smaller_than_the_cap(tmp_path: Path, make: MakeSpace) -> None:
