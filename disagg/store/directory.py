@@ -52,8 +52,9 @@ class Directory:
     """The files of one rank. All methods may be called from any thread.
 
     `tensors` describes a chunk of this rank, for whoever opens the file with safetensors. `space`
-    is told what is written and asked whether there is room; without it there is no cap. Raises
-    `ConfigError` if the folder can't be used or holds chunks of another hash seed.
+    is told what is written and asked whether there is room; without one there is no cap, and what
+    killed writers leave is swept by others only. Buffers are C-contiguous. Raises `ConfigError` if
+    the folder can't be used or holds chunks of another hash seed.
     """
 
     def __init__(

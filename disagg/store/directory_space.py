@@ -36,7 +36,8 @@ _STEP = 0.02
 _ABANDONED_S = 3600.0
 
 OnRemoved = Callable[[str, list[Key]], None]
-"""(namespace, keys): these were evicted by this process. Called by the thread that evicts."""
+"""(namespace, keys): these were evicted by this process. Called by the thread that evicts;
+must not raise."""
 
 
 @dataclass(slots=True)
@@ -96,9 +97,9 @@ class DirectorySpace:
             if fits:
                 self._used += num_bytes
                 self._writing += num_bytes
-            else:
+            elif num_bytes <= self._max_bytes:  # for what can never fit nothing must go
                 self._refused = max(self._refused, num_bytes)
-            if not fits or self._used > _HIGH * self._max_bytes:
+            if self._refused or self._used > _HIGH * self._max_bytes:
                 self._wake.set()
         return fits
 

@@ -46,9 +46,10 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks between boot and the start of `pid`; None if there is no such process."""
+    """Clock ticks between boot and the start of `pid`; None if it does not run."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[19])
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])  # ended, not yet waited for

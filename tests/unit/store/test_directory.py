@@ -247,8 +247,17 @@ def test_callers_mistakes_are_errors(tmp_path: Path) -> None:
         FileFormat("", 0, [*SPEC, SPEC[0]])
 
 
+@pytest.mark.parametrize("length", [1, 16, 31, 32, 36, 64])
+def test_keys_of_any_length(tmp_path: Path, length: int) -> None:
+    directory, key = open_directory(tmp_path), b"\x9a" * length
+    result = write(directory, key)
+    assert result.num_bytes == path_of(tmp_path, key).stat().st_size
+    assert read(directory, key) == (ReadResult(ReadOutcome.LOADED, NUM_BYTES), content_of(key))
+    assert safetensors.deserialize(path_of(tmp_path, key).read_bytes())
+
+
 def test_a_name_full_of_quotes(tmp_path: Path) -> None:
-    name = '"KEY" \\"CHECKSUM" {}\n'
+    name = '"KEY" \\"CHECKSUM" {}ü\n'
     directory = Directory(tmp_path, FINGERPRINT, 0, [TensorSpec(name, "U8", (NUM_BYTES,))])
     write(directory)
     assert read(directory)[0].ok

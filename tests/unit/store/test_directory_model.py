@@ -18,6 +18,7 @@ from disagg.store.directory_index import DirectoryIndex, Memory
 from disagg.store.directory_space import DirectorySpace
 
 RANKS = 2
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 KEYS = [key_of(number) for number in range(6)]
 SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
 
@@ -27,7 +28,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.root = Path(tempfile.mkdtemp(prefix="store"))
+        self.root = Path(tempfile.mkdtemp(prefix="store", dir=MEMORY))
         self.now = 0.0
         self.index = DirectoryIndex(
             self.root, FINGERPRINT, RANKS, Memory(10, 1, 1e9), clock=lambda: self.now
@@ -217,4 +218,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)

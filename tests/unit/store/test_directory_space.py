@@ -107,10 +107,15 @@ def test_without_room_a_store_fails_and_room_is_made(tmp_path: Path, make: MakeS
     wait_until(lambda: space.used == 3 * FILE or space.chunks_evicted > 0)
     directory = open_directory(tmp_path, space=space)
     wait_until(lambda: write(directory, 7) == ["written"] or write(directory, 7) == ["existed"])
-    space = make(0.5)
-    directory = open_directory(tmp_path, space=space)
-    wait_until(lambda: space.used == 0)
-    assert write(directory, 8) == ["full"], "larger than the cap"
+
+
+def test_for_what_can_never_fit_nothing_goes(tmp_path: Path, make: MakeSpace) -> None:
+    write(open_directory(tmp_path), 1)
+    space = make(2)
+    wait_until(lambda: space.used == FILE)
+    assert not space.reserve(3 * FILE)
+    space.make_room()
+    assert present(tmp_path, range(3)) == [1]
 
 
 def test_a_disk_smaller_than_the_cap(tmp_path: Path, make: MakeSpace) -> None:
@@ -205,8 +210,12 @@ def test_after_a_fork_it_is_another_owner() -> None:
     if not child:
         os.write(write_end, owner.name().encode())
         os.kill(os.getpid(), signal.SIGKILL)
+    name = os.read(read_end, 100).decode()
+    assert name != owner.name()
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert owner.is_dead(name) is True, "it has ended, though nobody has waited for it"
     os.waitpid(child, 0)
-    assert os.read(read_end, 100).decode() != owner.name()
+    assert owner.is_dead(name) is True
     os.close(read_end)
     os.close(write_end)
 

@@ -52,8 +52,11 @@ def test_engines_store_and_evict_the_same_chunks_at_once(tmp_path: Path) -> None
     assert not list(tmp_path.rglob(f"*{TEMPORARY}"))
 
 
-def write_for_ever(root: Path, directory: Directory, contents: dict[bytes, bytes]) -> None:
+def write_for_ever(
+    root: Path, directory: Directory, contents: dict[bytes, bytes], began: int
+) -> None:
     """Each chunk again and again; what was there is removed first."""
+    os.write(began, b"!")
     while True:
         for key, content in contents.items():
             path_of(root, key).unlink(missing_ok=True)
@@ -71,15 +74,19 @@ def test_a_writer_killed_at_any_instruction_leaves_no_wrong_chunk(tmp_path: Path
     halves = whole = 0
     for _ in range(KILLS):
         directory = Directory(tmp_path, FINGERPRINT, 0, spec)
+        wait, began = os.pipe()
         pid = os.fork()
         if not pid:
             try:
-                write_for_ever(tmp_path, directory, contents)
+                write_for_ever(tmp_path, directory, contents, began)
             finally:
                 os._exit(1)
-        time.sleep(order.uniform(0.001, 0.03))
+        os.read(wait, 1)
+        time.sleep(order.uniform(0, 0.02))
         os.kill(pid, signal.SIGKILL)
         assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+        os.close(wait)
+        os.close(began)
         for key in keys:
             memory = bytearray(size)
             result = directory.read(key, [memoryview(memory)])
@@ -92,6 +99,7 @@ def test_a_writer_killed_at_any_instruction_leaves_no_wrong_chunk(tmp_path: Path
         space.make_room()
         space.close()
         assert not list(tmp_path.rglob(f"*{TEMPORARY}")), "not swept"
+    print(f"{halves} of {KILLS} left half a file, {whole} whole ones were read")
     assert halves >= KILLS // 5, "it was hardly ever killed while it wrote"
     assert whole
     for key in keys:
