@@ -30,10 +30,10 @@ _OPEN = ("/health", "/metrics", "/metrics/")
 router = APIRouter(prefix="/disagg")
 
 
-def add_routes(app: FastAPI) -> None:
-    """Mount our routes, and let in only who has the engines' key."""
+def with_routes(app: FastAPI) -> ASGIApp:
+    """vLLM's app with our routes, for those alone who have the engines' key."""
     app.include_router(router)
-    app.add_middleware(OnlyWithKey, key=os.environ[KEY_ENV])
+    return OnlyWithKey(app, os.environ[KEY_ENV])
 
 
 class OnlyWithKey:

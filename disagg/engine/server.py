@@ -126,14 +126,13 @@ async def _build_server(engine: EngineClient, parsed: Namespace) -> uvicorn.Serv
     from vllm.entrypoints.launchers.launcher import NoSignalServer
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
-    from disagg.engine.routes import add_routes
+    from disagg.engine.routes import with_routes
 
     tasks = await engine.get_supported_tasks()
     app: FastAPI = build_app(parsed, tasks, engine.model_config)
     await init_app_state(engine, app.state, parsed, tasks)
-    add_routes(app)
     config = uvicorn.Config(
-        app,
+        with_routes(app),
         log_config=get_uvicorn_log_config(parsed) or uvicorn.config.LOGGING_CONFIG,
         log_level=parsed.uvicorn_log_level,
         access_log=not parsed.disable_uvicorn_access_log,

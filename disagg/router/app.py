@@ -6,37 +6,33 @@ Nothing here talks to an engine; `service` does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
 
 from disagg.config import ConnectorName, RouterSection
 from disagg.credentials import ApiKey
-from disagg.router import drain_api, legs, openapi, upstream
+from disagg.router import drain_api, http1, legs, openapi, upstream
+from disagg.router.drain import WhileOpen
+from disagg.router.endpoint import DEFECT, Answer, Endpoint
 from disagg.router.errors import ApiError
 from disagg.router.fits import Fits
 from disagg.router.health import Health
 from disagg.router.keys import KeyRing
 from disagg.router.metrics import RouterMetrics, exposition
-from disagg.router.presence import ClientLeft, WhileConnected
 from disagg.router.probes import Probes
-from disagg.router.record import Record, open_access_log, request_id
-from disagg.router.service import Answer, Service
+from disagg.router.record import Record, open_access_log
+from disagg.router.service import Service
 from disagg.router.siblings import Siblings
 from disagg.router.topology import EngineEndpoint, Topology
-from disagg.router.tracing import Trace, open_tracer
+from disagg.router.tracing import open_tracer
 
-_CLIENT_LEFT = 499
 _READ = ["GET", "HEAD"]
 _METHODS = [*_READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-Work = Callable[[Request, bytes, Record], Awaitable[Answer]]
 
 
 def create_app(
@@ -58,6 +54,7 @@ def create_app(
         async with upstream.open_client(settings.limits, engine_key) as client:
             service = Service(
                 client,
+                http1.Client(settings.limits.connect_timeout_s, engine_key),
                 topology,
                 health,
                 metrics,
@@ -118,11 +115,12 @@ def _add_own_routes(app: FastAPI, topology: Topology, health: Health, fits: Fits
 def _add_api_routes(
     app: FastAPI, settings: RouterSection, metrics: RouterMetrics, keys: KeyRing
 ) -> None:
+    app.state.straight = {}
     limit, tracer = settings.limits.max_body_bytes, open_tracer()
 
     async def complete(request: Request, data: bytes, record: Record) -> Answer:
         service: Service = app.state.service
-        return await service.complete(request.url.path, legs.parsed(data), request.headers, record)
+        return await service.complete(record.route, legs.parsed(data), request.headers, record)
 
     async def forward(request: Request, data: bytes, record: Record) -> Answer:
         service: Service = app.state.service
@@ -134,68 +132,12 @@ def _add_api_routes(
         return ApiError(404, "there is no such path").response()
 
     for path in ("/v1/completions", "/v1/chat/completions"):
-        completions = _Endpoint(path, complete, metrics, keys, limit, tracer)
+        completions = Endpoint(path, complete, metrics, keys, limit, tracer)
         app.router.routes.append(Route(path, completions, methods=["POST"]))
+        app.state.straight[path] = WhileOpen(completions, app.state.drain)
     app.add_route("/disagg/{rest:path}", internal, methods=_METHODS)
-    other = _Endpoint("other", forward, metrics, keys, limit, tracer)
+    other = Endpoint("other", forward, metrics, keys, limit, tracer)
     app.router.routes.append(Route("/{rest:path}", other, methods=_METHODS))
-
-
-class _Endpoint:
-    """Serves one route: checks, lets `work` find the answer, sends it, and counts it.
-
-    An ASGI app of its own, so that one piece of code sees a request from its first byte to its
-    answer's last, and nothing is lost between two.
-    """
-
-    def __init__(
-        self,
-        route: str,
-        work: Work,
-        metrics: RouterMetrics,
-        keys: KeyRing,
-        limit: int,
-        tracer: Any,
-    ) -> None:
-        self._route, self._work, self._metrics = route, work, metrics
-        self._keys, self._limit, self._tracer = keys, limit, tracer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status: int | None = None
-        request = Request(scope, receive)
-        record = Record(self._route, request_id(request.headers.get("x-request-id")))
-        trace = Trace(self._tracer, record, request.headers)
-        record.trace = trace.headers
-        send = _with_id(send, record.id)
-        try:
-            try:
-                record.key_name = self._keys.check(request.headers.get("authorization", ""))
-                data = await _body(request, self._limit)
-                async with WhileConnected(receive):
-                    answer = await self._work(request, data, record)
-                    status = answer.status_code
-                    await answer(scope, receive, send)
-            except ApiError as error:
-                status = error.status
-                await error.response()(scope, receive, send)
-        except (ClientDisconnect, ClientLeft):
-            status = status or _CLIENT_LEFT  # in mid-answer the status that it got stands
-        finally:
-            self._metrics.requests.labels(self._route, str(status or 500)).inc()
-            record.log(status or 500)
-            trace.end(status or 500)
-
-
-def _with_id(send: Send, request_id: str) -> Send:
-    """The answer names its request, whoever answers."""
-
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = [header for header in message["headers"] if header[0] != b"x-request-id"]
-            message["headers"] = [*headers, (b"x-request-id", request_id.encode())]
-        await send(message)
-
-    return sending
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -206,7 +148,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """A defect of ours. The framework raises it again afterwards, and uvicorn logs it."""
-    return ApiError(500, "the router failed at this request; its log says why").response()
+    return DEFECT.response()
 
 
 def _raw_target(request: Request) -> str:
@@ -214,12 +156,3 @@ def _raw_target(request: Request) -> str:
     path: bytes = request.scope["raw_path"]
     query: bytes = request.scope["query_string"]
     return (path + (b"?" + query if query else b"")).decode("latin-1")
-
-
-async def _body(request: Request, limit: int) -> bytes:
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
-            raise ApiError(413, f"the body is over {limit} bytes (router.limits.max_body_bytes)")
-    return bytes(data)

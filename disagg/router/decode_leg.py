@@ -15,7 +15,7 @@ from typing import TypeAlias
 import aiohttp
 
 from disagg.config import LimitsSection
-from disagg.router import upstream
+from disagg.router import http1, upstream
 from disagg.router.admission import Admission
 from disagg.router.errors import ApiError, EngineRefusal
 from disagg.router.health import Health
@@ -29,17 +29,21 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 2
 _LONGEST_REFUSAL = 64 << 10
-Call: TypeAlias = Callable[[EngineEndpoint], Awaitable[aiohttp.ClientResponse]]
+AnyAnswer: TypeAlias = aiohttp.ClientResponse | http1.Answer
+Call: TypeAlias = Callable[[EngineEndpoint], Awaitable[AnyAnswer]]
 
 
 @dataclass
 class Opened:
     """An answer on its way. Whoever holds it must `close` it, in whatever way it ends."""
 
-    answer: aiohttp.ClientResponse
+    answer: AnyAnswer
     seat: Seat
     health: Health = field(repr=False)
     first: bytes = b""
+    _timer: asyncio.TimerHandle | None = field(default=None, repr=False)
+    _waits_since: float | None = None
+    _silence_s: float = 0.0
 
     @property
     def engine(self) -> EngineEndpoint:
@@ -54,18 +58,40 @@ class Opened:
 
     async def chunk(self, silence_s: float) -> bytes:
         """What has come since; empty at the end. What goes wrong becomes an `ApiError`."""
+        loop = asyncio.get_running_loop()
+        self._waits_since, self._silence_s = loop.time(), silence_s
+        if self._timer is None:
+            self._timer = loop.call_later(silence_s, self._look)
         try:
-            async with asyncio.timeout(silence_s):
-                return await self.answer.content.readany()
+            return await self.answer.content.readany()
         except TimeoutError as error:
             self.health.failed(self.engine)
             raise ApiError(504, f"the engine was silent for {silence_s:g} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             self.health.failed(self.engine)
             raise ApiError(502, "the engine's answer broke off") from error
+        finally:
+            self._waits_since = None
+
+    def _look(self) -> None:
+        """Whether the engine is silent for too long. One timer for an answer: one for each chunk
+        costs more than the chunk."""
+        loop, since = asyncio.get_running_loop(), self._waits_since
+        left = self._silence_s if since is None else since + self._silence_s - loop.time()
+        if left <= 0:
+            self.answer.content.set_exception(TimeoutError())
+        else:
+            self._timer = loop.call_later(left, self._look)
+
+    def stop_watching(self) -> None:
+        """Nobody waits; or a limit of another length begins."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def close(self) -> None:
         """Closing the connection is how the engine learns that nobody listens any more."""
+        self.stop_watching()
         self.answer.close()
         self.seat.leave()
 
@@ -148,6 +174,7 @@ class DecodeLeg:
         try:
             left = limit - (asyncio.get_running_loop().time() - began)
             opened.first = await opened.chunk(max(left, 0.001))
+            opened.stop_watching()
         except BaseException:
             opened.close()
             raise

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import aiohttp
 from starlette.responses import Response
 
 from disagg.config import LimitsSection
-from disagg.router import legs, upstream
+from disagg.router import http1, legs, upstream
 from disagg.router.admission import Admission
 from disagg.router.errors import ApiError
 from disagg.router.health import Health
@@ -31,7 +30,7 @@ class PrefillLeg:
 
     def __init__(
         self,
-        client: aiohttp.ClientSession,
+        client: http1.Client,
         admission: Admission,
         health: Health,
         metrics: RouterMetrics,
@@ -89,7 +88,7 @@ class PrefillLeg:
     ) -> Handed | Response | None:
         began = record.elapsed()
         try:
-            call = upstream.post(self._client, seat.engine, request.path, data, headers)
+            call = upstream.post_leg(self._client, seat.engine, request.path, data, headers)
             answer = await upstream.head(call, self._limits.prefill_timeout_s, "prefill")
             content = await self._whole(answer)
         except ApiError as error:
@@ -114,11 +113,11 @@ class PrefillLeg:
             return None
         return Handed(seat.engine, params)
 
-    async def _whole(self, answer: aiohttp.ClientResponse) -> bytes:
+    async def _whole(self, answer: http1.Answer) -> bytes:
         try:
             async with asyncio.timeout(self._limits.between_bytes_timeout_s):
                 return await answer.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (ConnectionError, TimeoutError) as error:
             raise ApiError(502, "the prefill engine's answer broke off") from error
         finally:
             answer.close()  # of no effect once it was read to its end

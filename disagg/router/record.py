@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+ID_HEADER = "x-request-id"
 _access = logging.getLogger("disagg.access")
 
 # What a client may call its request: it ends up in logs and headers of three processes.
@@ -21,7 +22,7 @@ _ID = re.compile(r"[!-~]{1,128}")
 
 def request_id(given: str | None) -> str:
     """The client's own id if it is a plain word, else a new one."""
-    return given if given and _ID.fullmatch(given) else uuid.uuid4().hex
+    return given if given and _ID.fullmatch(given) else os.urandom(16).hex()
 
 
 def open_access_log(*, enabled: bool) -> None:

@@ -20,6 +20,7 @@ from disagg.router.drain import CUT
 from disagg.router.errors import ApiError
 from disagg.router.events import Watcher
 from disagg.router.migration import Stream
+from disagg.router.record import ID_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Relayed:
     def __init__(
         self,
         opened: Opened,
+        request_id: str,
         silence_s: float,
         progress: Progress,
         watcher: Watcher | None = None,
@@ -49,6 +51,7 @@ class Relayed:
     ) -> None:
         self.status_code = opened.answer.status
         self._opened, self._silence_s, self._progress = opened, silence_s, progress
+        self._id = (ID_HEADER.encode(), request_id.encode())
         self._watcher, self._go_on = watcher, go_on
 
     def discard(self) -> None:
@@ -65,10 +68,7 @@ class Relayed:
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
-            headers = upstream.to_client(self._opened.answer.raw_headers)
-            if self._opened.is_events:
-                # An error event must fit behind what was announced.
-                headers = [header for header in headers if header[0] != b"content-length"]
+            headers = self._headers()
             start = {"type": "http.response.start", "status": self.status_code, "headers": headers}
             await send(start)
             self._progress.first_byte()
@@ -86,6 +86,13 @@ class Relayed:
             self._opened.close()
             self._progress.ended(chunks)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        left_out = [self._id[0]]
+        if self._opened.is_events:
+            left_out.append(b"content-length")  # an error event must fit behind
+        headers = upstream.to_client(self._opened.answer.raw_headers)
+        return [*(header for header in headers if header[0] not in left_out), self._id]
 
     async def _relay(self, pass_on: Callable[[bytes], Awaitable[None]]) -> bytes:
         """Returns what is left to send at the end."""
@@ -112,6 +119,7 @@ class Relayed:
                 await pass_on(data)
             if watcher is not None and watcher.failure is not None:
                 raise watcher.failure
+            await asyncio.sleep(0)  # what comes in the same moment goes in one piece
             chunk = await self._opened.chunk(self._silence_s)
 
     async def _goes_on(self, error: ApiError) -> bool:

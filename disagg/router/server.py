@@ -18,6 +18,7 @@ from disagg.credentials import ApiKey, TlsFiles
 from disagg.router import intake
 from disagg.router.app import create_app
 from disagg.router.drain import Drain
+from disagg.router.endpoint import Front
 from disagg.router.siblings import Alone
 from disagg.router.topology import EngineEndpoint
 
@@ -138,7 +139,7 @@ class _Quiet(uvicorn.Server):
 
 def _config(app: FastAPI, tls: TlsFiles | None) -> uvicorn.Config:
     return uvicorn.Config(
-        app,
+        Front(app, app.state.straight),
         loop="uvloop",
         http=intake.within(app.state.limits),
         ws="none",

@@ -7,7 +7,7 @@ so the engine aborts, and releases a lease that nobody will fetch.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import aiohttp
 from starlette.datastructures import Headers
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from yarl import URL
 
 from disagg.config import ConnectorName, RouterSection
-from disagg.router import legs, migration, upstream
+from disagg.router import http1, legs, migration, upstream
 from disagg.router.admission import Admission
 from disagg.router.continuing import Continuing
 from disagg.router.decode_leg import DecodeLeg, Opened
@@ -33,8 +33,6 @@ from disagg.router.releases import Handed, Releases
 from disagg.router.topology import Topology
 from disagg.router.traffic import Seat, Traffic
 
-Answer: TypeAlias = Response | Relayed
-
 
 class Service:
     """Everything a request needs; one per app."""
@@ -42,6 +40,7 @@ class Service:
     def __init__(
         self,
         client: aiohttp.ClientSession,
+        legs_client: http1.Client,
         topology: Topology,
         health: Health,
         metrics: RouterMetrics,
@@ -51,13 +50,13 @@ class Service:
         strict: bool,
         connector: ConnectorName,
     ) -> None:
-        self.client = client
+        self.client, self._legs = client, legs_client
         self._metrics, self._settings = metrics, settings
         traffic = Traffic(metrics)
         pairer = Pairer(topology, settings.pairing, traffic, health, fits)
         self._admission = Admission(pairer, traffic, settings.limits, metrics)
         self._prefill = PrefillLeg(
-            client,
+            legs_client,
             self._admission,
             health,
             metrics,
@@ -74,7 +73,7 @@ class Service:
 
     async def complete(
         self, path: str, body: dict[str, Any], headers: Headers, record: Record
-    ) -> Answer:
+    ) -> Response | Relayed:
         """Serve a completion or chat completion; raises `ApiError`."""
         body = legs.without_params(body)
         sent = upstream.to_engine(headers.raw, record.id, record.trace)
@@ -93,7 +92,7 @@ class Service:
 
     async def forward(
         self, method: str, target: str, data: bytes, headers: Headers, record: Record
-    ) -> Answer:
+    ) -> Response | Relayed:
         """Pass any other request to a decode engine as it is, but without transfer params.
 
         `target`: raw path and query. Raises `ApiError`.
@@ -137,8 +136,8 @@ class Service:
             seat.leave()
             raise
 
-        async def call(engine: Any) -> aiohttp.ClientResponse:
-            return await upstream.post(self.client, engine, request.path, data, headers)
+        async def call(engine: Any) -> http1.Answer:
+            return await upstream.post_leg(self._legs, engine, request.path, data, headers)
 
         try:
             opened = await self._decode.open(call, seat, request, record)
@@ -156,6 +155,7 @@ class Service:
     async def close(self) -> None:
         """Let releases that are under way end."""
         await self._releases.close()
+        self._legs.close()
 
     # ---- what a request gets -------------------------------------------------------------------
 
@@ -205,4 +205,5 @@ class Service:
                 self._metrics.between_chunks.observe(seconds / (chunks - 1))
 
         silence_s = self._settings.limits.between_bytes_timeout_s
-        return Relayed(opened, silence_s, Progress(first_byte, ended), **more)
+        progress = Progress(first_byte, ended)
+        return Relayed(opened, record.id, silence_s, progress, **more)

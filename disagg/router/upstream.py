@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import aiohttp
 
 from disagg.config import LimitsSection
+from disagg.router import http1
 from disagg.router.connections import Connector
 from disagg.router.errors import ApiError
 from disagg.router.topology import EngineEndpoint
@@ -40,6 +41,7 @@ _TRACE = {b"traceparent", b"tracestate"}
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"server", b"date"}
 RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
 Headers: TypeAlias = Sequence[tuple[str, str]]
+AnyAnswer = TypeVar("AnyAnswer")
 
 
 def open_client(limits: LimitsSection, engine_key: str | None = None) -> aiohttp.ClientSession:
@@ -77,6 +79,13 @@ def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     return [header for header in lower if header[0] not in _NOT_DOWNSTREAM]
 
 
+async def post_leg(
+    client: http1.Client, engine: EngineEndpoint, path: str, data: bytes, headers: Headers
+) -> http1.Answer:
+    """POST JSON, as a leg; the answer's head has come when this returns. Raises `EngineLost`."""
+    return await client.post(engine.url, path, data, _with_json(headers))
+
+
 async def post(
     client: aiohttp.ClientSession,
     engine: EngineEndpoint,
@@ -85,14 +94,15 @@ async def post(
     headers: Headers = (),
 ) -> aiohttp.ClientResponse:
     """POST JSON; the answer's head has come when this returns. Raises `aiohttp.ClientError`."""
+    return await client.post(f"{engine.url}{path}", data=data, headers=_with_json(headers))
+
+
+def _with_json(headers: Headers) -> Headers:
     sent = [header for header in headers if header[0] not in ("content-type", "content-encoding")]
-    sent.append(("content-type", "application/json"))
-    return await client.post(f"{engine.url}{path}", data=data, headers=sent)
+    return [*sent, ("content-type", "application/json")]
 
 
-async def head(
-    call: Awaitable[aiohttp.ClientResponse], timeout_s: float, role: str
-) -> aiohttp.ClientResponse:
+async def head(call: Awaitable[AnyAnswer], timeout_s: float, role: str) -> AnyAnswer:
     """The answer that a call gives in time; raises `ApiError` otherwise."""
     try:
         async with asyncio.timeout(timeout_s):

@@ -129,7 +129,7 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
         server("consumer", transfer("kv_consumer", **options), *tools),
         server("tcp", transfer("kv_consumer", transports=["tcp"], **options)),
         server("files", transfer("kv_consumer", transports=["shared_storage"], **options)),
-        server("single", None),
+        server("single", None, *tools),
         server("strict", transfer("kv_both", strict=True, transports=["tcp"], **options), *small),
         temporary / f"disagg-{os.getuid()}",
     )

@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 
 from disagg.config import Deployment
 from disagg.engine.args import KEY_ENV, SECRET_ENV, engine_args, engine_env
-from disagg.engine.routes import add_routes
+from disagg.engine.routes import with_routes
 from disagg.engine.spec import EngineSpec
 
 KEY = {"authorization": "Bearer of-the-engines"}
@@ -20,13 +20,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> TestClient:
     monkeypatch.setenv(KEY_ENV, "of-the-engines")
     monkeypatch.setenv(SECRET_ENV, "of-the-leases")
     app = FastAPI()
-    add_routes(app)
+    server = with_routes(app)
 
     @app.api_route("/{rest:path}", methods=["GET", "POST"])
     async def anything(rest: str) -> str:
         return rest
 
-    return TestClient(app)
+    return TestClient(server)
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/tokenize", "/pooling", "/disagg/release"])

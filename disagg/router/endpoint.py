@@ -1,0 +1,103 @@
+"""Serves one route from a request's first byte to its answer's last: checks, counts, logs.
+
+Completions come here straight from the server, past FastAPI's middleware and routing, which each
+chunk of an answer would go through as well. So what goes wrong is caught here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from disagg.router.errors import ApiError
+from disagg.router.keys import KeyRing
+from disagg.router.metrics import RouterMetrics
+from disagg.router.presence import ClientLeft, WhileConnected
+from disagg.router.record import ID_HEADER, Record, request_id
+from disagg.router.relay import Relayed
+from disagg.router.tracing import Trace
+
+_CLIENT_LEFT = 499
+Answer: TypeAlias = Response | Relayed
+Work: TypeAlias = Callable[[Request, bytes, Record], Awaitable[Answer]]
+
+
+class Endpoint:
+    """One route as an ASGI app: `work` finds the answer, which is then sent and counted."""
+
+    def __init__(
+        self,
+        route: str,
+        work: Work,
+        metrics: RouterMetrics,
+        keys: KeyRing,
+        limit: int,
+        tracer: Any,
+    ) -> None:
+        self._route, self._work, self._metrics = route, work, metrics
+        self._keys, self._limit, self._tracer = keys, limit, tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers whatever happens; raises what is a defect of ours, for the server to log."""
+        status: int | None = None
+        request = Request(scope, receive)
+        record = Record(self._route, request_id(request.headers.get(ID_HEADER)))
+        trace = Trace(self._tracer, record, request.headers)
+        record.trace = trace.headers
+        try:
+            try:
+                record.key_name = self._keys.check(request.headers.get("authorization", ""))
+                data = await _body(request, self._limit)
+                async with WhileConnected(receive):
+                    answer = await self._work(request, data, record)
+                    status = answer.status_code
+                    await _named(answer, record)(scope, receive, send)
+            except ApiError as error:
+                status = error.status
+                await _named(error.response(), record)(scope, receive, send)
+        except (ClientDisconnect, ClientLeft):
+            status = status or _CLIENT_LEFT  # in mid-answer the status that it got stands
+        except Exception:
+            if status is None:
+                await _named(DEFECT.response(), record)(scope, receive, send)
+            raise
+        finally:
+            self._metrics.requests.labels(self._route, str(status or 500)).inc()
+            record.log(status or 500)
+            trace.end(status or 500)
+
+
+class Front:
+    """The app, with a way past it for what is asked most: POST to one of the paths `straight`."""
+
+    def __init__(self, app: ASGIApp, straight: Mapping[str, ASGIApp]) -> None:
+        self._app, self._straight = app, straight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["method"] == "POST":
+            app = self._straight.get(scope["path"], app)
+        await app(scope, receive, send)
+
+
+DEFECT = ApiError(500, "the router failed at this request; its log says why")
+
+
+def _named(answer: Answer, record: Record) -> Answer:
+    """The answer names its request, whoever answers."""
+    if isinstance(answer, Response):
+        answer.headers[ID_HEADER] = record.id
+    return answer
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > limit:
+            raise ApiError(413, f"the body is over {limit} bytes (router.limits.max_body_bytes)")
+    return bytes(data)

@@ -1,0 +1,307 @@
+"""HTTP/1.1 for the two legs: a POST to an engine, and its answer as it comes.
+
+Both legs of every request go through here, and a general client takes a third of what a request
+costs the router. So: POST alone, kept connections, llhttp's parser, and no work per chunk but to
+hand it on. It follows no redirect, unpacks nothing, and asks for nothing again by itself.
+
+A connection is used again only if its answer came whole and nothing came after it: what an engine
+says more than it was asked would be taken for another client's answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+# vLLM closes a connection that was idle for five seconds.
+_IDLE_S = 4.0
+# What may lie here unread before the engine is made to wait.
+_HIGH_WATER = 128 << 10
+_MOST_HEAD_BYTES = 64 << 10
+Headers: TypeAlias = Sequence[tuple[str, str]]
+RawHeaders: TypeAlias = list[tuple[bytes, bytes]]
+
+
+class EngineLost(ConnectionError):
+    """The engine cannot be reached, or its answer broke off or is no HTTP."""
+
+
+class Answer:
+    """An answer whose head has come. `headers`: names in lower case; of repeated ones, the last.
+
+    Whoever has it reads to its end or calls `close`, which ends the connection.
+    """
+
+    def __init__(
+        self, connection: _Connection, status: int, raw: list[tuple[bytes, bytes]]
+    ) -> None:
+        self._connection = connection
+        self.status, self.raw_headers = status, raw
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
+        self._pieces: deque[bytes] = deque()
+        self._size = 0
+        self._is_whole = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def content(self) -> Answer:
+        """What is read from, as in aiohttp."""
+        return self
+
+    async def readany(self) -> bytes:
+        """All that has come since; empty at the end. Raises `EngineLost`, or what was set."""
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self._is_whole:
+                return b""
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        pieces, self._size = self._pieces, 0
+        data = pieces.popleft() if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        self._connection.read_on()
+        return data
+
+    async def read(self) -> bytes:
+        """The whole body. Raises `EngineLost`."""
+        pieces = []
+        while piece := await self.readany():
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Nobody reads on. Of no effect once it was read to its end."""
+        if not self._is_whole:
+            self._connection.abort()
+
+    def set_exception(self, error: Exception) -> None:
+        """Whoever reads, or will read, gets this after what has come."""
+        self._error = self._error or error
+        self._wake()
+
+    # ---- from the connection ---------------------------------------------------------------
+
+    def feed(self, data: bytes) -> bool:
+        """Returns whether that is enough for now."""
+        self._pieces.append(data)
+        self._size += len(data)
+        self._wake()
+        return self._size > _HIGH_WATER
+
+    def end(self) -> None:
+        """The body is whole."""
+        self._is_whole = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time. `pool` is where it goes when it may be used again."""
+
+    def __init__(self, pool: list[_Connection]) -> None:
+        self._pool = pool
+        self._head: asyncio.Future[Answer] | None = None
+        self._answer: Answer | None = None
+        self._raw: RawHeaders = []
+        self._head_bytes = 0
+        self._ends_with_connection = self._is_paused = self._is_lost = False
+        self.idle_since = 0.0
+        self._loop = asyncio.get_running_loop()
+
+    def ask(self, request: bytes) -> asyncio.Future[Answer]:
+        """Send a request; the future has its answer when the head is there."""
+        # A parser of its own for each answer: what one left behind is nothing to the next.
+        self._parser = httptools.HttpResponseParser(self)
+        self._raw, self._head_bytes, self._answer = [], 0, None
+        self._ends_with_connection = False
+        self._head = self._loop.create_future()
+        self._transport.write(request)
+        return self._head
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a request may be sent on it."""
+        return not self._is_lost and self._loop.time() - self.idle_since < _IDLE_S
+
+    def read_on(self) -> None:
+        """What lay unread was read."""
+        if self._is_paused and not self._is_lost:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """End it, whatever it is doing."""
+        self._is_lost = True
+        self._transport.abort()
+
+    # ---- asyncio's calls -------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is None:
+            self.abort()  # nobody asked
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(f"that is no HTTP: {error}")
+        if self._answer is None and self._head is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MOST_HEAD_BYTES:
+                self._fail("the answer's head has no end")
+
+    def eof_received(self) -> bool:
+        return False  # closes, and `connection_lost` follows
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_lost = True
+        if self in self._pool:
+            self._pool.remove(self)
+        if self._answer is not None and self._ends_with_connection and error is None:
+            self._answer.end()
+            self._head = self._answer = None
+        else:
+            self._fail(f"the connection was lost ({error or 'closed'})")
+
+    # ---- the parser's calls ----------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._head is None:
+            raise httptools.HttpParserError("more than was asked for")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._raw.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._raw = []  # an interim answer; the real one follows
+            return
+        names = {name for name, _ in self._raw}
+        self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"} and (
+            status not in (204, 304)
+        )
+        self._answer = Answer(self, status, self._raw)
+        if self._head is not None and not self._head.done():
+            self._head.set_result(self._answer)
+
+    def on_body(self, body: bytes) -> None:
+        if self._answer is not None and self._answer.feed(body) and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        answer = self._answer
+        if answer is None:
+            return  # an interim one
+        keep = self._parser.should_keep_alive() and not self._ends_with_connection
+        self._head = self._answer = None
+        answer.end()
+        if keep:
+            # Not before all that came with the end was seen to be nothing more.
+            self._loop.call_soon(self._rest)
+        else:
+            self._is_lost = True
+            self._transport.close()
+
+    def _rest(self) -> None:
+        if not self._is_lost:
+            self.read_on()
+            self.idle_since = self._loop.time()
+            self._pool.append(self)
+
+    def _fail(self, reason: str) -> None:
+        head, answer = self._head, self._answer
+        self._head = self._answer = None
+        if not self._is_lost:
+            self.abort()
+        if answer is not None:
+            answer.set_exception(EngineLost(reason))
+        elif head is not None and not head.done():
+            head.set_exception(EngineLost(reason))
+
+
+class Client:
+    """Kept connections to engines, and what every request shows. `connect_s`: time to connect."""
+
+    def __init__(self, connect_s: float, key: str | None = None) -> None:
+        self._connect_s = connect_s
+        self._key = [("authorization", f"Bearer {key}")] if key else []
+        self._idle: dict[str, list[_Connection]] = {}
+        self._tls: ssl.SSLContext | None = None
+
+    async def post(self, url: str, path: str, data: bytes, headers: Headers) -> Answer:
+        """POST to an engine; returns when the answer's head is there. Raises `EngineLost`.
+
+        `headers`: names in lower case, without host and content-length.
+        """
+        lines = [f"POST {path} HTTP/1.1", f"host: {urlsplit(url).netloc}"]
+        lines += [f"{name}: {value}" for name, value in (*headers, *self._key)]
+        lines += [f"content-length: {len(data)}", "", ""]
+        head = "\r\n".join(lines).encode("latin-1")
+        if head.count(b"\n") != len(lines) - 1:
+            raise ValueError("a header has a line break")
+        connection = self._kept(url) or await self._connect(url)
+        try:
+            return await connection.ask(head + data)
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+
+    def close(self) -> None:
+        """End all connections that are idle; the others end with their answers."""
+        for kept in self._idle.values():
+            for connection in [*kept]:
+                connection.abort()
+            kept.clear()
+
+    def _kept(self, url: str) -> _Connection | None:
+        kept = self._idle.get(url)
+        while kept:
+            connection = kept.pop()
+            if connection.is_usable:
+                self._tidy(kept)
+                return connection
+            connection.abort()
+        return None
+
+    @staticmethod
+    def _tidy(kept: list[_Connection]) -> None:
+        """The oldest first: what was not needed for so long is not needed."""
+        while kept and not kept[0].is_usable:
+            kept.pop(0).abort()
+
+    async def _connect(self, url: str) -> _Connection:
+        parts, pool = urlsplit(url), self._idle.setdefault(url, [])
+        host = parts.hostname or ""
+        secure = parts.scheme == "https"
+        if secure and self._tls is None:
+            self._tls = ssl.create_default_context()
+        options: dict[str, Any] = {"ssl": self._tls} if secure else {}
+        port = parts.port or (443 if secure else 80)
+        try:
+            async with asyncio.timeout(self._connect_s):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: _Connection(pool), host, port, **options
+                )
+        except TimeoutError as error:
+            raise EngineLost(f"no connection in {self._connect_s:g} s") from error
+        except OSError as error:
+            raise EngineLost(f"no connection: {error.strerror or error}") from error
+        return connection

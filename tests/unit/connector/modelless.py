@@ -1,0 +1,349 @@
+"""vLLM engines without a model: vLLM's scheduler and cache manager, a connector, and our lifecycle.
+
+In place of a model stands a rule. What the KV cache holds for a token is made of that token and
+all before it, and the next token is made of all that the cache holds. So answers can be known
+beforehand, and a single wrong byte makes another answer; before that, it is found by comparing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.parallel_state import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.utils import record_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from disagg.connector.lifecycle import Lifecycle
+from disagg.connector.uniform_cache import allocate_uniform
+
+BLOCK, LAYERS, HEADS, HEAD_DIM = 32, 2, 2, 8
+WORDS = 2 * HEAD_DIM * 4 // 8
+"""64-bit words of one head and token: K and V in float32."""
+POISON = 0xA5
+VOCABULARY = 4096
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+Words = npt.NDArray[np.uint64]
+_SPREAD: Words = np.random.SFC64(1).random_raw(LAYERS * HEADS * WORDS) | np.uint64(1)
+_WRAP = (1 << 64) - 1
+
+
+# ---- the rule ----------------------------------------------------------------------------------
+
+
+def chained(hashes: list[int], tokens: Sequence[int]) -> list[int]:
+    """One number per token, of it and all before it; `hashes` are those of the first tokens."""
+    for token in tokens[len(hashes) :]:
+        last = hashes[-1] if hashes else 0x9E3779B97F4A7C15
+        hashes.append(((last ^ (token + 1)) * 0xD1342543DE82EF95 + 1) & _WRAP)
+    return hashes
+
+
+def contents(hashes: Sequence[int]) -> Words:
+    """What the cache holds for these tokens: [tokens, layers, heads, words]."""
+    spread = np.array(hashes, dtype=np.uint64)[:, None] * _SPREAD
+    return (spread ^ (spread >> np.uint64(29))).reshape(-1, LAYERS, HEADS, WORDS)
+
+
+def next_token(held: Words) -> int:
+    """The token that follows all that the cache holds. held: as `contents` gives it."""
+    places = np.arange(1, held.size + 1, dtype=np.uint64)
+    return int(np.bitwise_xor.reduce(held.reshape(-1) * places) >> np.uint64(40)) % VOCABULARY
+
+
+def answer(prompt: Sequence[int], count: int) -> list[int]:
+    """What every engine must answer."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(contents(chained([], tokens))))
+    return tokens[len(prompt) :]
+
+
+# ---- the engine --------------------------------------------------------------------------------
+
+
+@contextmanager
+def one_rank(folder: Path) -> Iterator[None]:
+    """vLLM's parallel groups, of this process alone: its connectors ask for their rank."""
+    environment = dict(os.environ)  # engine configs set some variables
+    with set_current_vllm_config(VllmConfig()):
+        method = f"file://{folder / 'rendezvous'}"
+        init_distributed_environment(1, 0, method, 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+    yield
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@dataclass
+class Known:
+    """What a model runner remembers of a request."""
+
+    tokens: list[int]
+    blocks: list[int]
+    computed: int
+    hashes: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """One engine of one worker rank, stepped by hand."""
+
+    def __init__(
+        self,
+        model: Path,
+        transfer: dict[str, Any],
+        *,
+        blocks: int = 48,
+        layout: KVCacheLayout = KVCacheLayout.LBHNC,
+        max_seqs: int = 8,
+    ) -> None:
+        self.config = _engine_config(model, transfer, max_seqs)
+        self.cache_config = _cache_config(self.config, blocks, layout)
+        self.scheduler = Scheduler(
+            self.config,
+            self.cache_config,
+            StructuredOutputManager(self.config),
+            BLOCK,
+            log_stats=True,
+        )
+        self.connector = self.scheduler.get_kv_connector()
+        worker = KVConnectorFactory.create_connector(
+            self.config, KVConnectorRole.WORKER, self.cache_config
+        )
+        if layout.is_block_outermost:
+            self.caches = allocate_uniform(self.cache_config, layout, torch.device("cpu")).layers
+        else:
+            self.caches = allocate_kv_cache(self.cache_config, torch.device("cpu"), layout)
+        for name, cache in self.caches.items():
+            cache.view(torch.uint8).fill_(POISON)
+            layer = SimpleNamespace(kv_cache=cache)  # as attention layers are known to vLLM
+            self.config.compilation_config.static_forward_context[name] = layer
+        self.words: list[Words] = [
+            cache.view(torch.int64).numpy().view(np.uint64) for cache in self.caches.values()
+        ]
+        self.lifecycle = Lifecycle(worker, self.config)
+        told = self.lifecycle.register(self.caches)
+        assert self.connector is not None
+        if told is not None:
+            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        self.known: dict[str, Known] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.params: dict[str, dict[str, Any]] = {}
+        self.finished: dict[str, str] = {}
+        self.scheduled: list[SchedulerOutput] = []
+        self.seen: list[KVConnectorOutput] = []
+        algorithm = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(algorithm)
+        self._hasher = get_request_block_hasher(BLOCK, algorithm)
+        self._ids = itertools.count()
+
+    # ---- requests --------------------------------------------------------------------------
+
+    def add(self, prompt: Sequence[int], count: int, params: dict[str, Any] | None) -> str:
+        """A new request for `count` tokens."""
+        name = f"{self.config.kv_transfer_config.kv_role}-{next(self._ids)}"
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(max_tokens=count, ignore_eos=True, extra_args=extra)
+        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher)
+        self.answers[name] = []
+        self.scheduler.add_request(request)
+        return name
+
+    def abort(self, name: str) -> None:
+        """The client went away."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def block_ids(self, name: str) -> list[int]:
+        """The blocks that a request holds now."""
+        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    # ---- steps -----------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One step, as the engine core makes it; False if there was nothing to do."""
+        if not self.scheduler.has_requests():
+            return False
+        scheduled = self.scheduler.schedule()
+        self.scheduled.append(scheduled)
+        # The other half is in another process, as a rule.
+        sent = pickle.dumps(scheduled.kv_connector_metadata)
+        scheduled.kv_connector_metadata = pickle.loads(sent)
+        self._update_known(scheduled)
+        if scheduled.total_num_scheduled_tokens:
+            sampled, moved = self._forward(scheduled)
+            names = list(scheduled.num_scheduled_tokens)
+            ran = ModelRunnerOutput(
+                names,
+                {name: index for index, name in enumerate(names)},
+                sampled,
+                kv_connector_output=pickle.loads(pickle.dumps(moved)),
+            )
+        else:
+            moved = self.lifecycle.idle_step(scheduled)
+            ran = ModelRunnerOutput.with_kv_conn_output_only(pickle.loads(pickle.dumps(moved)))
+        self.seen.append(moved)
+        for outputs in self.scheduler.update_from_output(scheduled, ran).values():
+            for output in outputs.outputs:
+                self._take(output)
+        return True
+
+    def _take(self, output: EngineCoreOutput) -> None:
+        self.answers[output.request_id] += output.new_token_ids
+        if output.kv_transfer_params:
+            self.params[output.request_id] = output.kv_transfer_params
+        if output.finish_reason is not None:
+            self.finished[output.request_id] = str(output.finish_reason)
+
+    def _update_known(self, scheduled: SchedulerOutput) -> None:
+        for name in scheduled.finished_req_ids:
+            self.known.pop(name, None)
+        for new in scheduled.scheduled_new_reqs:
+            self.known[new.req_id] = Known(
+                list(new.prompt_token_ids or ()), list(new.block_ids[0]), new.num_computed_tokens
+            )
+        cached = scheduled.scheduled_cached_reqs
+        for name, new_blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            known = self.known[name]
+            known.computed = computed
+            if name in cached.resumed_req_ids:
+                known.blocks = []
+            known.blocks += new_blocks[0] if new_blocks else ()
+
+    def _forward(self, scheduled: SchedulerOutput) -> tuple[list[list[int]], KVConnectorOutput]:
+        attn_metadata = dict.fromkeys(self.caches, "attention metadata")
+        with self.lifecycle.step(scheduled, attn_metadata=attn_metadata) as step:
+            for index, (name, cache) in enumerate(self.caches.items()):
+                with self.lifecycle.layer(name, cache, attn_metadata):
+                    for request, count in scheduled.num_scheduled_tokens.items():
+                        self._attend(index, self.known[request], count)
+            sampled = [
+                self._sample(self.known[request], count)
+                for request, count in scheduled.num_scheduled_tokens.items()
+            ]
+        return sampled, step.output
+
+    def _attend(self, layer: int, known: Known, count: int) -> None:
+        """Write this layer's part of `count` tokens, and compare that of all before them."""
+        start, stop = known.computed, known.computed + count
+        expected = contents(chained(known.hashes, known.tokens)[:stop])[:, layer]
+        blocks, offsets = _slots(known, start, stop)
+        self.words[layer][blocks, :, offsets] = expected[start:]
+        blocks, offsets = _slots(known, 0, stop)
+        assert np.array_equal(self.words[layer][blocks, :, offsets], expected), "wrong KV"
+
+    def _sample(self, known: Known, count: int) -> list[int]:
+        stop = known.computed + count
+        if stop < len(known.tokens):
+            return []
+        blocks, offsets = _slots(known, 0, stop)
+        held = np.stack([words[blocks, :, offsets] for words in self.words], axis=1)
+        known.tokens.append(next_token(held))
+        return known.tokens[-1:]
+
+    # ---- at rest ---------------------------------------------------------------------------
+
+    def is_idle(self) -> bool:
+        """Whether nothing is pending and every block is free."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return (
+            not self.scheduler.has_requests()
+            and not self.scheduler.requests
+            and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # the null block
+        )
+
+    def bytes_of(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
+        """A copy of these blocks, by layer: [blocks, H, N, bytes]."""
+        return [cache.view(torch.uint8)[list(block_ids)] for cache in self.caches.values()]
+
+    def untouched(self, but: Sequence[int]) -> bool:
+        """Whether all blocks but these are as they were at the start."""
+        rest = sorted(set(range(self.cache_config.num_blocks)) - set(but))
+        return all(bool((part == POISON).all()) for part in self.bytes_of(rest))
+
+    def close(self) -> None:
+        """End both halves."""
+        self.lifecycle.shutdown()
+        self.scheduler.shutdown()
+
+
+def run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Step these engines in turn until something holds."""
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, "it did not come to be in time"
+        stepped = [engine.step() for engine in engines]
+        if not any(stepped):
+            time.sleep(0.001)
+
+
+def _slots(known: Known, start: int, stop: int) -> tuple[npt.NDArray[np.int64], ...]:
+    """Block and offset of each position."""
+    positions = np.arange(start, stop)
+    return np.array(known.blocks, dtype=np.int64)[positions // BLOCK], positions % BLOCK
+
+
+def _engine_config(model: Path, transfer: dict[str, Any], max_seqs: int) -> VllmConfig:
+    return EngineArgs(
+        model=str(model),
+        dtype="float32",
+        block_size=BLOCK,
+        max_model_len=512,
+        max_num_seqs=max_seqs,
+        max_num_batched_tokens=128,
+        enforce_eager=True,
+        async_scheduling=False,
+        kv_transfer_config=KVTransferConfig(**transfer),
+    ).create_engine_config()
+
+
+def _cache_config(config: VllmConfig, blocks: int, layout: KVCacheLayout) -> KVCacheConfig:
+    record_kv_cache_layout(config.cache_config, layout.name)
+    spec = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32
+    )
+    group = KVCacheGroupSpec([f"model.layers.{i}.attn" for i in range(LAYERS)], spec)
+    memory = blocks * LAYERS * spec.page_size_bytes
+    cache = get_kv_cache_config_from_groups(config, [group], memory)
+    cache.kv_cache_layout, cache.hash_block_size = layout.name, BLOCK
+    config.cache_config.num_gpu_blocks = cache.num_blocks
+    return cache

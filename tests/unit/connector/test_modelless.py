@@ -1,0 +1,331 @@
+"""Hand-overs between real connectors under real schedulers, driven by our lifecycle: no model.
+
+Control channel, leases and transports are the real ones, over loopback.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, Engine, answer, one_rank, run
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import ModelRunnerOutput
+
+from disagg.checkpoint import make_model
+from disagg.connector.settings import SECRET_VARIABLE
+
+LEASE_S = 0.4
+TRANSPORTS = ("process_memory", "tcp", "shared_storage")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def distributed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_rank(tmp_path_factory.mktemp("distributed")), pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SECRET_VARIABLE, "correct horse")
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(path, layers=2, hidden=16, kv_heads=2, head_dim=8)
+    return path
+
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts engines with our connector; ends them."""
+    started: list[Engine] = []
+    storage = tmp_path_factory.mktemp("storage")
+
+    def start(role: str, *, blocks: int = 48, layout: str = "LBHNC", **extra: Any) -> Engine:
+        config = {
+            "kv_connector": "DisaggConnector",
+            "kv_connector_module_path": "disagg.connector",
+            "kv_role": role,
+            "kv_connector_extra_config": {"storage_path": str(storage), "lease_s": 20.0, **extra},
+        }
+        started.append(Engine(model, config, blocks=blocks, layout=KVCacheLayout[layout]))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCABULARY), k=length)
+
+
+def held(engine: Engine) -> int:
+    """Leases that the worker half keeps."""
+    leases = engine.lifecycle.connector.worker._leases
+    leases.check_integrity()
+    return int(leases.held())
+
+
+def at_rest(*engines: Engine) -> bool:
+    """Whether no half of any engine has anything left to do."""
+    return all(
+        engine.is_idle()
+        and held(engine) == 0
+        and not engine.connector.scheduler._pulls
+        and not engine.connector.scheduler._leases
+        and not engine.connector.scheduler._reports
+        and not engine.lifecycle.connector.worker._cancelled
+        for engine in engines
+    )
+
+
+# ---- one hand-over ---------------------------------------------------------------------------
+
+
+WAYS = [(transport, layout) for transport in TRANSPORTS for layout in ("LBHNC", "BLHNC")]
+
+
+@pytest.mark.parametrize(("transport", "layout"), [*WAYS, ("process_memory", "BHLNC")])
+def test_a_whole_hand_over(start: Start, transport: str, layout: str) -> None:
+    producer = start("kv_producer", layout=layout, transports=[transport])
+    consumer = start("kv_consumer", layout=layout, transports=[transport])
+    prompt = prompt_of(5 * BLOCK + 7, seed=1)
+
+    first = producer.add(prompt, 1, PREFILL)
+    run([producer], lambda: first in producer.finished)
+    params = producer.params[first]
+    theirs = params["remote_block_ids"][0]
+    run([producer], lambda: held(producer) == 1)  # the worker hears of it one step later
+    assert not producer.is_idle()
+
+    second = consumer.add(prompt, 3, params)
+    run([consumer], lambda: bool(consumer.scheduler.running))
+    ours = consumer.block_ids(second)[: len(theirs)]
+    assert len(theirs) == 6
+    for sent, received in zip(producer.bytes_of(theirs), consumer.bytes_of(ours), strict=True):
+        # Behind the last block's seven tokens comes the answer.
+        assert torch.equal(sent[:-1], received[:-1])
+        assert torch.equal(sent[-1][:, :7], received[-1][:, :7])
+    run([producer, consumer], lambda: second in consumer.finished and at_rest(producer, consumer))
+    assert consumer.untouched(but=ours)
+    assert consumer.answers[second] == answer(prompt, 3)
+    assert consumer.answers[second][:1] == producer.answers[first]
+    loads = [output for output in consumer.seen if output.finished_recving]
+    assert [output.finished_recving for output in loads] == [{second}]
+    assert not loads[0].failed_recving
+    assert [o.finished_sending for o in producer.seen if o.finished_sending] == [{first}]
+
+
+def test_many_at_once(start: Start) -> None:
+    """More than the consumer has blocks for: some wait, and some are preempted."""
+    producer, consumer = start("kv_producer", blocks=160), start("kv_consumer", blocks=36)
+    prompts = [prompt_of(20 + 17 * n, seed=n) for n in range(16)]
+    firsts = [producer.add(prompt, 1, PREFILL) for prompt in prompts]
+    run([producer], lambda: set(firsts) <= set(producer.finished))
+    seconds = [
+        consumer.add(prompt, 40, producer.params[first])
+        for prompt, first in zip(prompts, firsts, strict=True)
+    ]
+    run([producer, consumer], lambda: set(seconds) <= set(consumer.finished))
+    run([producer, consumer], lambda: at_rest(producer, consumer))
+    assert [consumer.answers[name] for name in seconds] == [answer(p, 40) for p in prompts]
+    assert not any(output.failed_recving for output in consumer.seen)
+    assert any(scheduled.preempted_req_ids for scheduled in consumer.scheduled)
+
+
+def test_a_lease_that_ran_out(start: Start) -> None:
+    producer = start("kv_producer", lease_s=0.1)
+    consumer = start("kv_consumer")
+    prompt = prompt_of(100, seed=3)
+    first = producer.add(prompt, 1, PREFILL)
+    run([producer], lambda: first in producer.finished)
+    run([producer], lambda: at_rest(producer))
+    second = consumer.add(prompt, 2, producer.params[first])
+    run([producer, consumer], lambda: second in consumer.finished)
+    run([producer, consumer], lambda: at_rest(producer, consumer))
+    assert consumer.answers[second] == answer(prompt, 2)
+    assert [o.failed_recving for o in consumer.seen if o.failed_recving] == [{second}]
+
+
+def test_results_survive_a_forward_pass_that_raises(start: Start) -> None:
+    producer, consumer = start("kv_producer"), start("kv_consumer")
+    prompt = prompt_of(70, seed=4)
+    first = producer.add(prompt, 1, PREFILL)
+    run([producer], lambda: first in producer.finished)
+    second = consumer.add(prompt, 2, producer.params[first])
+    consumer.step()  # the load is under way
+    connector = consumer.lifecycle.connector
+    run([producer], lambda: not connector.worker._ended.empty())
+    scheduled = consumer.scheduler.schedule()
+    with pytest.raises(ZeroDivisionError), consumer.lifecycle.step(scheduled) as step:
+        _ = 1 // 0
+    assert not connector.has_connector_metadata()
+    assert step.output.finished_recving == {second}
+    ran = ModelRunnerOutput.with_kv_conn_output_only(step.output)
+    consumer.scheduler.update_from_output(scheduled, ran)
+    run([producer, consumer], lambda: second in consumer.finished)
+    run([producer, consumer], lambda: at_rest(producer, consumer))
+    assert consumer.answers[second] == answer(prompt, 2)
+
+
+# ---- vLLM's own connectors ---------------------------------------------------------------------
+
+
+def test_vllms_example_connector(model: Path, tmp_path: Path) -> None:
+    """It loads before the forward pass and saves layer by layer, where ours does neither."""
+    config = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    writer, reader = Engine(model, config), Engine(model, config)
+    prompt = prompt_of(3 * BLOCK + 2, seed=5)
+    one = writer.add(prompt, 2, None)
+    run([writer], lambda: one in writer.finished)
+    other = reader.add(prompt, 2, None)
+    run([reader], lambda: other in reader.finished)
+    assert reader.scheduled[0].has_sync_kv_loads
+    assert reader.scheduled[0].num_scheduled_tokens == {other: 2}
+    assert reader.answers[other] == writer.answers[one] == answer(prompt, 2)
+    for engine in (writer, reader):
+        engine.step()
+        assert engine.is_idle()
+        engine.close()
+
+
+# ---- any order of events -----------------------------------------------------------------------
+
+
+@dataclass
+class Scene:
+    """A pair that lives for all examples, and what its clients wait for."""
+
+    producer: Engine
+    consumer: Engine
+    prefilling: dict[str, list[int]] = field(default_factory=dict)
+    params: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
+    decoding: dict[str, tuple[list[int], int]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def step(self, engine: Engine) -> None:
+        engine.step()
+        for name in [name for name in self.prefilling if name in self.producer.finished]:
+            prompt = self.prefilling.pop(name)
+            assert self.producer.answers[name] == answer(prompt, 1)
+            self.params.append((prompt, self.producer.params[name]))
+        for name in [name for name in self.decoding if name in self.consumer.finished]:
+            prompt, count = self.decoding.pop(name)
+            assert self.consumer.answers[name] == answer(prompt, count)
+            self.count("answered")
+
+    def settle(self) -> None:
+        """All that was asked for is answered, all else runs out."""
+        self.params.clear()
+        deadline = time.monotonic() + 20
+        while self.decoding or self.prefilling or not at_rest(self.producer, self.consumer):
+            assert time.monotonic() < deadline, "something is still pending"
+            self.step(self.producer)
+            self.step(self.consumer)
+            self.params.clear()
+        for engine in (self.producer, self.consumer):
+            assert engine.scheduler.reset_prefix_cache()
+
+
+PROMPTS = [prompt_of(length, seed=100 + length) for length in (1, 31, 32, 33, 64, 90, 130, 200)]
+# Prompts that begin alike, so that prefix caches and shared blocks take part.
+PROMPTS += [PROMPTS[-1][:100] + prompt_of(40, seed=200), PROMPTS[-1][:64]]
+
+
+class Clients:
+    """Clients that ask, leave and come late; each method is one thing that may happen."""
+
+    def __init__(self, scene: Scene, seed: int) -> None:
+        self.scene, self.random = scene, random.Random(seed)
+
+    def prefill(self) -> None:
+        prompt = self.random.choice(PROMPTS)
+        self.scene.prefilling[self.scene.producer.add(prompt, 1, PREFILL)] = prompt
+
+    def prefill_leaves(self) -> None:
+        if name := self._any(self.scene.prefilling):
+            del self.scene.prefilling[name]
+            self.scene.producer.abort(name)
+            self.scene.count("prefill aborted")
+
+    def decode(self) -> None:
+        self._decode(self.scene.params.pop)
+
+    def decode_and_keep_the_params(self) -> None:
+        self._decode(self.scene.params.__getitem__)
+
+    def _decode(self, take: Callable[[int], tuple[list[int], dict[str, Any]]]) -> None:
+        if self.scene.params:
+            prompt, params = take(self.random.randrange(len(self.scene.params)))
+            count = self.random.randrange(1, 4)
+            self.scene.decoding[self.scene.consumer.add(prompt, count, params)] = (prompt, count)
+
+    def decode_of_another_prompt(self) -> None:
+        if self.scene.params:
+            prompt, (_, params) = self.random.choice(PROMPTS), self.random.choice(self.scene.params)
+            self.scene.decoding[self.scene.consumer.add(prompt, 1, params)] = (prompt, 1)
+
+    def decode_leaves(self) -> None:
+        if name := self._any(self.scene.decoding):
+            del self.scene.decoding[name]
+            self.scene.consumer.abort(name)
+            self.scene.count("decode aborted")
+
+    def producer_steps(self) -> None:
+        self.scene.step(self.scene.producer)
+
+    def consumer_steps(self) -> None:
+        self.scene.step(self.scene.consumer)
+
+    def time_passes(self) -> None:
+        time.sleep(self.random.choice([0.001, 0.01, LEASE_S / 2]))
+
+    def _any(self, names: Collection[str]) -> str | None:
+        return self.random.choice(list(names)) if names else None
+
+
+EVENTS = {
+    Clients.prefill: 6,
+    Clients.prefill_leaves: 1,
+    Clients.decode: 6,
+    Clients.decode_and_keep_the_params: 1,
+    Clients.decode_of_another_prompt: 1,
+    Clients.decode_leaves: 2,
+    Clients.producer_steps: 12,
+    Clients.consumer_steps: 12,
+    Clients.time_passes: 1,
+}
+
+
+@pytest.fixture(scope="module")
+def scene(start: Start) -> Iterator[Scene]:
+    scene = Scene(start("kv_producer", blocks=40, lease_s=LEASE_S), start("kv_consumer", blocks=40))
+    yield scene
+    seen = scene.consumer.seen
+    scene.counts["loaded"] = sum(len(output.finished_recving or ()) for output in seen)
+    scene.counts["failed"] = sum(len(output.failed_recving) for output in seen)
+    for what in ("answered", "prefill aborted", "decode aborted", "loaded", "failed"):
+        assert scene.counts.get(what, 0) > 0, f"the events never include: {what}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_events(scene: Scene, seed: int) -> None:
+    clients = Clients(scene, seed)
+    for event in clients.random.choices(list(EVENTS), list(EVENTS.values()), k=150):
+        event(clients)
+    scene.settle()
