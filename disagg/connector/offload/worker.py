@@ -153,7 +153,7 @@ class OffloadWorker:
 
     def _view(self, slot: Slot) -> memoryview:
         assert self._pool is not None
-        return self._pool.slot(slot[1])
+        return self._pool.slot(slot.number)
 
     def _bytes(self, slot: Slot) -> Bytes:
         return np.frombuffer(self._view(slot), np.uint8)
