@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from disagg.bench.vllm_server import VllmServer, token_ids
-from engine.conftest import Fleet, running, transfer
+from engine.conftest import Fleet, beside, running, tiers, transfer
 from engine.waiting import eventually
 
 ENGINES = ("producer", "single")
@@ -34,26 +34,6 @@ class Engines(NamedTuple):
     second: VllmServer
 
 
-def tiers(**extra: object) -> dict[str, object]:
-    return {
-        "kv_connector": "DisaggOffloadConnector",
-        "kv_connector_module_path": "disagg.connector.offload",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
-
-
-def beside_the_handover(**extra: object) -> dict[str, object]:
-    connectors = [transfer("kv_consumer"), tiers(**extra)]
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_consumer",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": connectors},
-    }
-
-
 @pytest.fixture(scope="module")
 def engines(
     fleet: Fleet, model: Path, tmp_path_factory: pytest.TempPathFactory
@@ -65,7 +45,9 @@ def engines(
     def server(name: str, config: dict[str, object]) -> VllmServer:
         return VllmServer(name, model, logs / f"{name}.log", config, SMALL, env=env)
 
-    first = server("first", beside_the_handover(host_bytes=SLOTS * BLOCK, directory=folder))
+    first = server(
+        "first", beside(transfer("kv_consumer"), tiers(host_bytes=SLOTS * BLOCK, directory=folder))
+    )
     large = tiers(host_bytes=1 << 28, directory=folder, eviction="arc")
     engines = Engines(first, server("second", large))
     fleet.wake()  # they would take the cores from those that start
