@@ -124,7 +124,7 @@ class Waiting:
 def wait(lock: Path, number: int, timeout: float | None) -> bool:
     """Sleep until the writer kept this promise or ended; False if `timeout` seconds passed first.
 
-    Raises FileNotFoundError if there is no such writer any more.
+    Raises FileNotFoundError or NotADirectoryError if there is no such writer any more.
     """
     descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -148,7 +148,7 @@ def is_alive(lock: Path) -> bool:
     """Whether the life that this lock file belongs to goes on."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _LIFE, 1, 0)

@@ -6,6 +6,7 @@ with working locks. Must never return a part of a file, nor wait for a writer th
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,9 +62,9 @@ def cleanup_hidden_states(
         _await(written, timeout)
     except (HiddenStatesFailed, HiddenStatesLost):
         pass  # then there is nothing but the tale of it
-    written.error.unlink(missing_ok=True)
-    if not keep_hidden_states:
-        written.path.unlink(missing_ok=True)
+    for path in (written.error,) if keep_hidden_states else (written.error, written.path):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
 
 
 def _await(written: naming.Written, timeout: float | None) -> None:
@@ -73,7 +74,7 @@ def _await(written: naming.Written, timeout: float | None) -> None:
         return  # it got its name when it was whole
     try:
         kept = promises.wait(written.lock, written.number, timeout)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         kept = True  # no writer, or no folder: what is there now is all there will be
     if not kept:
         raise HiddenStatesTimeout(
@@ -100,5 +101,5 @@ def _reason(path: Path) -> str | None:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(_LONGEST_ERROR).strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None

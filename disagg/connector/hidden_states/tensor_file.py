@@ -138,4 +138,4 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, not copied."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,37 @@
+"""What `kv_connector_extra_config` may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from disagg.connector.hidden_states.settings import read_settings
+from disagg.errors import ConfigError
+
+
+def test_defaults_work() -> None:
+    settings = read_settings({})
+    assert settings.folder().is_absolute()
+    assert settings.folder().name == "hidden-states"
+
+
+def test_a_relative_folder_becomes_absolute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_settings({"shared_storage_path": "x"}).folder() == tmp_path / "x"
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"shared_storage_pth": "/x"}, "shared_storage_pth: '/x'.*keys: shared_storage_path, num"),
+        ({"num_writer_threads": 0}, "num_writer_threads: 0 — .*greater than or equal to 1"),
+        ({"use_synchronization_lock": False}, "use_synchronization_lock.*remove it"),
+        ({"allow_custom_save_path": True}, "allow_custom_save_path.*remove it"),
+    ],
+)
+def test_wrong_keys_are_refused_by_name(extra: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_settings(extra)
