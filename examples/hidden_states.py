@@ -91,6 +91,7 @@ def run(model, layers, folder, tensor_parallel_size, prompts):
         seconds = time.perf_counter() - started
         answers.append((states, os.path.getsize(path), seconds))
         cleanup_hidden_states(path)
+    llm.llm_engine.engine_core.shutdown()  # ends its processes; at Python's own end it may hang
     return answers
 
 
