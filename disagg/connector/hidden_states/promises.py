@@ -64,7 +64,7 @@ class Promises:
 
     def _open(self) -> None:
         """Older lock files stay open: somebody may wait on them."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         # Readers of another user lock for reading alone, so they need no more than that.
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -80,6 +80,11 @@ class Promises:
             return os.path.samestat(os.stat(self._path), os.fstat(self._descriptors[-1]))
         except OSError:
             return False
+
+
+def make_folder(folder: Path) -> None:
+    """If it isn't there: for this user alone. Whose folder others may read makes it himself."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 class Waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ class HiddenStatesSettings(BaseModel):
 
     def folder(self) -> Path:
         """Absolute: readers have another working directory."""
-        default = default_folder(tempfile.gettempdir()) / "hidden-states"
-        return (self.shared_storage_path or default).expanduser().absolute()
+        if self.shared_storage_path is not None:
+            return self.shared_storage_path.expanduser().absolute()
+        return _own_folder() / "hidden-states"
 
 
 def read_settings(extra_config: dict[str, Any]) -> HiddenStatesSettings:
@@ -45,6 +47,19 @@ def read_settings(extra_config: dict[str, Any]) -> HiddenStatesSettings:
         return HiddenStatesSettings.model_validate(extra_config)
     except ValidationError as error:
         raise ConfigError([_line(dict(problem)) for problem in error.errors()]) from error
+
+
+def _own_folder() -> Path:
+    """Hidden states tell what the prompts were, so nobody else may have made this folder."""
+    folder = default_folder(tempfile.gettempdir()).absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError(
+            f"kv_connector_extra_config.shared_storage_path: must be given — {folder} can be "
+            "written by others"
+        )
+    return folder
 
 
 def _line(problem: dict[str, Any]) -> str:

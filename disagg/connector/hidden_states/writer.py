@@ -170,7 +170,7 @@ class HiddenStatesWriter:
         shown = save.request_id[:_LONGEST_ID].encode("utf-8", "replace").decode()
         metadata = {"format": "pt", "request_id": shown, "layer_ids": self._layer_ids}
         head = tensor_file.header(specs, metadata)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        promises.make_folder(self.folder)
         temporary = naming.temporary_path(self.folder, self.life, target.number)
         buffer = self._buffers.get()
         try:

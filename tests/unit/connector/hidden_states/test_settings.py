@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,24 @@ from disagg.connector.hidden_states.settings import read_settings
 from disagg.errors import ConfigError
 
 
-def test_defaults_work() -> None:
-    settings = read_settings({})
-    assert settings.folder().is_absolute()
-    assert settings.folder().name == "hidden-states"
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_default_folder_is_this_users_own(temporary: Path) -> None:
+    folder = read_settings({}).folder()
+    assert folder == temporary / f"disagg-{os.getuid()}" / "hidden-states"
+    assert folder.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_default_folder_that_others_made_is_refused(temporary: Path) -> None:
+    theirs = temporary / f"disagg-{os.getuid()}"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    with pytest.raises(ConfigError, match="shared_storage_path: must be given"):
+        read_settings({}).folder()
 
 
 def test_a_relative_folder_becomes_absolute(
