@@ -33,7 +33,7 @@ class DeviceBlocks:
             self._stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
             # Reads of the one stream follow each other, so they can share it.
             self._gathered = torch.empty(self._shape, dtype=cache.dtype, device=cache.device)
-            self._one_launches = threading.Lock()
+            self._launching = threading.Lock()
 
     def new_buffer(self) -> torch.Tensor:
         """Host memory for one read: [blocks_per_read, N, S, H]."""
@@ -74,7 +74,7 @@ class DeviceBlocks:
             if written is not None:
                 self._stream.wait_event(written)
             gathered = self._gathered[: len(ids)]
-            with self._one_launches:
+            with self._launching:
                 torch.index_select(self._cache, 0, on_device, out=gathered)
                 out.copy_(gathered, non_blocking=True)
                 copied.record(self._stream)
