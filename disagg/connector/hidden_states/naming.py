@@ -28,7 +28,8 @@ _LIFE_BYTES = 8
 # With the longest suffixes this stays below the 255 bytes that file systems allow.
 _LONGEST = 160
 _SHOWN = 120
-_NAME = re.compile(r"\.([0-9a-f]{16})-([1-9][0-9]{0,18})\.safetensors")
+# The last of what looks so: an id may end like a name of ours.
+_NAME = re.compile(r".+\.([0-9a-f]{16})-([1-9][0-9]{0,18})\.safetensors", re.DOTALL)
 _LOCK = re.compile(r"\.([0-9a-f]{16})\.lock")
 
 
@@ -80,8 +81,8 @@ class Written:
 def parse(path: str | os.PathLike[str]) -> Written:
     """Raises ValueError if no file of ours can have this path."""
     path = Path(path)
-    found = _NAME.search(path.name)
-    if found is None or found.end() != len(path.name):
+    found = _NAME.fullmatch(path.name)
+    if found is None:
         raise ValueError(
             f"{path}: is no file of HiddenStatesConnector; pass the hidden_states_path of an "
             "answer's kv_transfer_params"

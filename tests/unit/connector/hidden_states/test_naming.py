@@ -35,6 +35,11 @@ IDS = st.one_of(
 )
 
 
+@pytest.mark.parametrize("request_id", HOSTILE)
+def test_hostile_ids(request_id: str) -> None:
+    test_a_name_is_one_plain_component_and_says_who_writes_it.hypothesis.inner_test(request_id, 5)
+
+
 @given(IDS, st.integers(1, 10**18))
 def test_a_name_is_one_plain_component_and_says_who_writes_it(request_id: str, number: int) -> None:
     folder = Path("/some/folder")
