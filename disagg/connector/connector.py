@@ -30,6 +30,7 @@ from disagg.connector.logs import log_as_vllm_does
 from disagg.connector.messages import StepWork, WorkerAddress
 from disagg.connector.metrics import ConnectorPromMetrics, ConnectorStats
 from disagg.connector.prompt import hasher
+from disagg.connector.registration import register
 from disagg.connector.scheduler import SchedulerHalf
 from disagg.connector.settings import read_secret, read_settings
 from disagg.connector.worker import WorkerHalf
@@ -200,3 +201,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+register("DisaggConnector", "disagg.connector")

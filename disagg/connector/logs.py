@@ -1,4 +1,4 @@
-"""Where the connectors' log lines go."""
+"""Our log lines inside an engine, where vLLM decides what is shown."""
 
 from __future__ import annotations
 
