@@ -51,11 +51,11 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The first half waits more than it computes; engines want the machine for themselves.
+# Two at a time: who uses the same engines stays in one process (tests/conftest.py).
 test: $(INSTALLED)
 	@failed=0; \
 	$(BIN)/pytest -n 2 tests/unit tests/transport || failed=1; \
-	$(BIN)/pytest tests/engine tests/cluster || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadgroup tests/engine tests/cluster || failed=1; \
 	exit $$failed
 
 bench: $(INSTALLED)

@@ -1,6 +1,6 @@
 """When and what to move: the vLLM side.
 
-vLLM loads both connectors itself, through `kv_connector_module_path: disagg.connector`:
+vLLM loads them itself, through `kv_connector_module_path: disagg.connector`:
 `DisaggConnector` hands KV blocks over, `HiddenStatesConnector` writes hidden states to files.
 
 They are imported when they are asked for: who only reads hidden states has no vLLM.
