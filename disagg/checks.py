@@ -34,6 +34,7 @@ def check(deployment: Deployment) -> list[str]:
         *pool_problems(deployment, known),
         *_checkpoint_problems(deployment),
         *_storage_problems(deployment),
+        *_tier_problems(deployment),
         *_listen_problems(deployment),
         *_unreadable(lambda: credentials.secret(deployment)),
         *_unreadable(lambda: credentials.api_keys(deployment.router)),

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from disagg.bench.vllm_server import CPU_ENV
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "hidden_states.py"), "--folder", str(tmp_path)],

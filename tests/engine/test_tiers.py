@@ -171,7 +171,8 @@ def test_damaged_files_are_computed_and_removed(
     assert eventually(lambda: [f.read_bytes() for f in newest if f.exists()] == whole)
 
 
-@pytest.mark.parametrize("count", [int(os.environ.get("DISAGG_TEST_PRESSURE", "150"))])
+@pytest.mark.soak
+@pytest.mark.parametrize("count", [int(os.environ.get("DISAGG_TEST_PRESSURE", "100"))])
 def test_under_pressure(fleet: Fleet, first: VllmServer, prompt: Prompt, count: int) -> None:
     """Both caches so small that every request evicts; half of the requests are handed over."""
     base, generator = prompt(640), random.Random(7)
