@@ -5,7 +5,7 @@
 #   make check    lint, format, types
 #   make test     all tests
 #   make bench    measure a hand-over
-#   make soak     many requests for a long time, watching memory and leases
+#   make soak     many requests for a long time, faults and pressure all the while
 #   make clean    remove all that make made
 
 VENV := .venv
@@ -51,11 +51,11 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The first half waits more than it computes; engines want the machine for themselves.
+# Two at a time: who uses the same engines stays in one process (tests/conftest.py).
 test: $(INSTALLED)
 	@failed=0; \
 	$(BIN)/pytest -n 2 tests/unit tests/transport || failed=1; \
-	$(BIN)/pytest tests/engine tests/cluster || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow" tests/engine tests/cluster || failed=1; \
 	exit $$failed
 
 bench: $(INSTALLED)
@@ -63,6 +63,8 @@ bench: $(INSTALLED)
 
 soak: $(INSTALLED)
 	@$(BIN)/disagg bench soak
+	@$(BIN)/disagg bench router-faults
+	@DISAGG_TEST_PRESSURE=500 $(BIN)/pytest -m "slow or soak" tests/engine
 	@$(BIN)/disagg bench router-faults
 
 clean:

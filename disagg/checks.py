@@ -34,6 +34,7 @@ def check(deployment: Deployment) -> list[str]:
         *pool_problems(deployment, known),
         *_checkpoint_problems(deployment),
         *_storage_problems(deployment),
+        *_tier_problems(deployment),
         *_listen_problems(deployment),
         *_unreadable(lambda: credentials.secret(deployment)),
         *_unreadable(lambda: credentials.api_keys(deployment.router)),
@@ -76,14 +77,23 @@ def _folder_problems(key: str, checkpoint: str, needed: str) -> Iterator[str]:
 def _storage_problems(deployment: Deployment) -> Iterator[str]:
     if "shared_storage" not in deployment.transfer.transports:
         return
-    path = storage_folder(deployment)
+    yield from _write_problems("transfer.storage.path", storage_folder(deployment))
+
+
+def _tier_problems(deployment: Deployment) -> Iterator[str]:
+    directory = deployment.tiers.directory
+    if directory is not None:
+        yield from _write_problems("tiers.directory.path", directory.path)
+
+
+def _write_problems(key: str, path: Path) -> Iterator[str]:
     try:
         # Making a folder is the one sure test: rights, read-only mounts and root differ.
         with tempfile.TemporaryDirectory(prefix=".disagg-check-", dir=_first_existing(path)):
             pass
     except OSError as error:
         yield (
-            f"transfer.storage.path: {str(path)!r} — can't be written ({error.strerror}); "
+            f"{key}: {str(path)!r} — can't be written ({error.strerror}); "
             "name a folder that this user may write"
         )
 

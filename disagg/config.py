@@ -139,6 +139,30 @@ class TransferSection(Section):
     strict: bool = Field(False, description="Refuse a request for which no KV could be loaded")
 
 
+class HostTierSection(Section):
+    """Blocks that left the accelerator, in host memory."""
+
+    max_bytes: int = Field(4 << 30, gt=0, description="Of each worker rank, taken at start")
+    eviction: Literal["lru", "arc"] = "lru"
+
+
+class DirectoryTierSection(Section):
+    """Blocks in files that engines share, and that outlive them."""
+
+    path: LocalPath = Field(description="A folder that all engines see")
+    max_bytes: int = Field(64 << 30, gt=0, description="Of all files in it together")
+
+
+class TiersSection(Section):
+    """Where KV blocks rest below the accelerator; without a tier they are computed again."""
+
+    host: HostTierSection | None = None
+    directory: DirectoryTierSection | None = Field(
+        None, description="Goes through the host tier, a small one if none is given"
+    )
+    blocks_per_chunk: int = Field(1, ge=1, description="Blocks that are kept and moved as one")
+
+
 class LimitsSection(Section):
     """Bounds of the router, each process's own."""
 
@@ -209,6 +233,7 @@ class Deployment(Section):
     prefill: PoolSection = PoolSection()
     decode: PoolSection = PoolSection()
     transfer: TransferSection = TransferSection()
+    tiers: TiersSection = TiersSection()
     router: RouterSection = RouterSection()
 
     def pool(self, role: Role) -> PoolSection:

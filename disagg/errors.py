@@ -3,11 +3,15 @@
     DisaggError                 base; its text is written for the person who runs the system
     ├── ConfigError             the YAML or a command line option is wrong (exit status 2)
     ├── StartupError            an engine, Ray or the router did not come up
-    └── TransferError           bytes of a handoff did not arrive; `reason` is a metric label
-        ├── LeaseGone           the producer no longer keeps the blocks
-        ├── PeerRefused         hello failed: other model, layout, secret or version
-        ├── PeerLost            connection refused, reset, or silent past the deadline
-        └── DataCorrupt         size, fingerprint or checksum of what arrived is wrong
+    ├── TransferError           bytes of a handoff did not arrive; `reason` is a metric label
+    │   ├── LeaseGone           the producer no longer keeps the blocks
+    │   ├── PeerRefused         hello failed: other model, layout, secret or version
+    │   ├── PeerLost            connection refused, reset, or silent past the deadline
+    │   └── DataCorrupt         size, fingerprint or checksum of what arrived is wrong
+    └── HiddenStatesError       a request's hidden states can't be had
+        ├── HiddenStatesTimeout the writer lives, and was not done in time; a TimeoutError too
+        ├── HiddenStatesFailed  the writer could not write them, and says why
+        └── HiddenStatesLost    the writer died first
 
 A TransferError never reaches a client: the decode engine then computes the prompt itself.
 """
@@ -68,3 +72,19 @@ class DataCorrupt(TransferError):
     """What arrived is not what was sent."""
 
     reason = "corrupt"
+
+
+class HiddenStatesError(DisaggError):
+    """A request's hidden states can't be had."""
+
+
+class HiddenStatesTimeout(HiddenStatesError, TimeoutError):
+    """Their writer was still at work when the time was over."""
+
+
+class HiddenStatesFailed(HiddenStatesError):
+    """Their writer could not write them; the message says why."""
+
+
+class HiddenStatesLost(HiddenStatesError):
+    """Their writer ended before it had written them."""

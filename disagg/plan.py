@@ -35,6 +35,7 @@ def plan(deployment: Deployment) -> dict[str, Any]:
             "control_channel": f"{transfer.host or '<address of the node>'}:{_ANY_PORT}",
             "secret": _secret_source(deployment),
         },
+        "tiers": deployment.tiers.model_dump(mode="json", exclude_none=True),
         "router": {
             "endpoint": f"{scheme}://{router.host}:{router.port or _ANY_PORT}/v1",
             "processes": router.processes,

@@ -38,6 +38,28 @@ def handoff(
 
 
 @app.command()
+def offload(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths, by commas.")] = "1000,4000,8000",
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts per length; medians count.")] = 3,
+    storage: Annotated[Path, typer.Option(help="Where the directory tier is made.")] = Path(
+        "/dev/shm"
+    ),
+    host_bytes: Annotated[int, typer.Option(min=1, help="The host memory tier.")] = 2 << 30,
+    peers: Annotated[
+        str, typer.Option(help="vLLM's own: offloading, simple; by commas, may be empty.")
+    ] = "offloading,simple",
+    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+) -> None:
+    """First token of a prompt in the engine's cache, in host memory, in files, and computed."""
+    from disagg.bench import offload as bench
+
+    counts, names = _numbers(lengths), [name for name in peers.split(",") if name]
+    raise typer.Exit(
+        bench.run(counts, repeats, storage, host_bytes=host_bytes, peers=names, json_path=json)
+    )
+
+
+@app.command()
 def soak(
     requests: Annotated[int, typer.Option(min=1)] = 2000,
     concurrency: Annotated[int, typer.Option(min=1)] = 16,

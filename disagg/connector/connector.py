@@ -5,7 +5,6 @@ It decides nothing. Exactly one half exists in a process: the scheduler's or a w
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +26,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from disagg.connector.geometry import check_supported, has_windows, kv_heads, splits_blocks
+from disagg.connector.logs import log_as_vllm_does
 from disagg.connector.messages import StepWork, WorkerAddress
 from disagg.connector.metrics import ConnectorPromMetrics, ConnectorStats
 from disagg.connector.prompt import hasher
+from disagg.connector.registration import register
 from disagg.connector.scheduler import SchedulerHalf
 from disagg.connector.settings import read_secret, read_settings
 from disagg.connector.worker import WorkerHalf
@@ -45,15 +46,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def _log_as_vllm_does() -> None:
-    """vLLM sets up its own logger alone; without handlers our lines would be lost."""
-    ours, theirs = logging.getLogger("disagg"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = False
-
-
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     """Asynchronous pull of KV blocks from prefill to decode engines, under leases."""
 
@@ -61,7 +53,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_as_vllm_does()
+        log_as_vllm_does()
         check_supported(vllm_config, kv_cache_config)
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
@@ -209,3 +201,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+register("DisaggConnector", "disagg.connector")

@@ -307,12 +307,16 @@ class SchedulerHalf:
                 self._reports.setdefault(load.request_id, []).append(load)
             self._leases.update({ended.request_id: ended.outcome for ended in report.leases})
         for request_id in output.finished_recving or ():
-            pull = self._pulls[request_id]
+            pull = self._pulls.get(request_id)
+            if pull is None or pull.state is not PullState.LOADING:
+                continue  # loaded by a connector beside this one
             pull.state = PullState.DONE
             self._count_load(self._reports.pop(request_id), pull)
             if pull.called_off:
                 del self._pulls[request_id]
         for request_id in output.finished_sending or ():
+            if request_id not in self._leases:
+                continue
             self._stats.count("leases", self._leases.pop(request_id))
             self._stats.set_leases_held(len(self._leases))
 

@@ -46,14 +46,27 @@ def engine_args(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any
 
 
 def kv_transfer_config(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any]:
-    """How vLLM loads and configures `DisaggConnector`."""
+    """How vLLM loads and configures our connectors: the hand-over's, and the tiers' beside it."""
+    common = {
+        "kv_role": "kv_producer" if spec.role == "prefill" else "kv_consumer",
+        "kv_load_failure_policy": "fail" if spec.deployment.transfer.strict else "recompute",
+    }
+    handover, tiers = _handover(spec, host), _tiers(spec)
+    if tiers is None:
+        return {**handover, **common, "engine_id": engine_id}
+    return {
+        "kv_connector": "MultiConnector",
+        **common,
+        "engine_id": engine_id,
+        "kv_connector_extra_config": {"connectors": [{**c, **common} for c in (handover, tiers)]},
+    }
+
+
+def _handover(spec: EngineSpec, host: str) -> dict[str, Any]:
     transfer = spec.deployment.transfer
     return {
         "kv_connector": "DisaggConnector",
         "kv_connector_module_path": "disagg.connector",
-        "kv_role": "kv_producer" if spec.role == "prefill" else "kv_consumer",
-        "kv_load_failure_policy": "fail" if transfer.strict else "recompute",
-        "engine_id": engine_id,
         "kv_connector_extra_config": {
             "transports": list(transfer.transports),
             "storage_path": spec.storage_path,
@@ -65,6 +78,29 @@ def kv_transfer_config(spec: EngineSpec, *, host: str, engine_id: str) -> dict[s
             "engine_name": spec.name,
             "strict": transfer.strict,
         },
+    }
+
+
+def _tiers(spec: EngineSpec) -> dict[str, Any] | None:
+    tiers, extra = spec.deployment.tiers, dict[str, Any]()
+    if tiers.host is None and tiers.directory is None:
+        return None
+    if tiers.host is not None:
+        extra |= {"host_bytes": tiers.host.max_bytes, "eviction": tiers.host.eviction}
+    if tiers.directory is not None:
+        extra |= {
+            "directory": str(tiers.directory.path),
+            "directory_bytes": tiers.directory.max_bytes,
+        }
+    extra |= {
+        "blocks_per_chunk": tiers.blocks_per_chunk,
+        "load_deadline_s": spec.deployment.transfer.load_deadline_s,
+        "engine_name": spec.name,
+    }
+    return {
+        "kv_connector": "DisaggOffloadConnector",
+        "kv_connector_module_path": "disagg.connector.offload",
+        "kv_connector_extra_config": extra,
     }
 
 

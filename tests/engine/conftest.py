@@ -23,6 +23,14 @@ from disagg.router.topology import EngineEndpoint
 # Short, so that tests can see leases end; long enough for the slowest prefill.
 LEASE_S = 8.0
 
+# Gives every consumer tiers as well, for a run by hand: host, directory or both.
+TIERS = os.environ.get("DISAGG_TEST_TIERS", "")
+_TIERS: dict[str, Callable[[pytest.TempPathFactory], dict[str, object]]] = {
+    "host": lambda folders: {"host_bytes": 1 << 28},
+    "directory": lambda folders: {"host_bytes": 1 << 24, "directory": str(folders.mktemp("tier"))},
+    "both": lambda folders: {"host_bytes": 1 << 28, "directory": str(folders.mktemp("tier"))},
+}
+
 
 @dataclass(frozen=True)
 class Fleet:
@@ -64,6 +72,27 @@ def transfer(role: str, **extra: object) -> dict[str, object]:
         "kv_connector_module_path": "disagg.connector",
         "kv_role": role,
         "kv_connector_extra_config": extra,
+    }
+
+
+def tiers(**extra: object) -> dict[str, object]:
+    """The same of docs/tiers.md."""
+    return {
+        "kv_connector": "DisaggOffloadConnector",
+        "kv_connector_module_path": "disagg.connector.offload",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def beside(handover: dict[str, object], tier: dict[str, object]) -> dict[str, object]:
+    """Both in one engine."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": handover["kv_role"],
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [handover, tier]},
     }
 
 
@@ -119,6 +148,10 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     small = ("--num-gpu-blocks-override", "24", "--max-model-len", "2560")
 
+    def consumer(**extra: object) -> dict[str, object]:
+        plain = transfer("kv_consumer", **options, **extra)
+        return beside(plain, tiers(**_TIERS[TIERS](tmp_path_factory))) if TIERS else plain
+
     def server(name: str, config: dict[str, object] | None, *args: str) -> VllmServer:
         # vLLM compiles what counts log-probabilities on first use, for 20 s in each engine.
         env = {"TMPDIR": str(temporary), "TORCHDYNAMO_DISABLE": "1"}
@@ -126,9 +159,9 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
 
     fleet = Fleet(
         server("producer", transfer("kv_producer", **options), *tools),
-        server("consumer", transfer("kv_consumer", **options), *tools),
-        server("tcp", transfer("kv_consumer", transports=["tcp"], **options)),
-        server("files", transfer("kv_consumer", transports=["shared_storage"], **options)),
+        server("consumer", consumer(), *tools),
+        server("tcp", consumer(transports=["tcp"])),
+        server("files", consumer(transports=["shared_storage"])),
         server("single", None, *tools),
         server("strict", transfer("kv_both", strict=True, transports=["tcp"], **options), *small),
         temporary / f"disagg-{os.getuid()}",

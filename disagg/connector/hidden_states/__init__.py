@@ -1,0 +1,22 @@
+"""Each request's hidden states in a file of its own, and how a client reads it.
+
+What a client needs is here and imports neither vLLM nor an engine. The connector is
+`disagg.connector.HiddenStatesConnector`.
+"""
+
+from disagg.connector.hidden_states.reader import cleanup_hidden_states, load_hidden_states
+from disagg.errors import (
+    HiddenStatesError,
+    HiddenStatesFailed,
+    HiddenStatesLost,
+    HiddenStatesTimeout,
+)
+
+__all__ = [
+    "HiddenStatesError",
+    "HiddenStatesFailed",
+    "HiddenStatesLost",
+    "HiddenStatesTimeout",
+    "cleanup_hidden_states",
+    "load_hidden_states",
+]

@@ -1,0 +1,99 @@
+"""The scheduler half: whose states are promised, and what is to be written when they finish.
+
+Runs inside vLLM's scheduler, so it never waits and never does I/O. A request's number is drawn
+when it is scheduled first, and its path told when it has finished. Only what ended by itself has
+a path to tell: nobody hears of what an aborted request would have had.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from disagg.connector.hidden_states import naming
+from disagg.connector.hidden_states.messages import StepWork, WriterAddress
+from disagg.connector.hidden_states.writer import Save
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+# vLLM's own block that stands for those no longer kept. No request's data is ever there.
+_NULL_BLOCK = 0
+_NO_TOKEN = -1
+_TOLD = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+
+
+class SchedulerHalf:
+    """Scheduler side of `HiddenStatesConnector`."""
+
+    def __init__(self, group: int, block_size: int) -> None:
+        """group: which KV cache group holds the states. block_size: tokens of its blocks."""
+        self._group, self._block_size = group, block_size
+        self._writer: WriterAddress | None = None
+        self._next_number = 1
+        self._numbers: dict[str, int] = {}
+        self._work = StepWork()
+
+    def set_writer(self, writer: WriterAddress) -> None:
+        """The worker that writes."""
+        self._writer = writer
+
+    def step_work(self, output: SchedulerOutput) -> StepWork:
+        """What the worker is to do in this step, told once."""
+        work, self._work = self._work, StepWork()
+        for request in output.scheduled_new_reqs:
+            if request.req_id not in self._numbers:  # it comes again after a preemption
+                self._numbers[request.req_id] = self._next_number
+                work.promises.append(self._next_number)
+                self._next_number += 1
+        return work
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether to keep the blocks until they were read, and the params of the answer."""
+        number = self._numbers.pop(request.request_id, None)
+        if number is None:
+            return False, None  # it was never scheduled
+        if request.status not in _TOLD:
+            self._work.withdrawals.append(number)
+            return False, None
+        assert self._writer is not None
+        name = naming.file_name(request.request_id, self._writer.life, number)
+        path = os.path.join(self._writer.folder, name)
+        tokens = _tokens(request)
+        ids = block_ids[self._group] if self._group < len(block_ids) else []
+        ids = ids[: math.ceil(len(tokens) / self._block_size)]
+        problem = self._problem(request, len(tokens), ids)
+        held = ids if problem is None else []
+        self._work.saves.append(Save(request.request_id, path, tokens, held, problem))
+        return bool(held), {"hidden_states_path": path}
+
+    def _problem(self, request: Request, num_tokens: int, ids: list[int]) -> str | None:
+        """Why the blocks do not hold all these tokens' states; None if they do."""
+        computed = min(request.num_computed_tokens, len(ids) * self._block_size)
+        if computed < num_tokens:
+            return f"only {computed} of {num_tokens} tokens are in the engine's cache"
+        if _NULL_BLOCK in ids:
+            return "the engine's cache gave up some of the prompt while it ran"
+        return None
+
+
+def _tokens(request: Request) -> list[int]:
+    """The tokens whose states are wanted: the prompt's, and the answer's if it was asked for."""
+    params = request.kv_transfer_params
+    if isinstance(params, dict) and params.get("include_output_tokens") is True:
+        # The last one was never the input of a forward pass.
+        return list(request.all_token_ids)[:-1]
+    if request.prompt_token_ids is None:
+        return [_NO_TOKEN] * request.num_prompt_tokens  # a prompt of embeddings
+    return list(request.prompt_token_ids)

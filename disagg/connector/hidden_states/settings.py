@@ -1,0 +1,68 @@
+"""What `kv_connector_extra_config` may say to HiddenStatesConnector. Every key has a default."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from disagg.errors import ConfigError
+from disagg.transport.shared_storage import default_folder
+
+# What vLLM's ExampleHiddenStatesConnector knows beyond, and why it isn't here.
+_NOT_OURS = {
+    "use_synchronization_lock": "remove it: a lock costs one system call here and is always held",
+    "allow_custom_save_path": "remove it: clients never choose where this engine writes",
+}
+
+
+class HiddenStatesSettings(BaseModel):
+    """The keys of `kv_connector_extra_config`; as in vLLM's example where they mean the same."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shared_storage_path: Path | None = Field(
+        None, description="Folder of the files; this user's own in the temporary one if not given"
+    )
+    num_writer_threads: int = Field(8, ge=1, le=256, description="Files written at once")
+    buffer_bytes: int = Field(
+        16 << 20,
+        ge=4096,
+        description="Host memory of each thread, pinned beside a GPU; longer files go in pieces",
+    )
+
+    def folder(self) -> Path:
+        """Absolute: readers have another working directory."""
+        if self.shared_storage_path is not None:
+            return self.shared_storage_path.expanduser().absolute()
+        return _own_folder() / "hidden-states"
+
+
+def read_settings(extra_config: dict[str, Any]) -> HiddenStatesSettings:
+    """Parse the extra config; raises `ConfigError` with one line per wrong key."""
+    try:
+        return HiddenStatesSettings.model_validate(extra_config)
+    except ValidationError as error:
+        raise ConfigError([_line(dict(problem)) for problem in error.errors()]) from error
+
+
+def _own_folder() -> Path:
+    """Hidden states tell what the prompts were, so nobody else may have made this folder."""
+    folder = default_folder(tempfile.gettempdir()).absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError(
+            f"kv_connector_extra_config.shared_storage_path: must be given — {folder} can be "
+            "written by others"
+        )
+    return folder
+
+
+def _line(problem: dict[str, Any]) -> str:
+    key = ".".join(map(str, problem["loc"]))
+    hint = _NOT_OURS.get(key, f"keys: {', '.join(HiddenStatesSettings.model_fields)}")
+    return f"kv_connector_extra_config.{key}: {problem['input']!r} — {problem['msg']}; {hint}"

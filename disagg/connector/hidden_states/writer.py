@@ -1,0 +1,214 @@
+"""The writing side: a pool of threads, each with a host buffer of its own, and what was promised.
+
+Memory is bounded: a file of any length goes through one buffer in pieces. While all threads are
+busy, saves wait in the device's own blocks, which the scheduler keeps until they were read.
+
+Whatever happens to a save, three things happen once each: its file or the reason why there is
+none gets its name, its blocks are given back, and its readers are woken.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from disagg.connector.hidden_states import naming, promises, tensor_file
+from disagg.connector.hidden_states.device import DeviceBlocks
+from disagg.errors import HiddenStatesFailed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_LONGEST_ID = 1024
+
+
+@dataclass(frozen=True)
+class Save:
+    """One request's file. block_ids: where its states are, in order; held for it if any.
+
+    problem: why there can be none; then only that is written.
+    """
+
+    request_id: str
+    path: str
+    token_ids: Sequence[int]
+    block_ids: list[int]
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one save ended. seconds: from its submission on. reason: a metric label."""
+
+    num_bytes: int
+    seconds: float
+    reason: str | None = None
+
+
+class HiddenStatesWriter:
+    """Writes one life's files into one folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        blocks: DeviceBlocks,
+        *,
+        num_threads: int,
+        layer_ids: Sequence[int],
+    ) -> None:
+        """Raises OSError if the folder can't be made, or can't be locked in."""
+        self.folder, self.life = folder, naming.new_life()
+        self._blocks = blocks
+        self._layer_ids = ",".join(map(str, layer_ids))
+        self._promises = promises.Promises(folder, self.life)
+        promises.sweep(folder)
+        self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for _ in range(num_threads):
+            self._buffers.put(blocks.new_buffer())
+        self._threads = ThreadPoolExecutor(num_threads, "disagg-hidden-states")
+        self._read: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._unpromised: set[int] = set()
+        self._left = 0
+        self._idle = threading.Condition()
+
+    # ---- called by the model loop, which it never blocks -----------------------------------
+
+    def promise(self, number: int) -> None:
+        """Before anybody can know the path of this number's file."""
+        try:
+            self._promises.make(number)
+        except OSError as error:
+            # Its readers can't wait for it, so they must not be left to guess: it will fail.
+            self._unpromised.add(number)
+            logger.warning("hidden states %d can't be promised: %s", number, error)
+
+    def withdraw(self, number: int) -> None:
+        """Nobody was told the path."""
+        self._unpromised.discard(number)
+        self._promises.keep(number)
+
+    def submit(self, save: Save) -> None:
+        """Have it written. Its blocks stay as they are until `take_read` names the request."""
+        with self._idle:
+            self._left += 1
+        self._threads.submit(self._run, save, self._blocks.mark(), time.monotonic())
+
+    def take_read(self) -> set[str]:
+        """Requests whose blocks are needed no more, since the last call."""
+        return set(_drain(self._read))
+
+    def take_ended(self) -> list[Ended]:
+        """Saves that ended since the last call."""
+        return _drain(self._ended)
+
+    def close(self, timeout: float) -> None:
+        """Write what was submitted, for `timeout` seconds at most; readers of the rest are told."""
+        with self._idle:
+            if not self._idle.wait_for(lambda: self._left == 0, timeout):
+                logger.warning("%d hidden states not written: the engine ends", self._left)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._promises.close()
+
+    # ---- in threads of ours ----------------------------------------------------------------
+
+    def _run(self, save: Save, written: torch.cuda.Event | None, submitted: float) -> None:
+        target = naming.parse(save.path)
+        num_bytes, reason = 0, None
+        with ExitStack() as finally_, ExitStack() as held:
+            finally_.callback(self._done)
+            finally_.callback(self._promises.keep, target.number)
+            if save.block_ids:
+                held.callback(self._read.put, save.request_id)
+            try:
+                self._check(save, target.number)
+                num_bytes = self._write(save, target, written, held)
+            except HiddenStatesFailed as error:
+                reason = "not_computed"
+                self._tell(save, target, str(error))
+            except OSError as error:
+                reason = "storage"
+                self._tell(save, target, str(error))
+            except Exception as error:
+                reason = "internal"
+                logger.exception("hidden states of %s failed unexpectedly", save.request_id)
+                self._tell(save, target, repr(error))
+            self._ended.put(Ended(num_bytes, time.monotonic() - submitted, reason))
+
+    def _check(self, save: Save, number: int) -> None:
+        if save.problem is not None:
+            raise HiddenStatesFailed(save.problem)
+        if number in self._unpromised:
+            self._unpromised.discard(number)
+            raise OSError(f"{self.folder} could not be locked in, see the engine's log")
+
+    def _write(
+        self,
+        save: Save,
+        target: naming.Written,
+        written: torch.cuda.Event | None,
+        held: ExitStack,
+    ) -> int:
+        """Returns the file's size. Closes `held` when the blocks were read."""
+        tokens = torch.tensor(save.token_ids, dtype=torch.int64)
+        shape = (len(tokens), *self._blocks.token_shape)
+        specs = [
+            tensor_file.Spec("hidden_states", self._blocks.dtype, shape),
+            tensor_file.Spec("token_ids", torch.int64, (len(tokens),)),
+        ]
+        # Ids may hold what is no UTF-8, which no other reader of the format would take.
+        shown = save.request_id[:_LONGEST_ID].encode("utf-8", "replace").decode()
+        metadata = {"format": "pt", "request_id": shown, "layer_ids": self._layer_ids}
+        head = tensor_file.header(specs, metadata)
+        promises.make_folder(self.folder)
+        temporary = naming.temporary_path(self.folder, self.life, target.number)
+        buffer = self._buffers.get()
+        try:
+            with tensor_file.Draft(temporary, target.path) as draft:
+                draft.write(head)
+                left, step = len(tokens), self._blocks.blocks_per_read
+                for start in range(0, len(save.block_ids), step):
+                    ids = save.block_ids[start : start + step]
+                    piece = self._blocks.read(ids, written, buffer)[:left]
+                    left -= len(piece)
+                    if left == 0:
+                        held.close()
+                    draft.write(tensor_file.as_bytes(piece))
+                if left:
+                    raise HiddenStatesFailed(f"{left} of {len(tokens)} tokens have no block")
+                draft.write(tensor_file.as_bytes(tokens))
+        finally:
+            self._buffers.put(buffer)
+        return len(head) + sum(spec.num_bytes for spec in specs)
+
+    def _tell(self, save: Save, target: naming.Written, reason: str) -> None:
+        """Leave the reason for the reader; if even that fails, he is told that there is none."""
+        logger.warning("no hidden states of %s: %s", save.request_id, reason)
+        temporary = naming.temporary_path(self.folder, self.life, target.number)
+        try:
+            with tensor_file.Draft(temporary, target.error) as draft:
+                draft.write(reason.encode("utf-8", "replace"))
+        except OSError as error:
+            logger.warning("nor could that be written to %s: %s", target.error, error)
+
+    def _done(self) -> None:
+        with self._idle:
+            self._left -= 1
+            self._idle.notify_all()
+
+
+def _drain(source: queue.SimpleQueue[T]) -> list[T]:
+    taken = []
+    while not source.empty():
+        taken.append(source.get_nowait())
+    return taken

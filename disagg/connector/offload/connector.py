@@ -1,0 +1,213 @@
+"""`DisaggOffloadConnector`: vLLM's connector interface, handed on to the two halves.
+
+It decides nothing. Exactly one half exists in a process: the scheduler's or a worker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+from disagg.connector.logs import log_as_vllm_does
+from disagg.connector.offload import setup
+from disagg.connector.offload.messages import OffloadWork
+from disagg.connector.offload.metrics import OffloadPromMetrics, OffloadStats
+from disagg.connector.offload.scheduler import OffloadScheduler
+from disagg.connector.offload.settings import read_settings
+from disagg.connector.offload.worker import OffloadWorker
+from disagg.store.base import EventKind
+from disagg.store.directory import Directory
+from disagg.transport.blocks import BlockCache
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class DisaggOffloadConnector(KVConnectorBase_V1, SupportsHMA):
+    """Blocks kept in host memory and in files, found again by their hashes."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm_does()
+        setup.check_supported(vllm_config, kv_cache_config)
+        transfer = self._kv_transfer_config
+        settings = read_settings(transfer.kv_connector_extra_config)
+        self._scheduler: OffloadScheduler | None = None
+        self._worker: OffloadWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            # vLLM's default fails the request; ours is never to lose one. Read after this.
+            transfer.kv_load_failure_policy = "recompute"
+            self._scheduler = OffloadScheduler(
+                settings,
+                setup.host_index(settings, vllm_config, kv_cache_config),
+                setup.directory_index(settings, vllm_config, kv_cache_config),
+                block_size=vllm_config.cache_config.block_size,
+                world_size=vllm_config.parallel_config.tensor_parallel_size,
+            )
+        else:
+            rank = get_tensor_model_parallel_rank()
+
+            def open_files(cache: BlockCache) -> Directory | None:
+                return setup.directory(settings, vllm_config, kv_cache_config, cache, rank)
+
+            slots = setup.slots(settings, kv_cache_config)
+            self._worker = OffloadWorker(settings, slots, open_files)
+
+    @property
+    def scheduler(self) -> OffloadScheduler:
+        """The scheduler half; only in the scheduler's process."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def worker(self) -> OffloadWorker:
+        """The worker half; only in a worker's process."""
+        assert self._worker is not None
+        return self._worker
+
+    # ---- scheduler side --------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self.scheduler.num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self.scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler.step_work(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler.update(connector_output)
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.is_busy
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.request_finished(request, block_ids)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        for event in self.scheduler.take_events():
+            if event.kind is EventKind.REMOVED:
+                yield BlockRemoved(block_hashes=[event.key], medium=event.medium)
+                continue
+            # As vLLM's own offloading: the hash says all that the engine's event has said before.
+            yield BlockStored(
+                block_hashes=[event.key],
+                parent_block_hash=None,
+                token_ids=[],
+                block_size=0,
+                lora_id=None,
+                medium=event.medium,
+                lora_name=None,
+            )
+
+    def reset_cache(self) -> bool | None:
+        return self.scheduler.reset()
+
+    # ---- worker side -----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, OffloadWork)
+        self.worker.before_step(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        work = self._get_connector_metadata()
+        assert isinstance(work, OffloadWork)
+        self.worker.start(work)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete before vLLM schedules their request."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Blocks are copied when they are full, after the step that filled them."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved during the forward pass."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, failed = self.worker.finished()
+        return KVConnectorTransferResults(set(), received, failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.take_report()
+
+    # ---- both ------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._scheduler is None:
+            return None
+        stats = self._scheduler.take_stats()
+        return None if stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return OffloadStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

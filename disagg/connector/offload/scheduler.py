@@ -1,0 +1,438 @@
+"""The scheduler half: which chunks are stored and loaded, and whose blocks must be saved first.
+
+A request's blocks are stored as they fill up, by references that vLLM does not know of: a block
+may be freed and given to another request while its copy has not begun. Every step compares the
+blocks that it hands out with those that are still to be copied, and has the workers finish these
+copies before anything is written (`flush`). So no request is ever held back by a store.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from disagg.connector.offload.messages import (
+    Done,
+    Load,
+    OffloadReport,
+    OffloadWork,
+    Read,
+    Store,
+    Write,
+)
+from disagg.connector.offload.metrics import OffloadStats
+from disagg.connector.offload.settings import OffloadSettings
+from disagg.store.base import BlockEvent, Key, Presence, Slot
+from disagg.store.directory_index import DirectoryIndex
+from disagg.store.host_index import HostIndex
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_MOST_UNWRITTEN = 4096  # a disk that is so far behind is left what is newest
+
+
+@dataclass(eq=False)
+class _Tracked:
+    """A request of the engine's.
+
+    `computed`: tokens whose blocks are right once the steps scheduled by now have run.
+    `considered`: chunks that were stored, or found stored. `match`: what was last answered.
+    """
+
+    request: Request
+    computed: int = 0
+    considered: int = 0
+    match: _Match | None = None
+    asked: float | None = None
+    loading: bool = False
+    gave_up: bool = False
+
+
+@dataclass(frozen=True)
+class _Match:
+    """Chunks [first, first + host + files) are in the tiers, the latter ones in files."""
+
+    computed: int
+    first: int
+    keys: tuple[Key, ...]
+    in_files: frozenset[Key]
+
+
+@dataclass(eq=False)
+class _Job:
+    """Something that the workers do. `waiting`: ranks that have not reported."""
+
+    waiting: int
+    slots: list[Slot] = field(default_factory=list)
+    failed: set[Key] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _StoreJob(_Job):
+    block_ids: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class _LoadJob(_Job):
+    """`slots` were in host memory when it began, `read` came there from files since."""
+
+    request_id: str = ""
+    read: list[Slot] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _WriteJob(_Job):
+    pass
+
+
+@dataclass(eq=False)
+class _ReadJob(_Job):
+    """One slot that is filled from its file, for a load that may have ended by then."""
+
+    load: _LoadJob | None = None
+
+
+class OffloadScheduler:
+    """Scheduler side of `DisaggOffloadConnector`."""
+
+    def __init__(
+        self,
+        settings: OffloadSettings,
+        host: HostIndex,
+        directory: DirectoryIndex | None,
+        *,
+        block_size: int,
+        world_size: int,
+    ) -> None:
+        self._settings, self._host, self._directory = settings, host, directory
+        self._block_size, self._world_size = block_size, world_size
+        self._per_chunk = settings.blocks_per_chunk
+        self._chunk_tokens = block_size * self._per_chunk
+        self._tracked: dict[str, _Tracked] = {}
+        self._jobs: dict[int, _StoreJob | _LoadJob | _WriteJob] = {}
+        self._reads: dict[tuple[int, Key], _ReadJob] = {}
+        self._next_job = 0
+        self._work = OffloadWork()
+        self._allocated: set[int] = set()
+        self._copying: dict[int, set[int]] = {}  # block -> stores that have not copied it yet
+        self._unwritten: deque[Key] = deque(maxlen=_MOST_UNWRITTEN)
+        self._writing = 0
+        self._stats = OffloadStats()
+
+    # ---- loading ---------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has come."""
+        self._tracked[request.request_id] = _Tracked(request)
+
+    def num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond `computed`; None: ask again later. Without side effects."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.gave_up or request.skip_reading_prefix_cache:
+            return 0, False
+        if tracked.loading:
+            return None, False
+        match, later = self._match(request, computed)
+        if later and not self._waited_enough(tracked):
+            return None, False
+        tracked.match, tracked.asked = match, None
+        tokens = (match.first + len(match.keys)) * self._chunk_tokens - computed
+        return (tokens, True) if match.keys and tokens > 0 else (0, False)
+
+    def _match(self, request: Request, computed: int) -> tuple[_Match, bool]:
+        """What the tiers hold, and whether it may be more in a moment."""
+        first = computed // self._chunk_tokens
+        keys = self._keys(request, first, request.num_tokens // self._chunk_tokens)
+        leading = self._host.leading(keys)
+        found, in_files = keys[: leading.ready], set[Key]()
+        if leading.later or self._host.loading(found):
+            return _Match(computed, first, tuple(found), frozenset()), True
+        if self._directory is None or leading.ready == len(keys):
+            return _Match(computed, first, tuple(found), frozenset()), False
+        rest = keys[leading.ready :]
+        present = self._directory.leading(rest)
+        if present.later:
+            return _Match(computed, first, tuple(found), frozenset()), True
+        for number, key in enumerate(rest):
+            presence = self._host.lookup(key)
+            if presence is Presence.LATER:
+                return _Match(computed, first, tuple(found), frozenset(in_files)), True
+            if presence is Presence.MISS:
+                if number >= present.ready:
+                    break
+                in_files.add(key)
+            found.append(key)
+        return self._that_fits(_Match(computed, first, tuple(found), frozenset(in_files))), False
+
+    def _that_fits(self, match: _Match) -> _Match:
+        """Without what cannot be read from files, for want of slots that are free or idle."""
+        stats = self._host.stats
+        room = stats.capacity - stats.in_use - (len(match.keys) - len(match.in_files))
+        if len(match.in_files) <= room:
+            return match
+        keys: list[Key] = []
+        for key in match.keys:
+            if key in match.in_files:
+                room -= 1
+                if room < 0:
+                    break
+            keys.append(key)
+        return _Match(match.computed, match.first, tuple(keys), match.in_files & {*keys})
+
+    def _waited_enough(self, tracked: _Tracked) -> bool:
+        now = time.monotonic()
+        tracked.asked = tracked.asked or now
+        return now - tracked.asked > self._settings.lookup_deadline_s
+
+    def _keys(self, request: Request, first: int, stop: int) -> list[Key]:
+        """Of chunks [first, stop): the hash of each one's last block, as far as known."""
+        per, hashes = self._per_chunk, request.block_hashes
+        return [bytes(hash_) for hash_ in hashes[(first + 1) * per - 1 : stop * per : per]]
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Blocks are allocated: begin the load that was answered."""
+        (group,) = blocks.blocks
+        # What has no hash is new, and will be written to by whoever loads it.
+        self._allocated.update(block.block_id for block in group if block.block_hash is None)
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        self._touch(self._keys(request, 0, request.num_tokens // self._chunk_tokens))
+        if not external or tracked.match is None:
+            return
+        match, tracked.match, tracked.loading = tracked.match, None, True
+        first_block = match.computed // self._block_size
+        stop = first_block + external // self._block_size
+        held = self._host.begin_load([key for key in match.keys if key not in match.in_files])
+        slots = {slot.key: slot for slot in held}
+        to_read = self._host.prepare_store([key for key in match.keys if key in match.in_files])
+        slots |= {slot.key: slot for slot in to_read}
+        missing = [key for key in match.keys if key not in slots]
+        assert not missing, "what was found in this schedule is still there"
+        number = self._new_job(_LoadJob(self._world_size, held, request_id=request.request_id))
+        load = self._jobs[number]
+        assert isinstance(load, _LoadJob)
+        for slot in to_read:
+            self._reads[number, slot.key] = _ReadJob(self._world_size, [slot], load=load)
+        if self._directory is not None and to_read:
+            self._directory.begin_load([slot.key for slot in to_read])
+        self._work.loads.append(
+            Load(
+                number,
+                request.request_id,
+                [slots[key] for key in match.keys],
+                first_block - match.first * self._per_chunk,
+                [block.block_id for block in group[first_block:stop]],
+                frozenset(slot.key for slot in to_read),
+            )
+        )
+
+    def _touch(self, keys: list[Key]) -> None:
+        """A prompt came again: what it needs is worth keeping, wherever it is taken from."""
+        self._host.touch(keys)
+        if self._directory is not None:
+            self._work.touched += keys
+
+    # ---- storing ---------------------------------------------------------------------------
+
+    def step_work(self, output: SchedulerOutput) -> OffloadWork:
+        """What the workers shall do in this step."""
+        self._allocated |= _newly_written(output, self._block_size)
+        # Before this step's own stores: they copy what this step writes.
+        self._work.flush = {
+            job for block in self._allocated for job in self._copying.get(block, ())
+        }
+        self._allocated.clear()
+        blocks = output.kv_connector_block_state
+        for request_id, count in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or blocks is None:
+                continue
+            request = tracked.request
+            tracked.computed = min(request.num_computed_tokens + count, request.num_tokens)
+            if tracked.computed // self._chunk_tokens > tracked.considered:
+                ids = blocks.get_block_ids(request_id)
+                if ids is not None:
+                    self._store(tracked, ids[0])
+        work, self._work = self._work, OffloadWork()
+        return work
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Store what it has computed since; its blocks are about to be freed."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return
+        computed = min(tracked.computed, request.num_computed_tokens)
+        if request.status is not RequestStatus.FINISHED_ABORTED:
+            # The last token was sampled and never computed.
+            computed = min(computed, max(request.num_prompt_tokens, request.num_tokens - 1))
+        tracked.computed = computed
+        self._store(tracked, block_ids)
+        self._host.refresh(self._keys(request, 0, computed // self._chunk_tokens))
+
+    def _store(self, tracked: _Tracked, block_ids: Sequence[int]) -> None:
+        per, first = self._per_chunk, tracked.considered
+        stop = min(tracked.computed // self._chunk_tokens, len(block_ids) // per)
+        keys = self._keys(tracked.request, first, stop)
+        if not keys:
+            return
+        tracked.considered = first + len(keys)
+        at = {key: first + number for number, key in enumerate(keys)}
+        slots = self._host.prepare_store(keys)
+        if not slots:
+            return
+        ids = [id_ for slot in slots for id_ in block_ids[at[slot.key] * per :][:per]]
+        number = self._new_job(_StoreJob(self._world_size, slots, block_ids=frozenset(ids)))
+        for id_ in ids:
+            self._copying.setdefault(id_, set()).add(number)
+        self._work.stores.append(Store(number, slots, ids))
+
+    def _new_job(self, job: _StoreJob | _LoadJob | _WriteJob) -> int:
+        number, self._next_job = self._next_job, self._next_job + 1
+        self._jobs[number] = job
+        return number
+
+    # ---- what became of it -----------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine must go on stepping, though no request is to be served."""
+        return bool(self._jobs or self._reads)
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Take in what the workers report."""
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, OffloadReport):
+            return
+        for read in report.reads:
+            self._read_ended(read)
+        for done in report.done:
+            self._job_ended(done)
+
+    def _read_ended(self, read: Read) -> None:
+        self._stats.moved("STORAGE_to_CPU", read.num_bytes, read.seconds, read.reason)
+        job = self._reads[read.job, read.slot.key]
+        job.waiting -= 1
+        if not read.ok:
+            job.failed.add(read.slot.key)
+        if job.waiting:
+            return
+        del self._reads[read.job, read.slot.key]
+        ok = not job.failed
+        self._host.complete_store(job.slots, ok)
+        if self._directory is not None:
+            self._directory.end_load([read.slot.key], ok)
+        if ok and job.load is not None and job.load.waiting:
+            # Not to be evicted while it is copied into blocks.
+            job.load.read += self._host.pin([read.slot.key])
+
+    def _job_ended(self, done: Done) -> None:
+        self._stats.moved(done.medium, done.num_bytes, done.seconds, done.reason)
+        job = self._jobs[done.job]
+        job.waiting -= 1
+        job.failed |= done.failed
+        if job.waiting:
+            return
+        del self._jobs[done.job]
+        match job:
+            case _StoreJob():
+                self._stored(done.job, job)
+            case _LoadJob():
+                self._loaded(job)
+            case _WriteJob():
+                self._written(job)
+
+    def _stored(self, number: int, job: _StoreJob) -> None:
+        for block in job.block_ids:
+            self._copying[block].discard(number)
+            if not self._copying[block]:
+                del self._copying[block]
+        ok = [slot for slot in job.slots if slot.key not in job.failed]
+        self._host.complete_store(ok, True)
+        self._host.complete_store([slot for slot in job.slots if slot.key in job.failed], False)
+        if self._directory is not None:
+            self._unwritten.extend(slot.key for slot in ok)
+            self._write(self._directory)
+
+    def _write(self, directory: DirectoryIndex) -> None:
+        """Have files written of what was stored, as long as they leave half of the slots alone:
+        a slow disk must not take them all. What is evicted meanwhile is not written."""
+        slots = list[Slot]()
+        while self._unwritten and self._writing + len(slots) < max(
+            1, self._host.stats.capacity // 2
+        ):
+            slots += self._host.pin([self._unwritten.popleft()])
+        wanted = set(directory.prepare_store([slot.key for slot in slots]))
+        self._host.unpin([slot for slot in slots if slot.key not in wanted])
+        slots = [slot for slot in slots if slot.key in wanted]
+        if slots:
+            self._writing += len(slots)
+            number = self._new_job(_WriteJob(self._world_size, slots))
+            self._work.writes.append(Write(number, slots))
+
+    def _loaded(self, job: _LoadJob) -> None:
+        self._host.end_load(job.slots, not job.failed)
+        self._host.unpin(job.read)
+        tracked = self._tracked.get(job.request_id)
+        if tracked is not None:
+            tracked.loading = False
+            tracked.gave_up = bool(job.failed)
+
+    def _written(self, job: _WriteJob) -> None:
+        assert self._directory is not None
+        self._host.unpin(job.slots)
+        self._writing -= len(job.slots)
+        keys = [slot.key for slot in job.slots]
+        self._directory.complete_store([key for key in keys if key not in job.failed], True)
+        self._directory.complete_store([key for key in keys if key in job.failed], False)
+        self._write(self._directory)
+
+    # ---- what others are told --------------------------------------------------------------
+
+    def take_events(self) -> Iterable[BlockEvent]:
+        """Chunks that came to a tier, or left it, since the last call."""
+        yield from self._host.take_events()
+        if self._directory is not None:
+            yield from self._directory.take_events()
+
+    def take_stats(self) -> OffloadStats:
+        """Counts since the last call."""
+        self._stats.set_tier("host", self._host.stats)
+        if self._directory is not None:
+            self._stats.set_tier("directory", self._directory.stats)
+        stats, self._stats = self._stats, OffloadStats()
+        return stats
+
+    def shutdown(self) -> None:
+        """Stop looking at the directory."""
+        if self._directory is not None:
+            self._directory.close()
+
+    def reset(self) -> bool:
+        """Forget the host tier's content; the directory is others' too."""
+        self._host.clear()
+        return True
+
+
+def _newly_written(output: SchedulerOutput, block_size: int) -> set[int]:
+    """Blocks that this step may write to, of one group."""
+    blocks = set[int]()
+    for new in output.scheduled_new_reqs:
+        blocks.update(new.block_ids[0][new.num_computed_tokens // block_size :])
+    for ids in output.scheduled_cached_reqs.new_block_ids:
+        if ids is not None:
+            blocks.update(ids[0])
+    blocks.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+    return blocks

@@ -1,0 +1,40 @@
+"""What `kv_connector_extra_config` of `DisaggOffloadConnector` may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from disagg.errors import ConfigError
+
+
+class OffloadSettings(BaseModel):
+    """The keys of `kv_connector_extra_config`; sizes are per worker rank."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host_bytes: int = Field(256 << 20, gt=0, description="The host memory tier's pool")
+    eviction: Literal["lru", "arc"] = "lru"
+    directory: Path | None = Field(None, description="The directory tier's folder; none: no tier")
+    directory_bytes: int = Field(64 << 30, gt=0, description="All files of the folder together")
+    blocks_per_chunk: int = Field(1, ge=1, description="Engine blocks that are moved as one")
+    load_deadline_s: float = Field(30.0, gt=0, description="Then the prompt is computed")
+    lookup_deadline_s: float = Field(1.0, gt=0, description="Longest wait for the directory")
+    engine_name: str | None = Field(None, description="Name in logs; the engine id if not given")
+
+
+def read_settings(extra_config: dict[str, Any]) -> OffloadSettings:
+    """Parse the extra config; raises `ConfigError` with one line per wrong key."""
+    try:
+        return OffloadSettings.model_validate(extra_config)
+    except ValidationError as error:
+        raise ConfigError(
+            [
+                f"kv_connector_extra_config.{'.'.join(map(str, problem['loc']))}: "
+                f"{problem['input']!r} — {problem['msg']}; keys: "
+                f"{', '.join(OffloadSettings.model_fields)}"
+                for problem in error.errors()
+            ]
+        ) from error

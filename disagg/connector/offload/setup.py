@@ -1,0 +1,139 @@
+"""From vLLM's configuration to the tiers of one engine; refuses at start what cannot be kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import vllm
+
+from disagg.connector import geometry
+from disagg.connector.offload.settings import OffloadSettings
+from disagg.errors import ConfigError
+from disagg.store.directory import Directory
+from disagg.store.directory_files import TensorSpec
+from disagg.store.directory_index import DirectoryIndex, Memory
+from disagg.store.directory_space import DirectorySpace
+from disagg.store.fingerprint import Fingerprint
+from disagg.store.host_index import HostIndex
+from disagg.transport.blocks import BlockCache
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# vLLM's, whose hashes are the same in every process; the others take a random seed.
+_SAME_EVERYWHERE = ("sha256", "sha256_cbor")
+_NO_SEED = "vllm's own"
+
+
+def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
+    """Raise `ConfigError` for engines whose blocks cannot be kept."""
+    geometry.check_supported(config, kv_cache)
+    groups = len(kv_cache.kv_cache_groups)
+    if groups > 1:
+        raise ConfigError(
+            f"kv_cache_groups: {groups} — tiers keep the blocks of one; set "
+            "disable_hybrid_kv_cache_manager"
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "enable_prefix_caching: false — tiers find blocks by vLLM's prefix hashes; switch it on"
+        )
+
+
+def block_bytes(kv_cache: KVCacheConfig) -> int:
+    """Bytes of one block over all layers, of one rank."""
+    (group,) = kv_cache.kv_cache_groups
+    return int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
+
+
+def slots(settings: OffloadSettings, kv_cache: KVCacheConfig) -> int:
+    """How many chunks the pool of a rank holds. Raises `ConfigError` for a pool of none."""
+    chunk = block_bytes(kv_cache) * settings.blocks_per_chunk
+    if settings.host_bytes < chunk:
+        raise ConfigError(
+            f"kv_connector_extra_config.host_bytes: {settings.host_bytes} — a chunk of "
+            f"{settings.blocks_per_chunk} blocks takes {chunk} bytes; give more, best some hundreds"
+        )
+    return settings.host_bytes // chunk
+
+
+def host_index(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> HostIndex:
+    """The scheduler's half of the host memory tier."""
+    return HostIndex(slots(settings, kv_cache), settings.eviction, events=_events(config))
+
+
+def directory_index(
+    settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig
+) -> DirectoryIndex | None:
+    """The scheduler's half of the directory tier, if there is one."""
+    if settings.directory is None:
+        return None
+    return DirectoryIndex(
+        settings.directory,
+        fingerprint(settings, config, kv_cache),
+        config.parallel_config.tensor_parallel_size,
+        Memory(patience_s=settings.lookup_deadline_s),
+        events=_events(config),
+    )
+
+
+def directory(
+    settings: OffloadSettings,
+    config: VllmConfig,
+    kv_cache: KVCacheConfig,
+    cache: BlockCache,
+    rank: int,
+) -> Directory | None:
+    """A worker's half of the directory tier, if there is one."""
+    if settings.directory is None:
+        return None
+    chunk = cache.whole(range(settings.blocks_per_chunk))
+    tensors = [
+        TensorSpec(region.name, region.dtype, tuple(cache.shape(index, chunk)))
+        for index, region in enumerate(cache.regions)
+    ]
+    space = DirectorySpace(settings.directory, settings.directory_bytes)
+    return Directory(
+        settings.directory, fingerprint(settings, config, kv_cache), rank, tensors, space
+    )
+
+
+def fingerprint(
+    settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig
+) -> Fingerprint:
+    """What the bytes of a chunk hang on. Raises `ConfigError` where no two engines agree on it."""
+    model, caching = config.model_config, config.cache_config
+    algorithm = str(caching.prefix_caching_hash_algo)
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None and algorithm not in _SAME_EVERYWHERE:
+        raise ConfigError(
+            f"prefix_caching_hash_algo: {algorithm} — with a random seed in each engine, no block "
+            "of the directory would ever be found again; use sha256, or set PYTHONHASHSEED"
+        )
+    (group,) = kv_cache.kv_cache_groups
+    spec = group.kv_cache_spec
+    fields = {
+        "model": Path(model.model).name,
+        "checkpoint": geometry.checkpoint(model.model, model.revision),
+        "vllm_version": vllm.__version__.partition("+")[0],
+        "quantization": str(model.quantization),
+        "dtype": str(model.dtype),
+        "kv_dtype": f"{caching.cache_dtype} {getattr(spec, 'dtype', '')}",
+        "layout": str(kv_cache.kv_cache_layout),
+        "group": f"{len(group.layer_names)} {type(spec).__name__} {spec.page_size_bytes}",
+        "block_size": str(caching.block_size),
+        "blocks_per_chunk": str(settings.blocks_per_chunk),
+        "tp_size": str(config.parallel_config.tensor_parallel_size),
+        "device": str(config.device_config.device_type),
+    }
+    shown = _NO_SEED if seed is None else hashlib.sha256(seed.encode()).hexdigest()[:16]
+    return Fingerprint(fields, {"hash_algorithm": algorithm, "hash_seed": shown})
+
+
+def _events(config: VllmConfig) -> bool:
+    events = config.kv_events_config
+    return bool(events and events.enable_kv_cache_events)

@@ -1,0 +1,286 @@
+"""The worker half of one rank: copies between blocks and slots, and between slots and files.
+
+vLLM calls in from its model loop; nothing here blocks it but the copies of blocks that are about
+to be overwritten. Whatever is read from a file lands in a slot first and is copied into blocks by
+whoever waits for it: a read that comes too late can never touch a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TooLate
+from typing import Any
+
+import numpy as np
+import torch
+
+from disagg.connector import geometry
+from disagg.connector.offload.messages import (
+    Done,
+    Load,
+    OffloadReport,
+    OffloadWork,
+    Read,
+    Store,
+    Write,
+)
+from disagg.connector.offload.settings import OffloadSettings
+from disagg.store.base import Key, Slot
+from disagg.store.directory import Directory
+from disagg.store.host_pool import HostPool
+from disagg.transport.blocks import BlockCache, Bytes
+
+logger = logging.getLogger(__name__)
+
+TO_HOST, FROM_HOST = "GPU_to_CPU", "CPU_to_GPU"
+TO_FILE, FROM_FILE = "CPU_to_STORAGE", "STORAGE_to_CPU"
+_READERS = 4
+# What is stored now is wanted later: it must not take a core from what is computed now.
+_NICE = 10
+
+
+class OffloadWorker:
+    """Worker side of `DisaggOffloadConnector`, for one tensor-parallel rank."""
+
+    def __init__(
+        self,
+        settings: OffloadSettings,
+        slots: int,
+        open_files: Callable[[BlockCache], Directory | None],
+    ) -> None:
+        self._settings, self._slots, self._open_files = settings, slots, open_files
+        self._files: Directory | None = None
+        self._cache: BlockCache | None = None
+        self._pool: HostPool | None = None
+        self._deferred: list[Store] = []
+        self._storing: dict[int, Future[None]] = {}
+        self._ended: queue.SimpleQueue[Done | Read] = queue.SimpleQueue()
+        self._report = OffloadReport()
+        self._store_pool = ThreadPoolExecutor(1, "kv-store", initializer=_be_nice)
+        self._write_pool = ThreadPoolExecutor(2, "kv-write", initializer=_be_nice)
+        self._load_pool = ThreadPoolExecutor(2, "kv-load")
+        self._read_pool = ThreadPoolExecutor(_READERS, "kv-read")
+        self._loads: dict[int, str] = {}
+        self._closed = threading.Event()
+
+    # ---- start and end ---------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the caches, and the memory for the pool."""
+        self._cache = cache = geometry.block_cache(kv_caches)
+        slot_bytes = cache.block_bytes * self._settings.blocks_per_chunk
+        slots = self._slots
+        self._pool = HostPool(slots, slot_bytes, None if cache.on_host else _pin)
+        self._files = self._open_files(cache)
+        logger.info(
+            "offloading: %d slots of %d bytes%s",
+            slots,
+            slot_bytes,
+            f", files in {self._settings.directory}" if self._files else "",
+        )
+
+    def shutdown(self) -> None:
+        """What was not stored by now is forgotten."""
+        self._closed.set()
+        pools = (self._store_pool, self._write_pool, self._load_pool, self._read_pool)
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- each step -------------------------------------------------------------------------
+
+    def before_step(self, work: OffloadWork) -> None:
+        """Begin the stores of the step before, which has sampled by now; wait for those whose
+        blocks this step overwrites."""
+        for store in self._deferred:
+            self._submit(store)
+        self._deferred = [store for store in work.stores if store.job not in work.flush]
+        for store in work.stores:
+            if store.job in work.flush:
+                self._submit(store)
+        for job in work.flush:
+            if (running := self._storing.get(job)) is not None:
+                running.result()
+
+    def start(self, work: OffloadWork) -> None:
+        """Begin loads and writes."""
+        for load in work.loads:
+            self._loads[load.job] = load.request_id
+            self._load_pool.submit(self._load, load)
+        for write in work.writes:
+            self._write_pool.submit(self._write, write)
+        if work.touched and self._files is not None:
+            self._write_pool.submit(self._files.touch, work.touched)
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Request ids whose load ended since the last call, and those of them that failed."""
+        received, failed = set(), set()
+        while not self._ended.empty():
+            ended = self._ended.get_nowait()
+            if isinstance(ended, Read):
+                self._report.reads.append(ended)
+                continue
+            self._report.done.append(ended)
+            self._storing.pop(ended.job, None)
+            if (request_id := self._loads.pop(ended.job, None)) is not None:
+                received.add(request_id)
+                if ended.failed:
+                    failed.add(request_id)
+        return received, failed
+
+    def take_report(self) -> OffloadReport | None:
+        """What the scheduler half is to hear of, if anything."""
+        if not self._report.done and not self._report.reads:
+            return None
+        report, self._report = self._report, OffloadReport()
+        return report
+
+    def _submit(self, store: Store) -> None:
+        ready = _event_of(self.cache)
+        self._storing[store.job] = self._store_pool.submit(self._store, store, ready)
+
+    @property
+    def cache(self) -> BlockCache:
+        """The engine's blocks; not before `register_kv_caches`."""
+        assert self._cache is not None
+        return self._cache
+
+    def _view(self, slot: Slot) -> memoryview:
+        assert self._pool is not None
+        return self._pool.slot(slot.number)
+
+    def _bytes(self, slot: Slot) -> Bytes:
+        return np.frombuffer(self._view(slot), np.uint8)
+
+    # ---- in threads of ours ----------------------------------------------------------------
+
+    def _store(self, store: Store, ready: Callable[[], None]) -> None:
+        """Always reports exactly once: the scheduler half keeps the slots until then."""
+        began, failed, reason, num_bytes = time.monotonic(), set[Key](), "", 0
+        per = self._settings.blocks_per_chunk
+        try:
+            ready()
+            for number, slot in enumerate(store.slots):
+                ids = store.block_ids[number * per : (number + 1) * per]
+                num_bytes += self._out_of_blocks(ids, self._bytes(slot))
+        except Exception as error:
+            logger.exception("storing blocks failed")
+            failed, reason = {slot.key for slot in store.slots}, type(error).__name__
+        seconds = time.monotonic() - began
+        done = Done(store.job, TO_HOST, num_bytes, seconds, frozenset(failed), reason)
+        self._ended.put(done)
+
+    def _load(self, load: Load) -> None:
+        """Always reports exactly once: vLLM holds the request's blocks until then."""
+        began, num_bytes, reason = time.monotonic(), 0, ""
+        deadline = began + self._settings.load_deadline_s
+        failed: Key | None = None
+        reads = {
+            slot.key: self._read_pool.submit(self._read, load.job, slot)
+            for slot in load.slots
+            if slot.key in load.from_files
+        }
+        at, per = -load.skip, self._settings.blocks_per_chunk
+        try:
+            for slot in load.slots:
+                failed = slot.key
+                if slot.key in reads:
+                    left = max(0.0, deadline - time.monotonic())
+                    reason = reads[slot.key].result(timeout=left)
+                    if reason:
+                        break
+                ids = load.block_ids[max(at, 0) : at + per]
+                num_bytes += self._into_blocks(self._bytes(slot), per - len(ids), ids)
+                at += per
+        except TooLate:
+            reason = "deadline"
+        except Exception as error:
+            logger.exception("loading blocks failed")
+            reason = type(error).__name__
+        gone = frozenset([failed]) if reason and failed is not None else frozenset[Key]()
+        seconds = time.monotonic() - began
+        self._ended.put(Done(load.job, FROM_HOST, num_bytes, seconds, gone, reason))
+
+    def _read(self, job: int, slot: Slot) -> str:
+        """Fill a slot from its file; returns why that failed. Reports exactly once."""
+        began, num_bytes, reason = time.monotonic(), 0, "closed"
+        try:
+            if self._files is not None and not self._closed.is_set():
+                result = self._files.read(slot.key, [self._view(slot)])
+                num_bytes, reason = result.num_bytes, result.reason
+        except Exception as error:
+            logger.exception("reading a block's file failed")
+            reason = type(error).__name__
+        self._ended.put(Read(job, slot, num_bytes, time.monotonic() - began, reason))
+        return reason
+
+    def _write(self, write: Write) -> None:
+        """Reports exactly once."""
+        began, num_bytes, reason = time.monotonic(), 0, ""
+        failed = set[Key]()
+        for slot in write.slots:
+            try:
+                assert self._files is not None
+                result = self._files.write(slot.key, [self._view(slot)])
+                num_bytes += result.num_bytes
+                problem = result.reason
+            except Exception as error:
+                logger.exception("writing a block's file failed")
+                problem = type(error).__name__
+            if problem:
+                failed.add(slot.key)
+                reason = problem
+        seconds = time.monotonic() - began
+        self._ended.put(Done(write.job, TO_FILE, num_bytes, seconds, frozenset(failed), reason))
+
+    # ---- bytes -----------------------------------------------------------------------------
+
+    def _out_of_blocks(self, block_ids: Sequence[int], slot: Bytes) -> int:
+        """All regions of these blocks, region after region. Returns the bytes copied."""
+        cache, at = self.cache, 0
+        selection = cache.whole(block_ids)
+        for index in range(len(cache.regions)):
+            for piece in cache.gather(index, selection):
+                slot[at : at + len(piece)] = piece
+                at += len(piece)
+        return at
+
+    def _into_blocks(self, slot: Bytes, skip: int, block_ids: Sequence[int]) -> int:
+        """The reverse, without the first `skip` blocks of the slot."""
+        cache, at, moved = self.cache, 0, 0
+        selection = cache.whole(block_ids)
+        for index, region in enumerate(cache.regions):
+            block = region.memory[0].numel()
+            size, begin = len(block_ids) * block, at + skip * block
+            cache.scatter(index, selection, slot[begin : begin + size])
+            at, moved = begin + size, moved + size
+        return moved
+
+
+def _event_of(cache: BlockCache) -> Callable[[], None]:
+    """What waits until all that was launched on the model's stream by now has been done."""
+    if cache.on_host:
+        return lambda: None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return lambda: event.synchronize()
+
+
+def _pin(address: int, size: int) -> Callable[[], None]:
+    """Register host memory with the device. Raises `RuntimeError` if it refuses."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = runtime.cudaHostRegister(address, size, 0)
+    if int(status):
+        raise RuntimeError(f"cannot pin {size} bytes of host memory: {status}")
+    return lambda: runtime.cudaHostUnregister(address)
+
+
+def _be_nice() -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

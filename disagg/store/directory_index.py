@@ -1,0 +1,325 @@
+"""The scheduler's half of the directory tier: which chunks are there, without waiting for a disk.
+
+Called by the scheduler's thread only. Whether files exist is looked up by threads of its own; the
+first question about a key is answered LATER, and soon after with what they found. Findings are
+kept for a while: what is there may be evicted by any engine, what is not may be written by any.
+So HIT is a promise to be checked: a load may find nothing, and then the key is forgotten.
+
+A finding is kept until it was told once, however long that takes: a scheduler that asks again
+only seconds later would else never hear it. A disk that does not answer in time is a MISS.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from disagg.store.base import (
+    STORAGE,
+    BlockEvent,
+    EventKind,
+    IndexStats,
+    Key,
+    Leading,
+    Presence,
+    check_key,
+)
+from disagg.store.directory_files import file_name
+from disagg.store.fingerprint import Fingerprint, claim
+
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How long findings count, in seconds from when they were first told, and how many are kept.
+
+    `patience_s`: how long a lookup may take before the answer is MISS.
+    """
+
+    present_s: float = 30.0
+    absent_s: float = 2.0
+    patience_s: float = 5.0
+    capacity: int = 1 << 18
+
+
+@dataclass(slots=True)
+class _Finding:
+    present: bool
+    told_at: float | None = None
+
+
+class _Question(NamedTuple):
+    number: int
+    asked_at: float
+
+
+class DirectoryIndex:
+    """Chunks of `ranks` worker ranks; a chunk is there when the files of all ranks are.
+
+    Raises `ConfigError` if the folder can't be used or holds chunks of another hash seed. `clock`
+    is for tests.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        fingerprint: Fingerprint,
+        ranks: int,
+        memory: Memory | None = None,
+        *,
+        events: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = str(claim(root, fingerprint))
+        self._ranks = ranks
+        self._memory = memory or Memory()
+        self._clock = clock
+        self._findings: OrderedDict[Key, _Finding] = OrderedDict()
+        self._present = 0
+        self._questions: dict[Key, _Question] = {}
+        self._asked = 0
+        self._storing: set[Key] = set()
+        self._loading: set[Key] = set()
+        self._events: list[BlockEvent] | None = [] if events else None
+        self._hits = self._misses = self._stored = self._evictions = self._stray = 0
+        self._stores_failed = self._loads_failed = self._slow = 0
+        self._ask: queue.SimpleQueue[list[tuple[Key, int]] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[list[tuple[Key, int, bool | None]]] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._look, name=f"kv-directory-index-{i}", daemon=True)
+            for i in range(_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- looking ---------------------------------------------------------------------------
+
+    def lookup(self, key: Key) -> Presence:
+        """HIT, MISS, or LATER while it is looked for, written or loaded."""
+        leading = self.leading([key])
+        if leading.ready:
+            return Presence.HIT
+        return Presence.LATER if leading.later else Presence.MISS
+
+    def leading(self, keys: Sequence[Key]) -> Leading:
+        """How many of the keys are there, from the first on. Starts to look for those not known."""
+        self._take_answers()
+        for count, key in enumerate(keys):
+            presence = self._known(key)
+            if presence is None:
+                if key not in self._questions:
+                    self._start_looking(keys[count:])
+                presence = self._overdue(key)
+            if presence is not Presence.HIT:
+                return Leading(count, presence is Presence.LATER)
+        return Leading(len(keys), False)
+
+    # ---- storing and loading ---------------------------------------------------------------
+
+    def prepare_store(self, keys: Sequence[Key]) -> list[Key]:
+        """Those of the keys that are neither known to be here nor in flight, in their order. Each
+        must be given to `complete_store` once."""
+        self._take_answers()
+        chosen = []
+        for key in dict.fromkeys(keys):
+            check_key(key)
+            if self._known(key) not in (Presence.HIT, Presence.LATER):
+                self._storing.add(key)
+                self._questions.pop(key, None)
+                chosen.append(key)
+        self._misses += len(chosen)
+        return chosen
+
+    def complete_store(self, keys: Sequence[Key], ok: bool) -> None:
+        """Every rank has these files (`ok`), or some have not: then nothing is known of them."""
+        for key in keys:
+            if key not in self._storing:
+                self._stray += 1
+                continue
+            self._storing.remove(key)
+            if ok:
+                self._stored += 1
+                self._note(key, _Finding(True))
+                self._tell(EventKind.STORED, key)
+            else:
+                self._stores_failed += 1
+                self._drop(key)
+
+    def begin_load(self, keys: Sequence[Key]) -> list[Key]:
+        """The leading keys that are HIT; LATER to others until `end_load`, which each must be
+        given to once."""
+        self._take_answers()
+        chosen: list[Key] = []
+        for key in keys:
+            if self._known(key) is not Presence.HIT:
+                break
+            self._loading.add(key)
+            chosen.append(key)
+        self._hits += len(chosen)
+        return chosen
+
+    def end_load(self, keys: Sequence[Key], ok: bool) -> None:
+        """The loads of these ended on every rank. What could not be read is not there any more."""
+        for key in keys:
+            if key not in self._loading:
+                self._stray += 1
+                continue
+            self._loading.remove(key)
+            if not ok:
+                self._loads_failed += 1
+                self._lost(key)
+
+    def evicted(self, keys: Iterable[Key]) -> None:
+        """A worker of this engine has evicted these."""
+        for key in keys:
+            self._evictions += 1
+            self._lost(key)
+
+    def clear(self) -> None:
+        """Forget all findings; what is in flight stays so until its completion."""
+        self._findings.clear()
+        self._questions.clear()
+        self._present = 0
+
+    # ---- what happened ---------------------------------------------------------------------
+
+    def take_events(self) -> list[BlockEvent]:
+        """Events since the last call, in order."""
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def stats(self) -> IndexStats:
+        """Counts so far. `used` is what is known to be there; there is no capacity."""
+        return IndexStats(
+            hits=self._hits,
+            misses=self._misses,
+            stored=self._stored,
+            stores_failed=self._stores_failed,
+            loads_failed=self._loads_failed,
+            evictions=self._evictions,
+            slow=self._slow,
+            stray=self._stray,
+            used=self._present,
+            in_use=len(self._storing) + len(self._loading),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if an invariant is broken. For tests; looks at everything."""
+        assert not self._storing & self._loading, "stored and loaded at once"
+        assert not self._storing & self._questions.keys(), "stored and looked for at once"
+        assert len(self._findings) <= self._memory.capacity, "too many findings"
+        assert self._present == sum(found.present for found in self._findings.values())
+
+    def close(self) -> None:
+        """Stop the threads; one that hangs in the file system is left behind."""
+        for _ in self._threads:
+            self._ask.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1)
+
+    # ---- findings --------------------------------------------------------------------------
+
+    def _known(self, key: Key) -> Presence | None:
+        """What can be said now; None if somebody has to look."""
+        if key in self._storing or key in self._loading:
+            return Presence.LATER
+        finding = self._findings.get(key)
+        if finding is None:
+            return None
+        now = self._clock()
+        if finding.told_at is None:
+            finding.told_at = now
+        kept = self._memory.present_s if finding.present else self._memory.absent_s
+        if now - finding.told_at > kept:
+            self._drop(key)
+            return None
+        return Presence.HIT if finding.present else Presence.MISS
+
+    def _note(self, key: Key, finding: _Finding) -> None:
+        self._questions.pop(key, None)  # an answer on the way is older
+        self._drop(key)
+        self._findings[key] = finding
+        self._present += finding.present
+        if len(self._findings) > self._memory.capacity:
+            _, oldest = self._findings.popitem(last=False)
+            self._present -= oldest.present
+
+    def _drop(self, key: Key) -> None:
+        finding = self._findings.pop(key, None)
+        if finding is not None:
+            self._present -= finding.present
+
+    def _lost(self, key: Key) -> None:
+        self._note(key, _Finding(False))
+        self._tell(EventKind.REMOVED, key)
+
+    def _tell(self, kind: EventKind, key: Key) -> None:
+        if self._events is not None:
+            self._events.append(BlockEvent(kind, key, STORAGE))
+
+    # ---- asking the disk -------------------------------------------------------------------
+
+    def _start_looking(self, keys: Sequence[Key]) -> None:
+        """Ask for a run of keys at once, as far as nobody asks for them yet."""
+        now = self._clock()
+        batch = []
+        for key in keys:
+            if key in self._questions or self._known(key) is not None:
+                break
+            self._asked += 1
+            self._questions[key] = _Question(self._asked, now)
+            batch.append((key, self._asked))
+        if batch:
+            self._ask.put(batch)
+
+    def _overdue(self, key: Key) -> Presence:
+        """LATER, or MISS once the disk has been silent for too long."""
+        question = self._questions.get(key)
+        if question is None or self._clock() - question.asked_at <= self._memory.patience_s:
+            return Presence.LATER
+        self._slow += 1
+        return Presence.MISS
+
+    def _take_answers(self) -> None:
+        while True:
+            try:
+                answers = self._answers.get_nowait()
+            except queue.Empty:
+                return
+            for key, number, present in answers:
+                question = self._questions.get(key)
+                if question is None or question.number != number:
+                    continue  # something newer is known
+                del self._questions[key]
+                if present is not None:
+                    self._note(key, _Finding(present))
+
+    def _look(self) -> None:
+        """A thread: keys in, what was found out."""
+        while (batch := self._ask.get()) is not None:
+            answers: list[tuple[Key, int, bool | None]] = []
+            present: bool | None = True
+            for key, number in batch:
+                # What follows a gap in a prompt is of no use, and need not be looked for.
+                present = self._on_disk(key) if present else None
+                answers.append((key, number, present))
+            self._answers.put(answers)
+
+    def _on_disk(self, key: Key) -> bool:
+        try:
+            for rank in range(self._ranks):
+                os.stat(f"{self._folder}/{file_name(key, rank)}")
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,290 @@
+"""How much the shared directory holds, and who goes when it is too much.
+
+The cap is over all namespaces of a directory, in bytes of files. Every process that writes keeps
+an estimate: what the last look at the directory found, and what it has written since. When
+the estimate nears the cap, or enough was written since the last look, a thread looks again and
+removes what was used longest ago, until a tenth of the cap is free. One process alone never passes
+the cap. Several may, by what the others wrote since the last look: each looks again after a
+fiftieth of the cap.
+
+A lock file keeps several processes from looking at once, and hands the result on to those that
+waited. Nothing depends on the lock: where locks do not work, too much may be removed, no more.
+All ranks' files of a chunk go together, as the chunk is useless without one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from disagg.store import owner
+from disagg.store.base import Key
+from disagg.store.directory_files import TEMPORARY, key_of
+
+LOCK = ".space"
+
+_HIGH, _LOW = 0.95, 0.9
+_STEP = 0.02
+_ABANDONED_S = 3600.0
+
+OnRemoved = Callable[[str, list[Key]], None]
+"""(namespace, keys): these were evicted by this process. Called by the thread that evicts;
+must not raise."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """All ranks' files of a key."""
+
+    paths: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    used_at: float = 0.0
+
+
+class Evicted(NamedTuple):
+    """What one look at the directory did."""
+
+    chunks: int
+    num_bytes: int
+    temporaries: int
+    """Files that dead writers left."""
+
+
+class DirectorySpace:
+    """One per process that writes. `reserve`, `written` and `give_back` are called by any thread
+    and never wait for the disk; `make_room` by this object's thread, or by whoever wants it now."""
+
+    def __init__(self, root: Path, max_bytes: int, on_removed: OnRemoved | None = None) -> None:
+        if max_bytes < 1:
+            raise ValueError(f"a cap of {max_bytes} bytes")
+        self._root, self._max_bytes, self._on_removed = root, max_bytes, on_removed
+        self._lock = threading.Lock()
+        self._writing = 0  # reserved, not done
+        self._since = 0  # written since the last look began
+        self._refused = 0  # the largest file there was no room for
+        self._disk_full = False
+        self._chunks_evicted = 0
+        self._wake, self._stop = threading.Event(), threading.Event()
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._used = self._recorded()[0]
+        self._wake.set()
+        self._thread = threading.Thread(target=self._run, name="kv-directory-space", daemon=True)
+        self._thread.start()
+
+    @property
+    def used(self) -> int:
+        """Bytes that the directory holds, as far as this process knows."""
+        return self._used
+
+    @property
+    def chunks_evicted(self) -> int:
+        """By this process so far."""
+        return self._chunks_evicted
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Whether there is room for a file. If so it is counted, and `written` or `give_back` must
+        follow; if not, room is made, and the next one may fit."""
+        with self._lock:
+            fits = self._used + num_bytes <= self._max_bytes
+            if fits:
+                self._used += num_bytes
+                self._writing += num_bytes
+            elif num_bytes <= self._max_bytes:  # for what can never fit nothing must go
+                self._refused = max(self._refused, num_bytes)
+            if self._refused or self._used > _HIGH * self._max_bytes:
+                self._wake.set()
+        return fits
+
+    def written(self, num_bytes: int) -> None:
+        """A file that was reserved has its name."""
+        with self._lock:
+            self._writing -= num_bytes
+            self._since += num_bytes
+            if self._since > _STEP * self._max_bytes:
+                self._wake.set()
+
+    def give_back(self, num_bytes: int, *, disk_full: bool = False) -> None:
+        """A file that was reserved was not written. `disk_full`: because the disk has less room
+        than the cap, so a tenth of what is there is to go."""
+        with self._lock:
+            self._writing -= num_bytes
+            self._used -= num_bytes
+            self._disk_full |= disk_full
+            if disk_full:
+                self._wake.set()
+
+    def make_room(self) -> Evicted:
+        """Look at the directory, remove what is too much and what dead writers left."""
+        with self._alone():
+            return self._make_room()
+
+    def close(self) -> None:
+        """Stop the thread. Nothing is removed from the directory by this."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(timeout=5)
+
+    # ---- the thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            if self._stop.is_set():
+                return
+            with contextlib.suppress(OSError):
+                before = self._recorded()
+                with self._alone():
+                    if not self._adopted(before):
+                        self._make_room()
+            self._stop.wait(0.01)  # however often it is woken, others get the processor too
+
+    def _adopted(self, before: tuple[int, float]) -> bool:
+        """Whether another process has looked while this one waited for the lock; then what it
+        found is taken over."""
+        found = self._recorded()
+        if found == before:
+            return False
+        with self._lock:
+            if self._disk_full or self._refused:
+                return False
+            self._used, self._since = found[0] + self._since + self._writing, 0
+            return self._used <= _HIGH * self._max_bytes
+
+    def _make_room(self) -> Evicted:
+        with self._lock:
+            self._since = 0
+            refused, self._refused = self._refused, 0
+            disk_full, self._disk_full = self._disk_full, False
+        chunks, temporaries = self._look()
+        total = sum(chunk.num_bytes for chunk in chunks.values())
+        excess = 0.0
+        if disk_full:
+            excess = total - _LOW * min(total, self._max_bytes)
+        elif total + refused > _HIGH * self._max_bytes:
+            excess = total + refused - _LOW * self._max_bytes
+        evicted = self._evict(chunks, excess)
+        total -= evicted.num_bytes
+        with self._lock:
+            # What was written meanwhile may be counted twice, but never not at all.
+            self._used = total + self._since + self._writing
+            self._chunks_evicted += evicted.chunks
+        self._record(total)
+        return evicted._replace(temporaries=temporaries)
+
+    # ---- the lock file ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock, if locks work here."""
+        descriptor = os.open(self._root / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            while not self._stop.is_set():
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    self._stop.wait(0.02)
+                except OSError:
+                    break
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _record(self, total: int) -> None:
+        with contextlib.suppress(OSError):
+            (self._root / LOCK).write_text(json.dumps([total, time.time()]))
+
+    def _recorded(self) -> tuple[int, float]:
+        """What the last look found, and when; zeros if that can't be read."""
+        try:
+            used, at = json.loads((self._root / LOCK).read_text())
+            return int(used), float(at)
+        except (OSError, ValueError, TypeError):
+            return 0, 0.0
+
+    # ---- looking and removing --------------------------------------------------------------
+
+    def _look(self) -> tuple[dict[tuple[str, Key], _Chunk], int]:
+        """All chunks, by namespace and key, and the number of abandoned files removed."""
+        chunks: dict[tuple[str, Key], _Chunk] = {}
+        abandoned = 0
+        for namespace in _folders(self._root):
+            abandoned += sum(map(_swept, _files(namespace)))
+            for folder in _folders(namespace):
+                for entry in _files(folder):
+                    key = key_of(entry.name)
+                    if key is None:
+                        abandoned += _swept(entry)
+                        continue
+                    with contextlib.suppress(OSError):
+                        status = entry.stat(follow_symlinks=False)
+                        chunk = chunks.setdefault((namespace.name, key), _Chunk())
+                        chunk.paths.append(entry.path)
+                        chunk.num_bytes += status.st_size
+                        chunk.used_at = max(chunk.used_at, status.st_mtime)
+        return chunks, abandoned
+
+    def _evict(self, chunks: dict[tuple[str, Key], _Chunk], num_bytes: float) -> Evicted:
+        """Remove the chunks used longest ago, until so many bytes are free."""
+        removed: dict[str, list[Key]] = {}
+        freed = 0
+        if num_bytes > 0:
+            for (namespace, key), chunk in sorted(chunks.items(), key=lambda c: c[1].used_at):
+                if freed >= num_bytes:
+                    break
+                for path in chunk.paths:
+                    _unlink(path)
+                freed += chunk.num_bytes
+                removed.setdefault(namespace, []).append(key)
+        for namespace, keys in removed.items():
+            if self._on_removed is not None:
+                self._on_removed(namespace, keys)
+        return Evicted(sum(map(len, removed.values())), freed, 0)
+
+
+def _folders(parent: os.PathLike[str]) -> list[os.DirEntry[str]]:
+    return [entry for entry in _entries(parent) if entry.is_dir(follow_symlinks=False)]
+
+
+def _files(parent: os.PathLike[str]) -> list[os.DirEntry[str]]:
+    return [entry for entry in _entries(parent) if entry.is_file(follow_symlinks=False)]
+
+
+def _entries(parent: os.PathLike[str]) -> list[os.DirEntry[str]]:
+    """What is in a folder now; nothing if it is gone or can't be read."""
+    try:
+        with os.scandir(parent) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _swept(entry: os.DirEntry[str]) -> bool:
+    """Remove a temporary file whose writer is dead, or can't be asked and is silent for long."""
+    if not entry.name.endswith(TEMPORARY):
+        return False
+    parts = entry.name.split(".")
+    dead = owner.is_dead(parts[-3]) if len(parts) > 2 else None
+    if dead is None:
+        try:
+            dead = time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S
+        except OSError:
+            return False
+    return dead and _unlink(entry.path)
+
+
+def _unlink(path: str) -> bool:
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True

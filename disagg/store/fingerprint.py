@@ -1,0 +1,123 @@
+"""What a cache was computed with, so that no two that differ are ever mixed.
+
+A **namespace** is a folder of the shared directory for one fingerprint: all that decides what the
+bytes of a chunk mean (`fields`) goes into its name, so engines that differ in it never meet.
+
+How block hashes are made (`hashing`) does not go into the name, on purpose. Two engines that
+differ in nothing else are meant to share, and under another hash seed would silently never hit.
+The first engine of a namespace leaves a record of its hashing, and one that differs is refused.
+Every chunk's file carries the digest of both parts, so that even without the record no engine
+would load what another seed wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from disagg.errors import ConfigError
+
+RECORD = "fingerprint.json"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """`fields`: model (its name also opens the namespace's), dtype, kv_dtype, layout, block_size,
+    blocks_per_chunk, tp_size, vllm_version and so on, as text. `hashing`: hash_algorithm and
+    hash_seed (a digest of the seed, not the seed)."""
+
+    fields: Mapping[str, str]
+    hashing: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        both = self.fields.keys() & self.hashing.keys()
+        if both:
+            raise ValueError(f"in fields and in hashing: {sorted(both)}")
+
+    @cached_property
+    def namespace(self) -> str:
+        """Folder name, the same in every process for the same fields."""
+        model = re.sub(r"[^A-Za-z0-9.-]+", "_", self.fields.get("model", "")).strip("._")[-48:]
+        return f"{model or 'model'}-{_digest(self.fields)[:16]}"
+
+    @cached_property
+    def digest(self) -> str:
+        """64 hex digits over fields and hashing."""
+        return _digest({**self.fields, **self.hashing})
+
+
+def claim(root: Path, fingerprint: Fingerprint) -> Path:
+    """The namespace's folder under `root`, made if need be, and its record.
+
+    Safe with any number of engines at once. Raises `ConfigError` when engines that hash
+    differently use the namespace, or when the folder can't be written to.
+    """
+    folder = root / fingerprint.namespace
+    record = folder / RECORD
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = _read(record)
+        if found is None:
+            _publish(record, fingerprint)
+            found = _read(record)
+    except OSError as error:
+        raise ConfigError(f"cannot use {folder} for the KV cache: {error.strerror}") from error
+    if found is None:
+        raise ConfigError(f"{record} does not stay: does something else clean {root}?")
+    problems = [
+        f"{name} is {fingerprint.hashing.get(name)!r} here, {found.get(name)!r} there"
+        for name in sorted(fingerprint.hashing.keys() | found.keys())
+        if fingerprint.hashing.get(name) != found.get(name)
+    ]
+    if problems:
+        raise ConfigError(
+            f"engines that share {folder} name the same prompt's blocks differently: "
+            f"{'; '.join(problems)}. Set the same PYTHONHASHSEED for all of them or use "
+            f"prefix_caching_hash_algo sha256, then remove {folder} if no running engine uses it."
+        )
+    return folder
+
+
+def _digest(fields: Mapping[str, str]) -> str:
+    text = json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(record: Path) -> dict[str, str] | None:
+    """The hashing that a record holds; None without a readable one."""
+    try:
+        content = json.loads(record.read_text())
+        return {str(name): str(value) for name, value in content["hashing"].items()}
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        # Only damage makes it so, since it is published whole. A new one does no harm: the
+        # files of another hashing carry another digest.
+        _logger.warning("%s is damaged and is written anew", record)
+        record.unlink(missing_ok=True)
+        return None
+
+
+def _publish(record: Path, fingerprint: Fingerprint) -> None:
+    """Write the record unless another engine was faster."""
+    temporary = record.with_name(f"{RECORD}.{secrets.token_hex(8)}.tmp")
+    content = {"fields": dict(fingerprint.fields), "hashing": dict(fingerprint.hashing)}
+    temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, record)
+    except OSError:
+        temporary.rename(record)  # a file system without links; the last engine wins
+    finally:
+        temporary.unlink(missing_ok=True)

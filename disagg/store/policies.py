@@ -1,0 +1,241 @@
+"""Who goes first when a tier is full: LRU and ARC. Pure data structures, one thread.
+
+A policy knows all keys that occupy a place. Those in use are **held**: they are in no list that a
+victim is taken from, so none can be evicted, and choosing takes the same time however many are
+held. A released key is the most recently used of its list.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from disagg.errors import ConfigError
+from disagg.store.base import Key
+
+
+class Admission(NamedTuple):
+    """Whether a key may come in, and which one went for it."""
+
+    admitted: bool
+    evicted: Key | None = None
+
+
+class Policy(Protocol):
+    """Keys and their order of eviction. A key must be known (`in`) to be touched, refreshed, held,
+    released or removed, and unknown to be admitted."""
+
+    def admit(self, key: Key, full: bool) -> Admission:
+        """Take a key in, held; if it is `full`, another goes first. When all are held nothing
+        changes and the key is not admitted."""
+
+    def touch(self, key: Key) -> None:
+        """The key was used by somebody new."""
+
+    def refresh(self, key: Key) -> None:
+        """Put the key last in its line, as `touch` does, but learn nothing from it."""
+
+    def hold(self, key: Key) -> None:
+        """Keep the key from eviction. A held key must not be held again."""
+
+    def release(self, key: Key) -> None:
+        """The key may be evicted again."""
+
+    def remove(self, key: Key) -> None:
+        """Forget the key, held or not, as if it had never been here."""
+
+    def __contains__(self, key: Key) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if an invariant is broken. For tests."""
+
+
+class Lru:
+    """The least recently used goes first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._line: OrderedDict[Key, None] = OrderedDict()
+        self._held: set[Key] = set()
+
+    def admit(self, key: Key, full: bool) -> Admission:
+        evicted = None
+        if full:
+            if not self._line:
+                return Admission(False)
+            evicted, _ = self._line.popitem(last=False)
+        self._held.add(key)
+        return Admission(True, evicted)
+
+    def touch(self, key: Key) -> None:
+        if key not in self._held:
+            self._line.move_to_end(key)
+
+    def refresh(self, key: Key) -> None:
+        self.touch(key)
+
+    def hold(self, key: Key) -> None:
+        del self._line[key]
+        self._held.add(key)
+
+    def release(self, key: Key) -> None:
+        self._held.remove(key)
+        self._line[key] = None
+
+    def remove(self, key: Key) -> None:
+        if key in self._held:
+            self._held.remove(key)
+        else:
+            del self._line[key]
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._held or key in self._line
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._line)
+
+    def check_integrity(self) -> None:
+        assert not self._held & self._line.keys(), "held and evictable at once"
+        assert len(self) <= self._capacity, "more keys than places"
+
+
+class Arc:
+    """Adaptive replacement: keys used once and keys used again are in two lines, and keys that
+    went too early from one of them shift the balance towards it. A long scan of prompts that never
+    come back does not push out the system prompts that do.
+
+    N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003;
+    T1, T2, B1, B2 and p are the paper's. The paper's lists hold what is in use too; here these
+    keys are set aside, and count for the list they belong to. If the list that the paper takes
+    the victim from has only held keys, the other one gives it. Then its bounds on the ghosts
+    (|T1| + |B1| <= c, and all four together <= 2c) would not follow by themselves: `_trim`
+    keeps them.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._once: OrderedDict[Key, None] = OrderedDict()  # T1
+        self._again: OrderedDict[Key, None] = OrderedDict()  # T2
+        self._once_ghosts: OrderedDict[Key, None] = OrderedDict()  # B1
+        self._again_ghosts: OrderedDict[Key, None] = OrderedDict()  # B2
+        self._held_once: set[Key] = set()
+        self._held_again: set[Key] = set()
+        self._target = 0.0  # p, how many places keys used once should have
+
+    def admit(self, key: Key, full: bool) -> Admission:
+        target = self._learned(key)
+        evicted = None
+        if full:
+            line = self._victims(key, target)
+            if not line:
+                return Admission(False)
+            evicted, _ = line.popitem(last=False)
+            ghosts = self._once_ghosts if line is self._once else self._again_ghosts
+            ghosts[evicted] = None
+        self._target = target
+        if key in self._once_ghosts or key in self._again_ghosts:
+            self._once_ghosts.pop(key, None)
+            self._again_ghosts.pop(key, None)
+            self._held_again.add(key)
+        else:
+            self._held_once.add(key)
+        self._trim()
+        return Admission(True, evicted)
+
+    def touch(self, key: Key) -> None:
+        if key in self._again:
+            self._again.move_to_end(key)
+        elif key in self._once:
+            del self._once[key]
+            self._again[key] = None
+        elif key in self._held_once:
+            self._held_once.remove(key)
+            self._held_again.add(key)
+
+    def refresh(self, key: Key) -> None:
+        for line in (self._once, self._again):
+            if key in line:
+                line.move_to_end(key)
+
+    def hold(self, key: Key) -> None:
+        if key in self._once:
+            del self._once[key]
+            self._held_once.add(key)
+        else:
+            del self._again[key]
+            self._held_again.add(key)
+
+    def release(self, key: Key) -> None:
+        if key in self._held_once:
+            self._held_once.remove(key)
+            self._once[key] = None
+        else:
+            self._held_again.remove(key)
+            self._again[key] = None
+
+    def remove(self, key: Key) -> None:
+        for line in (self._once, self._again):
+            line.pop(key, None)
+        for held in (self._held_once, self._held_again):
+            held.discard(key)
+
+    def __contains__(self, key: Key) -> bool:
+        return (
+            key in self._once
+            or key in self._again
+            or key in self._held_once
+            or key in self._held_again
+        )
+
+    def __len__(self) -> int:
+        return self._num_once() + len(self._again) + len(self._held_again)
+
+    def check_integrity(self) -> None:
+        parts = [
+            set(self._once), set(self._again), self._held_once, self._held_again,
+            set(self._once_ghosts), set(self._again_ghosts),
+        ]  # fmt: skip
+        assert len(set().union(*parts)) == sum(map(len, parts)), "a key is in two lists"
+        assert len(self) <= self._capacity, "more keys than places"
+        assert self._num_once() + len(self._once_ghosts) <= self._capacity, "too many ghosts"
+        assert sum(map(len, parts)) <= 2 * self._capacity, "too many ghosts"
+        assert 0 <= self._target <= self._capacity, "the target is out of range"
+
+    def _num_once(self) -> int:
+        return len(self._once) + len(self._held_once)
+
+    def _learned(self, key: Key) -> float:
+        once, again = len(self._once_ghosts), len(self._again_ghosts)
+        if key in self._once_ghosts:
+            return min(self._capacity, self._target + max(again / once, 1))
+        if key in self._again_ghosts:
+            return max(0.0, self._target - max(once / again, 1))
+        return self._target
+
+    def _victims(self, key: Key, target: float) -> OrderedDict[Key, None]:
+        """The line that the next victim comes from; empty if everything is held."""
+        count = self._num_once()
+        from_once = count > target or (key in self._again_ghosts and count == target)
+        if from_once:
+            return self._once or self._again
+        return self._again or self._once
+
+    def _trim(self) -> None:
+        while self._once_ghosts and self._num_once() + len(self._once_ghosts) > self._capacity:
+            self._once_ghosts.popitem(last=False)
+        ghosts = len(self._once_ghosts) + len(self._again_ghosts)
+        for _ in range(min(len(self) + ghosts - 2 * self._capacity, len(self._again_ghosts))):
+            self._again_ghosts.popitem(last=False)
+
+
+POLICIES: dict[str, Callable[[int], Policy]] = {"lru": Lru, "arc": Arc}
+
+
+def make(name: str, capacity: int) -> Policy:
+    """The policy of this name, for so many keys. Raises `ConfigError` for names not known."""
+    if name not in POLICIES:
+        raise ConfigError(f"eviction policy {name!r} is not known; there are {', '.join(POLICIES)}")
+    return POLICIES[name](capacity)
