@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.parallel_state import (
@@ -134,8 +134,13 @@ class Engine:
         blocks: int = 48,
         layout: KVCacheLayout = KVCacheLayout.LBHNC,
         max_seqs: int = 8,
+        events: bool = False,
     ) -> None:
         self.config = _engine_config(model, transfer, max_seqs)
+        if events:
+            self.config.kv_events_config = KVEventsConfig(
+                enable_kv_cache_events=True, publisher="null"
+            )
         self.cache_config = _cache_config(self.config, blocks, layout)
         self.scheduler = Scheduler(
             self.config,
