@@ -32,7 +32,7 @@ from disagg.connector.offload.messages import OffloadWork
 from disagg.connector.offload.metrics import OffloadPromMetrics, OffloadStats
 from disagg.connector.offload.scheduler import OffloadScheduler
 from disagg.connector.offload.settings import read_settings
-from disagg.connector.offload.worker import OffloadWorker
+from disagg.connector.offload.worker import OffloadWorker, OnEvicted
 from disagg.store.base import EventKind
 from disagg.store.directory import Directory
 from disagg.transport.blocks import BlockCache
@@ -74,8 +74,10 @@ class DisaggOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             rank = get_tensor_model_parallel_rank()
 
-            def open_files(cache: BlockCache) -> Directory | None:
-                return setup.directory(settings, vllm_config, kv_cache_config, cache, rank)
+            def open_files(cache: BlockCache, on_evicted: OnEvicted) -> Directory | None:
+                return setup.directory(
+                    settings, vllm_config, kv_cache_config, cache, rank, on_evicted
+                )
 
             slots = setup.slots(settings, kv_cache_config)
             self._worker = OffloadWorker(settings, slots, open_files)

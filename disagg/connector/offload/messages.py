@@ -97,11 +97,14 @@ class Read:
 
 @dataclass
 class OffloadReport(KVConnectorWorkerMetadata):
-    """What ended since the last step, over all ranks."""
+    """What ended since the last step, over all ranks. `evicted`: files that this engine removed to
+    make room."""
 
     done: list[Done] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
+    evicted: list[Key] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, OffloadReport)
-        return OffloadReport(self.done + other.done, self.reads + other.reads)
+        evicted = self.evicted + other.evicted
+        return OffloadReport(self.done + other.done, self.reads + other.reads, evicted)

@@ -12,11 +12,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
+from disagg.connector.offload.jobs import LoadJob, ReadJob, StoreJob, WriteJob
+from disagg.connector.offload.matching import Match, Matcher
 from disagg.connector.offload.messages import (
     Done,
     Load,
@@ -28,7 +30,7 @@ from disagg.connector.offload.messages import (
 )
 from disagg.connector.offload.metrics import OffloadStats
 from disagg.connector.offload.settings import OffloadSettings
-from disagg.store.base import BlockEvent, Key, Presence, Slot
+from disagg.store.base import BlockEvent, Key, Slot
 from disagg.store.directory_index import DirectoryIndex
 from disagg.store.host_index import HostIndex
 
@@ -54,54 +56,10 @@ class _Tracked:
     request: Request
     computed: int = 0
     considered: int = 0
-    match: _Match | None = None
+    match: Match | None = None
     asked: float | None = None
     loading: bool = False
     gave_up: bool = False
-
-
-@dataclass(frozen=True)
-class _Match:
-    """Chunks [first, first + host + files) are in the tiers, the latter ones in files."""
-
-    computed: int
-    first: int
-    keys: tuple[Key, ...]
-    in_files: frozenset[Key]
-
-
-@dataclass(eq=False)
-class _Job:
-    """Something that the workers do. `waiting`: ranks that have not reported."""
-
-    waiting: int
-    slots: list[Slot] = field(default_factory=list)
-    failed: set[Key] = field(default_factory=set)
-
-
-@dataclass(eq=False)
-class _StoreJob(_Job):
-    block_ids: frozenset[int] = frozenset()
-
-
-@dataclass(eq=False)
-class _LoadJob(_Job):
-    """`slots` were in host memory when it began, `read` came there from files since."""
-
-    request_id: str = ""
-    read: list[Slot] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _WriteJob(_Job):
-    pass
-
-
-@dataclass(eq=False)
-class _ReadJob(_Job):
-    """One slot that is filled from its file, for a load that may have ended by then."""
-
-    load: _LoadJob | None = None
 
 
 class OffloadScheduler:
@@ -120,9 +78,10 @@ class OffloadScheduler:
         self._block_size, self._world_size = block_size, world_size
         self._per_chunk = settings.blocks_per_chunk
         self._chunk_tokens = block_size * self._per_chunk
+        self._matcher = Matcher(host, directory, self._per_chunk, block_size)
         self._tracked: dict[str, _Tracked] = {}
-        self._jobs: dict[int, _StoreJob | _LoadJob | _WriteJob] = {}
-        self._reads: dict[tuple[int, Key], _ReadJob] = {}
+        self._jobs: dict[int, StoreJob | LoadJob | WriteJob] = {}
+        self._reads: dict[tuple[int, Key], ReadJob] = {}
         self._next_job = 0
         self._work = OffloadWork()
         self._allocated: set[int] = set()
@@ -144,62 +103,17 @@ class OffloadScheduler:
             return 0, False
         if tracked.loading:
             return None, False
-        match, later = self._match(request, computed)
+        match, later = self._matcher.find(request, computed)
         if later and not self._waited_enough(tracked):
             return None, False
         tracked.match, tracked.asked = match, None
         tokens = (match.first + len(match.keys)) * self._chunk_tokens - computed
         return (tokens, True) if match.keys and tokens > 0 else (0, False)
 
-    def _match(self, request: Request, computed: int) -> tuple[_Match, bool]:
-        """What the tiers hold, and whether it may be more in a moment."""
-        first = computed // self._chunk_tokens
-        keys = self._keys(request, first, request.num_tokens // self._chunk_tokens)
-        leading = self._host.leading(keys)
-        found, in_files = keys[: leading.ready], set[Key]()
-        if leading.later or self._host.loading(found):
-            return _Match(computed, first, tuple(found), frozenset()), True
-        if self._directory is None or leading.ready == len(keys):
-            return _Match(computed, first, tuple(found), frozenset()), False
-        rest = keys[leading.ready :]
-        present = self._directory.leading(rest)
-        if present.later:
-            return _Match(computed, first, tuple(found), frozenset()), True
-        for number, key in enumerate(rest):
-            presence = self._host.lookup(key)
-            if presence is Presence.LATER:
-                return _Match(computed, first, tuple(found), frozenset(in_files)), True
-            if presence is Presence.MISS:
-                if number >= present.ready:
-                    break
-                in_files.add(key)
-            found.append(key)
-        return self._that_fits(_Match(computed, first, tuple(found), frozenset(in_files))), False
-
-    def _that_fits(self, match: _Match) -> _Match:
-        """Without what cannot be read from files, for want of slots that are free or idle."""
-        stats = self._host.stats
-        room = stats.capacity - stats.in_use - (len(match.keys) - len(match.in_files))
-        if len(match.in_files) <= room:
-            return match
-        keys: list[Key] = []
-        for key in match.keys:
-            if key in match.in_files:
-                room -= 1
-                if room < 0:
-                    break
-            keys.append(key)
-        return _Match(match.computed, match.first, tuple(keys), match.in_files & {*keys})
-
     def _waited_enough(self, tracked: _Tracked) -> bool:
         now = time.monotonic()
         tracked.asked = tracked.asked or now
         return now - tracked.asked > self._settings.lookup_deadline_s
-
-    def _keys(self, request: Request, first: int, stop: int) -> list[Key]:
-        """Of chunks [first, stop): the hash of each one's last block, as far as known."""
-        per, hashes = self._per_chunk, request.block_hashes
-        return [bytes(hash_) for hash_ in hashes[(first + 1) * per - 1 : stop * per : per]]
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks are allocated: begin the load that was answered."""
@@ -209,35 +123,41 @@ class OffloadScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
-        self._touch(self._keys(request, 0, request.num_tokens // self._chunk_tokens))
+        self._touch(self._matcher.keys(request, 0, request.num_tokens // self._chunk_tokens))
         if not external or tracked.match is None:
             return
         match, tracked.match, tracked.loading = tracked.match, None, True
         first_block = match.computed // self._block_size
         stop = first_block + external // self._block_size
         held = self._host.begin_load([key for key in match.keys if key not in match.in_files])
-        slots = {slot.key: slot for slot in held}
         to_read = self._host.prepare_store([key for key in match.keys if key in match.in_files])
-        slots |= {slot.key: slot for slot in to_read}
-        missing = [key for key in match.keys if key not in slots]
-        assert not missing, "what was found in this schedule is still there"
-        number = self._new_job(_LoadJob(self._world_size, held, request_id=request.request_id))
-        load = self._jobs[number]
-        assert isinstance(load, _LoadJob)
-        for slot in to_read:
-            self._reads[number, slot.key] = _ReadJob(self._world_size, [slot], load=load)
-        if self._directory is not None and to_read:
-            self._directory.begin_load([slot.key for slot in to_read])
+        slots = {slot.key: slot for slot in (*held, *to_read)}
+        if len(slots) < len(match.keys):
+            # Not to be, as all this is one moment of the scheduler's; if so, the load fails.
+            self._host.complete_store(to_read, False)
+            slots, to_read = {}, []
+        number = self._new_job(LoadJob(self._world_size, held, request_id=request.request_id))
+        self._begin_reads(number, to_read)
         self._work.loads.append(
             Load(
                 number,
                 request.request_id,
-                [slots[key] for key in match.keys],
+                [slots[key] for key in match.keys if slots],
                 first_block - match.first * self._per_chunk,
                 [block.block_id for block in group[first_block:stop]],
                 frozenset(slot.key for slot in to_read),
             )
         )
+
+    def _begin_reads(self, number: int, slots: Sequence[Slot]) -> None:
+        load = self._jobs[number]
+        assert isinstance(load, LoadJob)
+        begun = set[Key]()
+        if self._directory is not None and slots:
+            begun.update(self._directory.begin_load([slot.key for slot in slots]))
+        for slot in slots:
+            job = ReadJob(self._world_size, [slot], load=load, begun=slot.key in begun)
+            self._reads[number, slot.key] = job
 
     def _touch(self, keys: list[Key]) -> None:
         """A prompt came again: what it needs is worth keeping, wherever it is taken from."""
@@ -280,12 +200,12 @@ class OffloadScheduler:
             computed = min(computed, max(request.num_prompt_tokens, request.num_tokens - 1))
         tracked.computed = computed
         self._store(tracked, block_ids)
-        self._host.refresh(self._keys(request, 0, computed // self._chunk_tokens))
+        self._host.refresh(self._matcher.keys(request, 0, computed // self._chunk_tokens))
 
     def _store(self, tracked: _Tracked, block_ids: Sequence[int]) -> None:
         per, first = self._per_chunk, tracked.considered
         stop = min(tracked.computed // self._chunk_tokens, len(block_ids) // per)
-        keys = self._keys(tracked.request, first, stop)
+        keys = self._matcher.keys(tracked.request, first, stop)
         if not keys:
             return
         tracked.considered = first + len(keys)
@@ -294,12 +214,12 @@ class OffloadScheduler:
         if not slots:
             return
         ids = [id_ for slot in slots for id_ in block_ids[at[slot.key] * per :][:per]]
-        number = self._new_job(_StoreJob(self._world_size, slots, block_ids=frozenset(ids)))
+        number = self._new_job(StoreJob(self._world_size, slots, block_ids=frozenset(ids)))
         for id_ in ids:
             self._copying.setdefault(id_, set()).add(number)
         self._work.stores.append(Store(number, slots, ids))
 
-    def _new_job(self, job: _StoreJob | _LoadJob | _WriteJob) -> int:
+    def _new_job(self, job: StoreJob | LoadJob | WriteJob) -> int:
         number, self._next_job = self._next_job, self._next_job + 1
         self._jobs[number] = job
         return number
@@ -320,6 +240,8 @@ class OffloadScheduler:
             self._read_ended(read)
         for done in report.done:
             self._job_ended(done)
+        if self._directory is not None:
+            self._directory.evicted(report.evicted)
 
     def _read_ended(self, read: Read) -> None:
         self._stats.moved("STORAGE_to_CPU", read.num_bytes, read.seconds, read.reason)
@@ -332,7 +254,7 @@ class OffloadScheduler:
         del self._reads[read.job, read.slot.key]
         ok = not job.failed
         self._host.complete_store(job.slots, ok)
-        if self._directory is not None:
+        if self._directory is not None and job.begun:
             self._directory.end_load([read.slot.key], ok)
         if ok and job.load is not None and job.load.waiting:
             # Not to be evicted while it is copied into blocks.
@@ -347,14 +269,14 @@ class OffloadScheduler:
             return
         del self._jobs[done.job]
         match job:
-            case _StoreJob():
+            case StoreJob():
                 self._stored(done.job, job)
-            case _LoadJob():
+            case LoadJob():
                 self._loaded(job)
-            case _WriteJob():
+            case WriteJob():
                 self._written(job)
 
-    def _stored(self, number: int, job: _StoreJob) -> None:
+    def _stored(self, number: int, job: StoreJob) -> None:
         for block in job.block_ids:
             self._copying[block].discard(number)
             if not self._copying[block]:
@@ -379,10 +301,10 @@ class OffloadScheduler:
         slots = [slot for slot in slots if slot.key in wanted]
         if slots:
             self._writing += len(slots)
-            number = self._new_job(_WriteJob(self._world_size, slots))
+            number = self._new_job(WriteJob(self._world_size, slots))
             self._work.writes.append(Write(number, slots))
 
-    def _loaded(self, job: _LoadJob) -> None:
+    def _loaded(self, job: LoadJob) -> None:
         self._host.end_load(job.slots, not job.failed)
         self._host.unpin(job.read)
         tracked = self._tracked.get(job.request_id)
@@ -390,7 +312,7 @@ class OffloadScheduler:
             tracked.loading = False
             tracked.gave_up = bool(job.failed)
 
-    def _written(self, job: _WriteJob) -> None:
+    def _written(self, job: WriteJob) -> None:
         assert self._directory is not None
         self._host.unpin(job.slots)
         self._writing -= len(job.slots)

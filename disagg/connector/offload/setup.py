@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import vllm
 from disagg.connector import geometry
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.errors import ConfigError
+from disagg.store.base import Key
 from disagg.store.directory import Directory
 from disagg.store.directory_files import TensorSpec
 from disagg.store.directory_index import DirectoryIndex, Memory
@@ -87,19 +89,25 @@ def directory(
     kv_cache: KVCacheConfig,
     cache: BlockCache,
     rank: int,
+    on_evicted: Callable[[list[Key]], None],
 ) -> Directory | None:
-    """A worker's half of the directory tier, if there is one."""
+    """A worker's half of the directory tier, if there is one. `on_evicted` is called by a thread
+    of its own."""
     if settings.directory is None:
         return None
+    identity = fingerprint(settings, config, kv_cache)
+
+    def on_removed(namespace: str, keys: list[Key]) -> None:
+        if namespace == identity.namespace:
+            on_evicted(keys)
+
     chunk = cache.whole(range(settings.blocks_per_chunk))
     tensors = [
         TensorSpec(region.name, region.dtype, tuple(cache.shape(index, chunk)))
         for index, region in enumerate(cache.regions)
     ]
-    space = DirectorySpace(settings.directory, settings.directory_bytes)
-    return Directory(
-        settings.directory, fingerprint(settings, config, kv_cache), rank, tensors, space
-    )
+    space = DirectorySpace(settings.directory, settings.directory_bytes, on_removed)
+    return Directory(settings.directory, identity, rank, tensors, space)
 
 
 def fingerprint(

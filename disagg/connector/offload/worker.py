@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ TO_FILE, FROM_FILE = "CPU_to_STORAGE", "STORAGE_to_CPU"
 _READERS = 4
 # What is stored now is wanted later: it must not take a core from what is computed now.
 _NICE = 10
+OnEvicted: TypeAlias = Callable[[list[Key]], None]
 
 
 class OffloadWorker:
@@ -53,7 +54,7 @@ class OffloadWorker:
         self,
         settings: OffloadSettings,
         slots: int,
-        open_files: Callable[[BlockCache], Directory | None],
+        open_files: Callable[[BlockCache, OnEvicted], Directory | None],
     ) -> None:
         self._settings, self._slots, self._open_files = settings, slots, open_files
         self._files: Directory | None = None
@@ -62,6 +63,7 @@ class OffloadWorker:
         self._deferred: list[Store] = []
         self._storing: dict[int, Future[None]] = {}
         self._ended: queue.SimpleQueue[Done | Read] = queue.SimpleQueue()
+        self._evicted: queue.SimpleQueue[list[Key]] = queue.SimpleQueue()
         self._report = OffloadReport()
         self._store_pool = ThreadPoolExecutor(1, "kv-store", initializer=_be_nice)
         self._write_pool = ThreadPoolExecutor(2, "kv-write", initializer=_be_nice)
@@ -78,7 +80,7 @@ class OffloadWorker:
         slot_bytes = cache.block_bytes * self._settings.blocks_per_chunk
         slots = self._slots
         self._pool = HostPool(slots, slot_bytes, None if cache.on_host else _pin)
-        self._files = self._open_files(cache)
+        self._files = self._open_files(cache, self._evicted.put)
         logger.info(
             "offloading: %d slots of %d bytes%s",
             slots,
@@ -136,7 +138,9 @@ class OffloadWorker:
 
     def take_report(self) -> OffloadReport | None:
         """What the scheduler half is to hear of, if anything."""
-        if not self._report.done and not self._report.reads:
+        while not self._evicted.empty():
+            self._report.evicted += self._evicted.get_nowait()
+        if not (self._report.done or self._report.reads or self._report.evicted):
             return None
         report, self._report = self._report, OffloadReport()
         return report
@@ -203,7 +207,9 @@ class OffloadWorker:
         except Exception as error:
             logger.exception("loading blocks failed")
             reason = type(error).__name__
-        gone = frozenset([failed]) if reason and failed is not None else frozenset[Key]()
+        if not reason and at < len(load.block_ids):
+            reason = "gone"
+        gone = frozenset([failed or b""]) if reason else frozenset[Key]()
         seconds = time.monotonic() - began
         self._ended.put(Done(load.job, FROM_HOST, num_bytes, seconds, gone, reason))
 

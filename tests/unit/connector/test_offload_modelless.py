@@ -184,7 +184,7 @@ def test_what_cannot_be_read_is_computed(start: Start, tmp_path: Path, spoiled: 
     ask(engine, prompt)
     forget(engine, host=True)
     request = Request("x", prompt, SamplingParams(), None, block_hasher=engine._hasher)
-    (key,) = half(engine)._keys(request, spoiled, spoiled + 1)
+    (key,) = half(engine)._matcher.keys(request, spoiled, spoiled + 1)
     (file,) = tmp_path.rglob(f"{key.hex()}*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
