@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Match:
-    """Chunks [first, first + host + files) are in the tiers, the latter ones in files."""
+    """`keys` of the chunks from number `first` on; those not `in_files` are in host memory.
+
+    `computed`: tokens that the engine's own cache holds.
+    """
 
     computed: int
     first: int
