@@ -30,7 +30,7 @@ from disagg.connector.offload.messages import (
 )
 from disagg.connector.offload.metrics import OffloadStats
 from disagg.connector.offload.settings import OffloadSettings
-from disagg.store.base import BlockEvent, Key, Slot
+from disagg.store.base import BlockEvent, IndexStats, Key, Slot
 from disagg.store.directory_index import DirectoryIndex
 from disagg.store.host_index import HostIndex
 
@@ -89,6 +89,7 @@ class OffloadScheduler:
         self._unwritten: deque[Key] = deque(maxlen=_MOST_UNWRITTEN)
         self._writing = 0
         self._stats = OffloadStats()
+        self._told: dict[str, IndexStats] = {}
 
     # ---- loading ---------------------------------------------------------------------------
 
@@ -330,10 +331,14 @@ class OffloadScheduler:
             yield from self._directory.take_events()
 
     def take_stats(self) -> OffloadStats:
-        """Counts since the last call."""
-        self._stats.set_tier("host", self._host.stats)
+        """Counts since the last call; of the tiers, only where something changed."""
+        tiers = {"host": self._host.stats}
         if self._directory is not None:
-            self._stats.set_tier("directory", self._directory.stats)
+            tiers["directory"] = self._directory.stats
+        for name, now in tiers.items():
+            if self._told.get(name) != now:
+                self._told[name] = now
+                self._stats.set_tier(name, now)
         stats, self._stats = self._stats, OffloadStats()
         return stats
 
