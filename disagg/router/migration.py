@@ -30,58 +30,6 @@ _MORE_THAN_TEXT = re.compile(rb'"(?:reasoning|reasoning_content)":"|"tool_calls"
 _COMPLETION_TOKENS = 16  # of a completion that says no max_tokens
 _TEXT_KEPT = 16  # events whose text is compared before an answer goes on
 
-# Keys that may be there, and the values for which an answer still continues exactly.
-_ANY = frozenset(
-    [
-        "model",
-        "prompt",
-        "messages",
-        "stream",
-        "stream_options",
-        "max_tokens",
-        "max_completion_tokens",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "ignore_eos",
-        "stop_token_ids",
-        "logit_bias",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "user",
-        "priority",
-        "request_id",
-        "metadata",
-        "add_special_tokens",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "chat_template_kwargs",
-        "store",
-        "cache_salt",
-    ]
-)
-_IF: Mapping[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "length_penalty": (None, 1, 1.0),
-    "stop": (None, []),
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "use_beam_search": (None, False),
-    "return_token_ids": (None, False),
-}
-_COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
 # What the rest's body keeps of the client's.
 _KEPT = frozenset(
     [
@@ -103,6 +51,43 @@ _KEPT = frozenset(
         "seed",
     ]
 )
+# Keys that may be there, and the values for which an answer still continues exactly.
+_ANY = (_KEPT - {"seed"}) | frozenset(
+    [
+        "prompt",
+        "messages",
+        "stream",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "request_id",
+        "metadata",
+        "add_special_tokens",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "chat_template_kwargs",
+        "store",
+    ]
+)
+_IF: Mapping[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "length_penalty": (None, 1, 1.0),
+    "stop": (None, []),
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "use_beam_search": (None, False),
+    "return_token_ids": (None, False),
+}
+_COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
 
 
 def watched(path: str, body: Mapping[str, Any]) -> Stream | None:
