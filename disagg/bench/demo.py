@@ -74,7 +74,10 @@ def run() -> int:
 
 
 def cpu_deployment(name: str) -> config.Deployment:
-    """`serve_configs/cpu-1p1d.yaml` on any free port; built here so that it runs anywhere."""
+    """`serve_configs/cpu-1p1d.yaml` on any free port; built here so that it runs anywhere.
+
+    Short prompts are handed over too: hand-overs are what is to be seen.
+    """
     args = {
         "dtype": "float32",
         "block_size": 128,
@@ -86,7 +89,7 @@ def cpu_deployment(name: str) -> config.Deployment:
             "name": name,
             "model": {"path": str(MODEL.absolute()), "served_name": "tiny"},
             "engine": {"args": args, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
-            "router": {"port": 0},
+            "router": {"port": 0, "pairing": {"local_prefill_tokens": 0}},
         }
     )
 

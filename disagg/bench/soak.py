@@ -25,7 +25,7 @@ from disagg.bench.vllm_server import VllmServer, completion, token_ids
 from disagg.checkpoint import make_model
 from disagg.cluster import start
 from disagg.cluster.serve import Progress
-from disagg.config import Deployment, PairingSection, TransferSection
+from disagg.config import Deployment, TransferSection
 from disagg.transport.names import TransportName
 
 QUIET_S = 60.0
@@ -78,10 +78,7 @@ def _deployment(transports: Sequence[TransportName]) -> Deployment:
     transfer = TransferSection(
         transports=list(transports), lease_s=LEASE_S, load_deadline_s=LOAD_DEADLINE_S
     )
-    deployment = cpu_deployment("soak")
-    pairing = PairingSection(local_prefill_tokens=0)  # short prompts are handed over too
-    router = deployment.router.model_copy(update={"pairing": pairing})
-    return deployment.model_copy(update={"transfer": transfer, "router": router})
+    return cpu_deployment("soak").model_copy(update={"transfer": transfer})
 
 
 def _print_metrics(console: Console, url: str) -> None:
