@@ -22,7 +22,7 @@ class OffloadSettings(BaseModel):
     blocks_per_chunk: int = Field(1, ge=1, description="Engine blocks that are moved as one")
     load_deadline_s: float = Field(30.0, gt=0, description="Then the prompt is computed")
     lookup_deadline_s: float = Field(1.0, gt=0, description="Longest wait for the directory")
-    engine_name: str | None = Field(None, description="Name in logs; the engine id if not given")
+    engine_name: str | None = Field(None, description="Name in logs")
 
 
 def read_settings(extra_config: dict[str, Any]) -> OffloadSettings:

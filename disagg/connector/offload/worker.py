@@ -82,7 +82,8 @@ class OffloadWorker:
         self._pool = HostPool(slots, slot_bytes, None if cache.on_host else _pin)
         self._files = self._open_files(cache, self._evicted.put)
         logger.info(
-            "offloading: %d slots of %d bytes%s",
+            "%s: tiers of %d slots of %d bytes%s",
+            self._settings.engine_name or "this engine",
             slots,
             slot_bytes,
             f", files in {self._settings.directory}" if self._files else "",
