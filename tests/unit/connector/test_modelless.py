@@ -14,31 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, Engine, answer, one_rank, run
+from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, Engine, answer, run
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
-
-from disagg.checkpoint import make_model
-from disagg.connector.settings import SECRET_VARIABLE
 
 LEASE_S = 0.4
 TRANSPORTS = ("process_memory", "tcp", "shared_storage")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def distributed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with one_rank(tmp_path_factory.mktemp("distributed")), pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SECRET_VARIABLE, "correct horse")
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(path, layers=2, hidden=16, kv_heads=2, head_dim=8)
-    return path
-
-
+pytestmark = pytest.mark.usefixtures("distributed")
 Start = Callable[..., Engine]
 
 

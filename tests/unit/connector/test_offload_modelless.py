@@ -13,34 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, Engine, answer, one_rank, run
+from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, Engine, answer, run
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, EventPublisher
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request, RequestStatus
 
-from disagg.checkpoint import make_model
 from disagg.connector.offload.connector import DisaggOffloadConnector
 from disagg.connector.offload.scheduler import OffloadScheduler
-from disagg.connector.settings import SECRET_VARIABLE
 from disagg.errors import ConfigError
 
 CHUNK = 2 * 2 * BLOCK * 2 * 8 * 4  # layers, KV heads, tokens, K and V, head dim, float32
+pytestmark = pytest.mark.usefixtures("distributed")
 Start = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def distributed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with one_rank(tmp_path_factory.mktemp("distributed")), pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SECRET_VARIABLE, "correct horse")
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(path, layers=2, hidden=16, kv_heads=2, head_dim=8)
-    return path
 
 
 def tiers(slots: int, **extra: Any) -> dict[str, Any]:
