@@ -14,10 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import psutil
@@ -40,6 +40,32 @@ CPU_ENV = {
 }
 
 
+class Started(Protocol):
+    """What is needed of a `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """It leads a process group of its own."""
+        ...
+
+    def poll(self) -> int | None:
+        """Something but None if it has ended."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended. Raises `subprocess.TimeoutExpired`."""
+        ...
+
+
+def spawn(args: Sequence[str], env: dict[str, str], log: Path) -> Started:
+    """vLLM's server with these arguments, started as its documentation says."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *args]
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+
+
 @dataclass
 class VllmServer:
     """One `vllm.entrypoints.openai.api_server` process and what its API answers."""
@@ -52,7 +78,8 @@ class VllmServer:
     dtype: str = "float32"
     env: dict[str, str] = field(default_factory=dict)
     port: int = 0
-    process: subprocess.Popen[bytes] | None = None
+    process: Started | None = None
+    start: Callable[[Sequence[str], dict[str, str], Path], Started] = spawn
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> VllmServer:
@@ -68,21 +95,14 @@ class VllmServer:
         self._folder = tempfile.TemporaryDirectory(prefix="disagg-vllm-")
         self.log = self.log or Path(self._folder.name) / "log"
         self.port = free_port()
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(self.model), "--served-model-name", "tiny"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
-        command += ["--block-size", "128", "--max-model-len", "16384"]
-        command += ["--dtype", self.dtype, "--enable-prompt-tokens-details", *self.args]
+        args = ["--model", str(self.model), "--served-model-name", "tiny"]
+        args += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
+        args += ["--block-size", "128", "--max-model-len", "16384"]
+        args += ["--dtype", self.dtype, "--enable-prompt-tokens-details", *self.args]
         if self.transfer is not None:
-            command += ["--kv-transfer-config", json.dumps(self.transfer)]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **CPU_ENV, "TMPDIR": self._folder.name, **self.env},
-                start_new_session=True,
-            )
+            args += ["--kv-transfer-config", json.dumps(self.transfer)]
+        env = {**os.environ, **CPU_ENV, "TMPDIR": self._folder.name, **self.env}
+        self.process = self.start(args, env, self.log)
 
     def wait_ready(self) -> None:
         """Until /health answers; shows the log's end if the process ends before."""

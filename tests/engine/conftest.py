@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from disagg.checkpoint import make_model
 from disagg.config import RouterSection
 from disagg.router.main import RouterServer, bind, create_app
 from disagg.router.topology import EngineEndpoint
+from engine.forks import Zygote
 
 # Short, so that tests can see leases end; long enough for the slowest prefill.
 LEASE_S = 8.0
@@ -140,12 +142,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def vllm_server() -> Iterator[Callable[..., VllmServer]]:
+    """A `VllmServer` that starts in seconds."""
+    zygote = Zygote()
+    yield partial(VllmServer, start=zygote.start)
+    zygote.stop()
+
+
+@pytest.fixture(scope="session")
+def fleet(
+    model: Path, vllm_server: Callable[..., VllmServer], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
     logs = tmp_path_factory.mktemp("logs")
     # Secret and storage are the defaults: a folder of this user's in the temporary one.
     temporary = tmp_path_factory.mktemp("tmp")
     options: dict[str, object] = {"lease_s": LEASE_S}
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    blocks = ("--num-gpu-blocks-override", "640")  # vLLM touches them all when it starts
     small = ("--num-gpu-blocks-override", "24", "--max-model-len", "2560")
 
     def consumer(**extra: object) -> dict[str, object]:
@@ -153,16 +166,15 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
         return beside(plain, tiers(**_TIERS[TIERS](tmp_path_factory))) if TIERS else plain
 
     def server(name: str, config: dict[str, object] | None, *args: str) -> VllmServer:
-        # vLLM compiles what counts log-probabilities on first use, for 20 s in each engine.
-        env = {"TMPDIR": str(temporary), "TORCHDYNAMO_DISABLE": "1"}
-        return VllmServer(name, model, logs / f"{name}.log", config, args, env=env)
+        env = {"TMPDIR": str(temporary)}
+        return vllm_server(name, model, logs / f"{name}.log", config, args, env=env)
 
     fleet = Fleet(
-        server("producer", transfer("kv_producer", **options), *tools),
-        server("consumer", consumer(), *tools),
-        server("tcp", consumer(transports=["tcp"])),
-        server("files", consumer(transports=["shared_storage"])),
-        server("single", None, *tools),
+        server("producer", transfer("kv_producer", **options), *tools, *blocks),
+        server("consumer", consumer(), *tools, *blocks),
+        server("tcp", consumer(transports=["tcp"]), *blocks),
+        server("files", consumer(transports=["shared_storage"]), *blocks),
+        server("single", None, *tools, *blocks),
         server("strict", transfer("kv_both", strict=True, transports=["tcp"], **options), *small),
         temporary / f"disagg-{os.getuid()}",
     )

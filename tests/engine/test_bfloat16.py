@@ -33,12 +33,17 @@ Prompt = Callable[[int], list[int]]
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
+def pair(
+    model: Path,
+    vllm_server: Callable[..., VllmServer],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[list[VllmServer]]:
+    """The first is started as users start it."""
     logs = tmp_path_factory.mktemp("logs")
     env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp")), "DISAGG_SECRET": SECRET}
     servers = [
-        VllmServer(name, model, logs / name, transfer("kv_both"), dtype="bfloat16", env=env)
-        for name in ("first", "second")
+        start(name, model, logs / name, transfer("kv_both"), dtype="bfloat16", env=env)
+        for name, start in (("first", VllmServer), ("second", vllm_server))
     ]
     with running(servers):
         yield servers

@@ -42,7 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(
-    model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    model: Path,
+    folder: Path,
+    vllm_server: Callable[..., VllmServer],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[VllmServer]:
     """Chunked prefill, a prefix cache, and so few blocks that requests are preempted."""
     speculative = {
@@ -58,7 +61,7 @@ def engine(
         # So small that most files go through it in several pieces.
         "kv_connector_extra_config": {"shared_storage_path": str(folder), "buffer_bytes": 1 << 20},
     }
-    server = VllmServer(
+    server = vllm_server(
         "hidden-states",
         model,
         tmp_path_factory.mktemp("logs") / "hidden-states.log",
@@ -68,7 +71,6 @@ def engine(
             *("--max-num-batched-tokens", str(CHUNK), "--max-model-len", str(MAX_LEN)),
             *("--num-gpu-blocks-override", "24"),
         ),
-        env={"TORCHDYNAMO_DISABLE": "1"},
     )
     with server:
         server.wait_ready()

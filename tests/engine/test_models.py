@@ -64,7 +64,9 @@ def make(config: PretrainedConfig, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def mla(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def mla(
+    vllm_server: Callable[..., VllmServer], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
     """Launched before the other two, so that all three load together."""
     folder = tmp_path_factory.mktemp("mla")
     config = DeepseekV2Config(
@@ -80,13 +82,17 @@ def mla(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     )
     make(config, folder / "model")
     args = ("--max-model-len", "4096", "--attention-backend", "CPU_MLA")
-    server = VllmServer("mla", folder / "model", folder / "log", transfer("kv_both"), args)
+    server = vllm_server("mla", folder / "model", folder / "log", transfer("kv_both"), args)
     with server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, mla: VllmServer) -> Iterator[Pair]:
+def pair(
+    vllm_server: Callable[..., VllmServer],
+    tmp_path_factory: pytest.TempPathFactory,
+    mla: VllmServer,
+) -> Iterator[Pair]:
     """Three KV cache groups: two of sliding layers, one of full ones."""
     model = tmp_path_factory.mktemp("model") / "windows"
     config = Gemma3TextConfig(
@@ -100,9 +106,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory, mla: VllmServer) -> Iterator[
     make(config, model)
     env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp"))}
     logs = tmp_path_factory.mktemp("logs")
-    args = ("--max-model-len", "4096")
+    args = ("--max-model-len", "4096", "--num-gpu-blocks-override", "512")
     servers = [
-        VllmServer(name, model, logs / name, transfer("kv_both", lease_s=LEASE_S), args, env=env)
+        vllm_server(name, model, logs / name, transfer("kv_both", lease_s=LEASE_S), args, env=env)
         for name in ("first", "second")
     ]
     with running(servers):

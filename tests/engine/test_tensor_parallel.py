@@ -24,17 +24,18 @@ Prompt = Callable[[int], list[int]]
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    fleet: Fleet, model: Path, tmp_path_factory: pytest.TempPathFactory
+    fleet: Fleet,
+    model: Path,
+    vllm_server: Callable[..., VllmServer],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[VllmServer]:
-    for unneeded in (fleet.tcp, fleet.files, fleet.strict):
-        unneeded.stop()  # memory for two more ranks; this is the last module with engines
     fleet.wake(*ENGINES)
-    server = VllmServer(
+    server = vllm_server(
         "two-ranks",
         model,
         tmp_path_factory.mktemp("logs") / "two-ranks.log",
         transfer("kv_both", transports=["tcp"], lease_s=60.0, load_deadline_s=60.0),
-        ("--tensor-parallel-size", "2"),
+        ("--tensor-parallel-size", "2", "--num-gpu-blocks-override", "128"),
         env={"TMPDIR": fleet.producer.env["TMPDIR"]},
     )
     with server:

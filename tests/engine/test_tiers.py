@@ -36,14 +36,17 @@ class Engines(NamedTuple):
 
 @pytest.fixture(scope="module")
 def engines(
-    fleet: Fleet, model: Path, tmp_path_factory: pytest.TempPathFactory
+    fleet: Fleet,
+    model: Path,
+    vllm_server: Callable[..., VllmServer],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engines]:
     logs, temporary = tmp_path_factory.mktemp("logs"), fleet.storage.parent
     folder = str(tmp_path_factory.mktemp("tiers"))
-    env = {"TMPDIR": str(temporary), "TORCHDYNAMO_DISABLE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    env = {"TMPDIR": str(temporary), "VLLM_SERVER_DEV_MODE": "1"}
 
     def server(name: str, config: dict[str, object]) -> VllmServer:
-        return VllmServer(name, model, logs / f"{name}.log", config, SMALL, env=env)
+        return vllm_server(name, model, logs / f"{name}.log", config, SMALL, env=env)
 
     first = server(
         "first", beside(transfer("kv_consumer"), tiers(host_bytes=SLOTS * BLOCK, directory=folder))
@@ -160,8 +163,9 @@ def test_damaged_files_are_computed_and_removed(second: VllmServer, prompt: Prom
         damaged = bytearray(content)
         damaged[-1 - number * 1000] ^= 1
         file.write_bytes(damaged if number % 2 else damaged[: len(content) // 2])
-    forget(second, host=True)
-    assert token_ids(second.complete(ids)) == reference
+    for _ in mine:  # what lies behind a short one is not read, nor found damaged
+        forget(second, host=True)
+        assert token_ids(second.complete(ids)) == reference
     assert sum(second.metrics("disagg_tier_failures").values()) > 0
     # What was read and found damaged was removed, and is written again.
     assert eventually(lambda: [f.read_bytes() for f in mine if f.exists()] == whole)
