@@ -101,6 +101,9 @@ class EngineSection(Section):
     )
     env: Environment = Field(default_factory=dict)
     startup_timeout_s: float = Field(600.0, gt=0)
+    max_restarts: int = Field(
+        5, ge=0, description="How often in a row an engine that dies is started again"
+    )
 
 
 class PoolSection(Section):

@@ -10,54 +10,38 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from disagg import credentials
 from disagg.cluster import pools, ray_session
 from disagg.cluster.folders import PortLock, RunFolder, sweep, user_folder
-from disagg.cluster.router_actor import RouterActor
+from disagg.cluster.healing import Healer
+from disagg.cluster.router_life import Router, bad_port
 from disagg.cluster.signals import StopSignals
 from disagg.config import Deployment, RouterSection
 from disagg.engine.spec import EngineInfo
-from disagg.errors import ConfigError, StartupError
 from disagg.router.server import url_of
-
-GRACE_S = 3.0
-STOP_S = 4.0
-ROUTER_START_S = 60.0
 
 
 class RunningDeployment:
     """A deployment whose endpoint answers. `stop` it, or use it as a context manager."""
 
-    def __init__(
-        self,
-        url: str,
-        dashboard_url: str | None,
-        engines: Sequence[pools.Engine],
-        router_ended: Any,
-    ) -> None:
+    def __init__(self, url: str, dashboard_url: str | None, healer: Healer) -> None:
         self.url = url
         self.dashboard_url = dashboard_url
-        self._engines = engines
-        self._router_ended = router_ended
+        self._healer = healer
         self._undo = ExitStack()
 
     @property
     def engines(self) -> list[EngineInfo]:
-        """The ready engines: names, roles, URLs, what the model resolved to."""
-        return [engine.info for engine in self._engines if engine.info is not None]
+        """The engines that serve: names, roles, URLs, what the model resolved to."""
+        return self._healer.engines
 
-    def first_ended(self, timeout_s: float) -> str | None:
-        """Wait up to `timeout_s` for an engine or the router to end; says who and why."""
-        return pools.first_ended(self._engines, [self._router_ended], timeout_s)
+    def heal(self, timeout_s: float) -> str | None:
+        """Watch for up to `timeout_s` and bring back what died; see `Healer.step`."""
+        return self._healer.step(timeout_s)
 
     def stop(self) -> None:
         """Stop everything that `start` started. A second call does nothing."""
@@ -75,15 +59,17 @@ def start(
     *,
     progress: Callable[[str], None],
     signals: StopSignals | None = None,
+    tell: Callable[[str, str], None] | None = None,
 ) -> RunningDeployment:
     """Start a deployment; returns when its endpoint answers.
 
-    `progress` is told, about twice a second, what is going on. Raises ConfigError or
+    `progress` is told, about twice a second, what is going on; `tell`, later, what died and came
+    back (see `Healer`). Raises ConfigError or
     StartupError; whatever it raises (`signals` may interrupt it), nothing stays behind.
     """
     with ExitStack() as undo:
         try:
-            running = _start(deployment, progress, signals, undo)
+            running = _start(deployment, progress, signals, tell or _silent, undo)
         except BaseException:
             if signals:
                 signals.disarm()  # nothing may interrupt the undoing
@@ -96,6 +82,7 @@ def _start(
     deployment: Deployment,
     progress: Callable[[str], None],
     signals: StopSignals | None,
+    tell: Callable[[str, str], None],
     undo: ExitStack,
 ) -> RunningDeployment:
     """Start, leaving on `undo` how to undo what was done so far."""
@@ -113,7 +100,15 @@ def _start(
     undo.callback(session.stop)
     if session.private:
         pools.check_resources(deployment)
-    router, port = _launch_router(deployment.router, session.node_id, undo)
+    router = Router(
+        deployment.router,
+        session.node_id,
+        api_keys,
+        engine_key,
+        strict=deployment.transfer.strict,
+    )
+    undo.callback(router.kill)
+    router.launch()
     engines = pools.launch(
         pools.specs(
             deployment,
@@ -124,18 +119,17 @@ def _start(
             engine_key=engine_key,
         )
     )
-    undo.callback(pools.stop, engines, GRACE_S, STOP_S)
+    healer = Healer(engines, router, deployment.engine, tell)
+    undo.callback(healer.stop)
     pools.wait_ready(engines, deployment.engine.startup_timeout_s, progress)
     progress("starting the router")
-    infos = [engine.info for engine in engines]
-    _await_router(router.start.remote(infos, api_keys, engine_key, deployment.transfer.strict))
-    undo.callback(_stop_router, router, deployment.router.limits.drain_s)
-    return RunningDeployment(
-        url_of(deployment.router, port),
-        session.dashboard_url,
-        engines,
-        router.ended.remote(),
-    )
+    router.start(healer.engines, {})
+    undo.callback(router.stop, deployment.router.limits.drain_s)
+    return RunningDeployment(url_of(deployment.router, router.port), session.dashboard_url, healer)
+
+
+def _silent(_: str, __: str) -> None:
+    """Nobody wants to know."""
 
 
 def _nothing() -> None:
@@ -152,45 +146,11 @@ def _reserve(section: RouterSection) -> PortLock:
             probe.bind((section.host, section.port))
         except OSError as error:
             lock.release()
-            raise _bad_port(f"{section.host}:{section.port}: {error.strerror}") from error
+            raise bad_port(f"{section.host}:{section.port}: {error.strerror}") from error
     return lock
-
-
-def _bad_port(problem: str) -> ConfigError:
-    return ConfigError(
-        f"router.port: {problem}; stop what listens there or choose another port (0: any free one)"
-    )
 
 
 def _handoff_folder(deployment: Deployment, run_id: str) -> RunFolder:
     parent: Path = deployment.transfer.storage.path or user_folder()
     sweep(parent)
     return RunFolder(parent, run_id)
-
-
-def _launch_router(section: RouterSection, node_id: str, undo: ExitStack) -> tuple[Any, int]:
-    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    router: Any = (
-        ray.remote(RouterActor)
-        .options(name="router", num_cpus=0, scheduling_strategy=here)
-        .remote(section)
-    )
-    undo.callback(ray.kill, router)
-    bound = _await_router(router.bind.remote())
-    if isinstance(bound, str):
-        raise _bad_port(bound)
-    return router, bound
-
-
-def _await_router(ref: Any) -> Any:
-    try:
-        return ray.get(ref, timeout=ROUTER_START_S)
-    except RayError as error:
-        # Ray wraps what the actor raised into a remote trace, which is for the log alone.
-        cause = getattr(error, "cause", None) or error
-        what = f"{type(cause).__name__}: {cause}"
-        raise StartupError(f"the router did not start: {what}", str(error)) from error
-
-
-def _stop_router(router: Any, grace_s: float) -> None:
-    ray.wait([router.stop.remote(grace_s)], timeout=grace_s + STOP_S)

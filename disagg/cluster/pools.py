@@ -71,6 +71,11 @@ class Engine:
             self._progress = self.actor.progress.remote()
         return self._stage
 
+    def serves(self, info: EngineInfo) -> None:
+        """From now on, until `ended`."""
+        self.info = info
+        self.ended = self.actor.ended.remote()
+
     def post_mortem(self, error: RayError) -> EngineFailure:
         """Why the actor itself is gone, from what its log still says."""
         home = self.home()
@@ -128,30 +133,39 @@ def wait_ready(
     while pending:
         for ref in ray.wait(list(pending), timeout=POLL_S)[0]:
             engine = pending.pop(ref)
-            engine.info = _outcome(engine, ref)
-            engine.ended = engine.actor.ended.remote()
+            started = outcome(engine, ref)
+            if isinstance(started, EngineFailure):
+                raise _did_not_start(engine, started)
+            engine.serves(started)
         progress(" · ".join(f"{engine.name}: {engine.stage()}" for engine in engines))
         if pending and time.monotonic() > deadline:
-            raise _too_slow(next(iter(pending.values())), timeout_s)
+            engine = next(iter(pending.values()))
+            raise _did_not_start(engine, too_slow(engine, timeout_s))
 
 
-def first_ended(engines: Sequence[Engine], others: Sequence[Any], timeout_s: float) -> str | None:
-    """Wait up to `timeout_s` for an engine to end; who and why, with its last log lines."""
-    by_ref = {engine.ended: engine for engine in engines}
-    refs: list[Any] = [*by_ref, *others]
-    done, _ = ray.wait(refs, timeout=timeout_s)
-    if not done:
-        return None
-    if done[0] not in by_ref:
-        return "the router died"
-    engine = by_ref[done[0]]
+def outcome(engine: Engine, ref: Any) -> EngineInfo | EngineFailure:
+    """Of a start that `ref` says is over."""
     try:
-        failure: EngineFailure | None = ray.get(done[0])
+        started: EngineInfo | EngineFailure = ray.get(ref)
+    except RayError as error:
+        return engine.post_mortem(error)
+    return started
+
+
+def too_slow(engine: Engine, timeout_s: float) -> EngineFailure:
+    """What is wrong with one that does not come up."""
+    tail = _get(engine.actor.log_tail.remote()) or ""
+    limit = f"{timeout_s:g} s (engine.startup_timeout_s)"
+    return EngineFailure(f"it did not come up in {limit} and was {engine.stage()}", tail)
+
+
+def why_ended(engine: Engine) -> EngineFailure:
+    """Of one whose `ended` is there."""
+    try:
+        failure: EngineFailure | None = ray.get(engine.ended)
     except RayError as error:
         failure = engine.post_mortem(error)
-    if failure is None:
-        return f"engine {engine.name} stopped"
-    return f"engine {engine.name} died: {failure.cause}\n{failure.log_tail}"
+    return failure or EngineFailure("it stopped", "")
 
 
 def stop(engines: Sequence[Engine], grace_s: float, timeout_s: float) -> None:
@@ -185,23 +199,8 @@ def _launch(spec: EngineSpec) -> Engine:
     return Engine(spec, actor, actor.start.remote(), time.monotonic(), actor.home.remote())
 
 
-def _outcome(engine: Engine, ref: Any) -> EngineInfo:
-    try:
-        outcome: EngineInfo | EngineFailure = ray.get(ref)
-    except RayError as error:
-        outcome = engine.post_mortem(error)
-    if isinstance(outcome, EngineFailure):
-        raise StartupError(f"engine {engine.name} did not start: {outcome.cause}", outcome.log_tail)
-    return outcome
-
-
-def _too_slow(engine: Engine, timeout_s: float) -> StartupError:
-    tail = _get(engine.actor.log_tail.remote()) or ""
-    return StartupError(
-        f"engine {engine.name} did not come up in {timeout_s:g} s (engine.startup_timeout_s); "
-        f"it was {engine.stage()}",
-        tail,
-    )
+def _did_not_start(engine: Engine, failure: EngineFailure) -> StartupError:
+    return StartupError(f"engine {engine.name} did not start: {failure.cause}", failure.log_tail)
 
 
 def _get(ref: Any) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from disagg.config import RouterSection
 from disagg.credentials import ApiKey
@@ -39,18 +39,28 @@ class RouterActor:
     async def start(
         self,
         engines: Sequence[EngineInfo],
+        down: Mapping[str, str],
         api_keys: Sequence[ApiKey],
         engine_key: str,
         strict: bool,
     ) -> None:
         """Serve; returns when requests are accepted."""
         assert self._socket is not None
-        endpoints = [EngineEndpoint(name=e.name, role=e.role, url=e.url) for e in engines]
         plan = RouterPlan(
-            self._section, endpoints, api_keys=api_keys, engine_key=engine_key, strict=strict
+            self._section,
+            _endpoints(engines),
+            api_keys=api_keys,
+            engine_key=engine_key,
+            strict=strict,
+            down=down,
         )
         self._server = open_server(plan, self._socket)
         await self._server.start()
+
+    async def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, str]) -> None:
+        """Other engines from now on; `down`: why those that are not there are not."""
+        assert self._server is not None
+        await self._server.replace(_endpoints(engines), down)
 
     async def ended(self) -> None:
         """Never returns while the actor lives; its failure is the router's.
@@ -67,3 +77,7 @@ class RouterActor:
             await self._server.stop(grace_s)
         elif self._socket is not None:
             self._socket.close()
+
+
+def _endpoints(engines: Sequence[EngineInfo]) -> list[EngineEndpoint]:
+    return [EngineEndpoint(name=e.name, role=e.role, url=e.url) for e in engines]

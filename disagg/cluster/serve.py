@@ -63,7 +63,12 @@ def serve(deployment: Deployment) -> int:
         progress = Progress(console)
         try:
             with signals.as_interrupted():
-                running = start(deployment, progress=progress, signals=signals)
+                running = start(
+                    deployment,
+                    progress=progress,
+                    signals=signals,
+                    tell=lambda what, tail: _print_event(console, what, tail),
+                )
         except Interrupted as interrupted:
             console.print("Interrupted while starting; everything was stopped.")
             return 128 + interrupted.signum
@@ -87,11 +92,17 @@ def serve(deployment: Deployment) -> int:
 
 def _watch(console: Console, running: RunningDeployment) -> int:
     while True:
-        ended = running.first_ended(WATCH_S)
-        if ended is not None:
-            what, _, tail = ended.partition("\n")
-            _print_failure(console, what, tail)
+        problem = running.heal(WATCH_S)
+        if problem is not None:
+            _print_failure(console, problem, "")
             return 1
+
+
+def _print_event(console: Console, what: str, log_tail: str) -> None:
+    if log_tail:
+        console.print("Its last log lines:", style="dim")
+        console.print(escape(log_tail), style="dim")
+    console.print(escape(f"{time.strftime('%H:%M:%S')} {what}"))
 
 
 def _print_failure(console: Console, what: str, log_tail: str) -> None:

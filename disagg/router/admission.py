@@ -81,6 +81,11 @@ class Admission:
             return None
         return self._traffic.take(engine, request.tokens, self._admit_waiting)
 
+    def admit_waiting(self) -> None:
+        """Look again: there may be other engines now."""
+        for role in self._queues:
+            self._admit_waiting(role)
+
     def _admit_waiting(self, role: Role) -> None:
         queue = self._queues[role]
         while queue:

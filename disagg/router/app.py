@@ -6,7 +6,7 @@ Nothing here talks to an engine; `service` does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -39,6 +39,7 @@ def create_app(
     settings: RouterSection,
     engines: Sequence[EngineEndpoint],
     *,
+    down: Mapping[str, str] | None = None,
     api_keys: Sequence[ApiKey] = (),
     engine_key: str | None = None,
     connector: ConnectorName = "disagg",
@@ -46,7 +47,7 @@ def create_app(
 ) -> FastAPI:
     """The router in front of these engines. Apps share nothing with one another."""
     open_access_log(enabled=settings.access_log)
-    topology, metrics, keys = Topology(engines), RouterMetrics(), KeyRing(api_keys)
+    topology, metrics, keys = Topology(engines, down), RouterMetrics(), KeyRing(api_keys)
     health, fits = Health(metrics), Fits()
 
     @asynccontextmanager
@@ -71,8 +72,18 @@ def create_app(
             await probes.close()
             await service.close()
 
+    def replace(engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
+        """What is not as it was starts anew; requests to it go on as long as it lets them."""
+        for engine in set(topology.engines) ^ set(engines):
+            health.forget(engine)
+            fits.forget(engine)
+        topology.replace(engines, down)
+        service: Service = app.state.service
+        service.engines_changed()
+
     app = FastAPI(title="disagg", lifespan=lifespan, docs_url=None, openapi_url=None)
     app.state.limits = settings.limits
+    app.state.replace = replace
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(Exception, _failed)
     drain_api.install(app, metrics.registry, keys)
@@ -97,6 +108,7 @@ def _add_own_routes(app: FastAPI, topology: Topology, health: Health, fits: Fits
             for one, other in itertools.combinations(well, 2)
         )
         shown = {name: problem or "up" for name, problem in problems.items()}
+        shown.update(topology.down)
         return JSONResponse({"ready": is_ready, "engines": shown}, 200 if is_ready else 503)
 
     @app.api_route(openapi.PATH, methods=_READ)

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from disagg.router.channel import ASK_S, Channel, ChannelClosed, open_channel
 from disagg.router.server import RouterPlan, RouterServer, bind
 from disagg.router.siblings import Alone, together
+from disagg.router.topology import EngineEndpoint
 
 
 class Child:
@@ -31,6 +32,7 @@ class Child:
         self._tasks: set[asyncio.Task[None]] = set()
         self.handlers = {
             "start": self._start,
+            "replace": self._replace,
             "drain": lambda on: self._alone.drain(on),
             "in_flight": lambda _: self._alone.in_flight(),
             "figures": self._figures,
@@ -53,6 +55,10 @@ class Child:
             await self._alone.drain(True)
         await server.start()
         self._begin(self._watch())
+
+    async def _replace(self, given: Any) -> None:
+        engines = [EngineEndpoint(**engine) for engine in given["engines"]]
+        await self._server.replace(engines, given["down"])
 
     async def _figures(self, _: Any) -> str:
         return (await self._alone.figures()).decode()

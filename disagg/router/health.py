@@ -92,6 +92,11 @@ class Health:
         """Whether caches arrive at this decode engine."""
         self._record(engine).hand_overs_fail = fail
 
+    def forget(self, engine: EngineEndpoint) -> None:
+        """It is gone; who gets its name starts with a clean record."""
+        if self._records.pop(engine.name, None) is not None:
+            self._show(engine, resting=False)
+
     def problem(self, engine: EngineEndpoint) -> str | None:
         """Why it is not ready, for people to read."""
         record = self._record(engine)

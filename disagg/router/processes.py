@@ -15,13 +15,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from disagg.router.channel import ASK_S, Channel, ChannelClosed, open_channel
 from disagg.router.server import RouterPlan, RouterServer, bind
+from disagg.router.topology import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class Processes:
     """The parent, inside somebody else's event loop; used as a `RouterServer` is."""
 
     def __init__(self, plan: RouterPlan, sock: socket.socket) -> None:
-        self._plan = TypeAdapter(RouterPlan).dump_json(plan).decode()
+        self._plan = plan
         self._count, self._socket = plan.section.processes, sock
         self._channels: dict[int, Channel] = {}
         """Of the children that serve, by number."""
@@ -75,6 +77,12 @@ class Processes:
             all_ready.cancel()
             await self.stop(0)
             raise RuntimeError("a router process ended while starting; its last lines say why")
+
+    async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
+        """Other engines from now on, for children to come as well; see `Topology.replace`."""
+        self._plan = replace(self._plan, engines=engines, down=down)
+        given = {"engines": [asdict(engine) for engine in engines], "down": dict(down)}
+        await self._ask("replace", given)
 
     async def ended(self) -> None:
         """Returns after an ordinary stop; raises RuntimeError if keeping up the children fails."""
@@ -138,7 +146,8 @@ class Processes:
 
     def _orders(self) -> dict[str, Any]:
         port = self._socket.getsockname()[1]
-        return {"plan": self._plan, "port": port, "draining": self._draining}
+        plan = TypeAdapter(RouterPlan).dump_json(self._plan).decode()
+        return {"plan": plan, "port": port, "draining": self._draining}
 
     # ---- what a child asks of all ----------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -36,12 +36,15 @@ class RouterPlan:
     engine_key: str | None = field(default=None, repr=False)
     connector: ConnectorName = "disagg"
     strict: bool = False
+    down: Mapping[str, str] = field(default_factory=dict)
+    """Why other engines, by name, are not there at the moment."""
 
     def server(self, sock: socket.socket) -> RouterServer:
         """A server of it on a bound socket. Raises ConfigError if its TLS files are no good."""
         app = create_app(
             self.section,
             self.engines,
+            down=self.down,
             api_keys=self.api_keys,
             engine_key=self.engine_key,
             connector=self.connector,
@@ -96,6 +99,10 @@ class RouterServer:
                 self._task.result()
                 raise RuntimeError("the router's server ended while starting")
             await asyncio.sleep(0.01)
+
+    async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
+        """Other engines from now on; see `Topology.replace`."""
+        self.app.state.replace(engines, down)
 
     async def ended(self) -> None:
         """Returns after an ordinary stop; raises RuntimeError if the server ends without one."""

@@ -67,8 +67,7 @@ class Service:
         self._decode = DecodeLeg(self._admission, health, metrics, settings.limits)
         self._releases = Releases(client, metrics)
         self._held = PrefixMemory()
-        # With one decode engine there is nobody to go on, and no reason to watch streams.
-        self._migrates = settings.migration_limit > 0 and len(topology.of("decode")) > 1
+        self._topology = topology
         self._continuing = Continuing(self, client, self._admission, metrics, settings)
 
     async def complete(
@@ -80,7 +79,7 @@ class Service:
         request = RequestInfo(path, body, headers)
         self._check_length(request)
         seat = await self._seat(request, record)
-        stream = migration.watched(path, body) if self._migrates else None
+        stream = migration.watched(path, body) if self._migrates() else None
         if stream is not None:
             request = RequestInfo(path, stream.leg_body, headers)
         opened = await self.open(request, seat, sent, record)
@@ -152,10 +151,18 @@ class Service:
                 self._metrics.handoff_time.observe(record.elapsed() - prefilled_s)
         return opened
 
+    def engines_changed(self) -> None:
+        """Who waits for an engine may have one now."""
+        self._admission.admit_waiting()
+
     async def close(self) -> None:
         """Let releases that are under way end."""
         await self._releases.close()
         self._legs.close()
+
+    def _migrates(self) -> bool:
+        # With one decode engine there is nobody to go on, and no reason to watch streams.
+        return self._settings.migration_limit > 0 and len(self._topology.of("decode")) > 1
 
     # ---- what a request gets -------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.config import Role
@@ -17,12 +17,18 @@ class EngineEndpoint:
     url: str
 
 
-@dataclass(frozen=True)
 class Topology:
-    """All engines, in the order they were given."""
+    """All engines, in the order they were given, until others are."""
 
-    engines: Sequence[EngineEndpoint]
+    def __init__(
+        self, engines: Sequence[EngineEndpoint], down: Mapping[str, str] | None = None
+    ) -> None:
+        self.replace(engines, down or {})
 
     def of(self, role: Role) -> list[EngineEndpoint]:
         """The engines of one role."""
         return [engine for engine in self.engines if engine.role == role]
+
+    def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
+        """These from now on. `down`: why others, by name, are not among them at the moment."""
+        self.engines, self.down = tuple(engines), down

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,18 +163,27 @@ def deployment(model: Path, port: int = 0) -> dict[str, Any]:
             },
             "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
         },
-        "router": {"port": port},
+        "router": {"port": port, "pairing": {"local_prefill_tokens": 0}},
     }
 
 
-def engine_core(served: Served, name: str) -> psutil.Process:
-    """The process that computes for the engine of this name, found by where it listens."""
-    shown = re.search(rf"{name}\s+http://127\.0\.0\.1:(\d+)", served.text)
+def listening(port: int) -> psutil.Process:
+    """The process that listens on this port."""
+    found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return psutil.Process(next(c.pid for c in found if c.laddr.port == port))
+
+
+def actor_of(served: Served, name: str) -> psutil.Process:
+    """The engine's actor, which serves its HTTP."""
+    shown = re.findall(rf"{name}\b.* http://127\.0\.0\.1:(\d+)", served.text)
     assert shown, served.text
-    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    owner = next(c.pid for c in listening if c.laddr.port == int(shown[1]))
+    return listening(int(shown[-1]))
+
+
+def core_of(served: Served, name: str) -> psutil.Process:
+    """The engine's process that computes."""
     # Told by how it was started: vLLM's title for it does not always come off.
-    children = {c: " ".join(c.cmdline()) for c in psutil.Process(owner).children()}
+    children = {c: " ".join(c.cmdline()) for c in actor_of(served, name).children()}
     found = [c for c, line in children.items() if "spawn_main" in line or "EngineCore" in line]
     assert len(found) == 1, children
     return found[0]
@@ -186,8 +196,8 @@ def free_port() -> int:
         return port
 
 
-def complete(port: int) -> dict[str, Any]:
-    body = {"model": "tiny", "prompt": "the quick brown fox " * 50, "max_tokens": 4}
+def complete(port: int, prompt: str = "the quick brown fox ") -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": prompt * 50, "max_tokens": 4}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body).encode(),
@@ -222,13 +232,50 @@ def test_engine_that_cannot_start_says_why(
     served.check_nothing_left()
 
 
+def handed_over(port: int) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    loaded = [line for line in lines if line.startswith("disagg_handoffs_total{")]
+    return sum(float(line.rpartition(" ")[2]) for line in loaded if 'outcome="loaded"' in line)
+
+
+def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
+    served, port = beside
+    served.until_shown("Ready: ")
+    served.note()
+    complete(port)
+    core_of(served, "prefill-0").kill()
+    served.until_shown("engine prefill-0 died: vLLM's engine process died")
+    assert complete(port)["usage"]["completion_tokens"] == 4, "decode computes alone"
+
+    actor_of(served, "decode-0").kill()
+    served.until_shown("engine decode-0 died")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        complete(port)
+    assert refused.value.code == 503
+    for name in ("prefill-0", "decode-0"):
+        served.until_shown(f"{name} is back")
+    before = handed_over(port)
+    complete(port, "of another prompt than before ")
+    assert handed_over(port) == before + 1
+
+    listening(port).kill()
+    served.until_shown("the router is back")
+    complete(port, "and of a third one, for all to hear ")
+    assert handed_over(port) == before + 2
+    assert served.text.count("is back:") == 2, "the engines did not notice"
+    served.note()
+
+
 def test_two_side_by_side_and_one_dies(
     run: Callable[..., Served], model: Path, beside: tuple[Served, int]
 ) -> None:
     """Of one name, one temporary folder and one machine: what one does is nothing to the other."""
     living, living_port = beside
     dying_port = free_port()
-    dying = run(deployment(model, dying_port), living.temp)
+    mortal = deployment(model, dying_port)
+    mortal["engine"]["max_restarts"] = 0
+    dying = run(mortal, living.temp)
     dying.until_shown("importing vLLM")
     clash = run(deployment(model, dying_port), living.temp)
     assert clash.process.wait(60) == 2
@@ -239,10 +286,11 @@ def test_two_side_by_side_and_one_dies(
         served.note()
         assert f"http://127.0.0.1:{port}/v1" in served.text
         assert complete(port)["usage"]["completion_tokens"] == 4
-    engine_core(dying, "prefill-0").kill()
+    core_of(dying, "decode-0").kill()
     assert dying.process.wait(30) == 1
     last = dying.text.strip().splitlines()[-1]
-    assert "-0 died: vLLM's engine process died" in last
+    assert "decode-0 died: vLLM's engine process died" in last
+    assert "engine.max_restarts" in last
     assert [p for p in dying.seen if p.is_running() and p.status() != "zombie"] == []
 
     assert complete(living_port)["usage"]["completion_tokens"] == 4

@@ -183,6 +183,8 @@ class Setup:
     prefill: FakeEngine
     decode: FakeEngine
     loop: Loop
+    server: RouterServer
+    endpoints: list[EngineEndpoint]
     others: list[FakeEngine] = field(default_factory=list)
 
 
@@ -229,7 +231,7 @@ def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
         loop.run(server.start())
         undo.append(lambda: server.stop(1))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        return Setup(url, fakes[0], fakes[1], loop, fakes[2:])
+        return Setup(url, fakes[0], fakes[1], loop, server, engines, fakes[2:])
 
     yield start
     for stop in reversed(undo):

@@ -1,0 +1,191 @@
+"""Brings back what dies while the rest serves: engines, and the router.
+
+What died is out of the router's rotation first. An engine is started again after a pause that
+grows with each death in a row, and is given up after `engine.max_restarts` of them. Runs step by
+step in the driver, and never starts or stops an engine that is well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from disagg.cluster import pools
+from disagg.cluster.router_life import Router
+from disagg.config import EngineSection
+from disagg.engine.spec import EngineFailure, EngineInfo
+from disagg.errors import ConfigError, StartupError
+
+GRACE_S = 3.0
+STOP_S = 4.0
+_STEADY_S = 300.0  # what served as long did not die of how it was started
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_ROUTER_RESTARTS = 5
+
+
+@dataclass
+class _Place:
+    """An engine's place in its pool. deaths: in a row. again_at: monotonic, None unless it waits
+    for its next start. why: it does not serve."""
+
+    engine: pools.Engine
+    deaths: int = 0
+    up_at: float = 0.0
+    again_at: float | None = None
+    given_up: bool = False
+    why: str | None = None
+    stage: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def awaited(self) -> Any | None:
+        """What to wait for: its start or its end."""
+        if self.given_up or self.again_at is not None:
+            return None
+        return self.engine.ended if self.engine.info else self.engine.started
+
+
+class Healer:
+    """Looks after engines that serve and the router in front of them.
+
+    `tell` gets a line of what happened, and the log's last lines where there are any.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[pools.Engine],
+        router: Router,
+        settings: EngineSection,
+        tell: Callable[[str, str], None],
+    ) -> None:
+        self._places = [_Place(engine, up_at=time.monotonic()) for engine in engines]
+        self._router, self._settings, self._tell = router, settings, tell
+        self._router_deaths, self._router_up_at = 0, time.monotonic()
+
+    @property
+    def engines(self) -> list[EngineInfo]:
+        """Those that serve."""
+        return [place.engine.info for place in self._places if place.why is None]  # type: ignore[misc]
+
+    def step(self, timeout_s: float) -> str | None:
+        """Look for up to `timeout_s` and do what is due.
+
+        Returns why the deployment cannot go on, or None.
+        """
+        places = {place.awaited: place for place in self._places if place.awaited is not None}
+        refs = [*places, self._router.ended]
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]:
+            if ref in places:
+                self._ended(places[ref], ref)
+            elif (problem := self._router_again()) is not None:
+                return problem
+        for place in self._places:
+            self._look(place)
+        return self._hopeless()
+
+    def stop(self) -> None:
+        """End all engines. Raises nothing."""
+        pools.stop([place.engine for place in self._places], GRACE_S, STOP_S)
+
+    # ---- engines -------------------------------------------------------------------------------
+
+    def _ended(self, place: _Place, ref: Any) -> None:
+        """A start or a life has."""
+        engine = place.engine
+        if engine.info is not None:
+            self._died(place, pools.why_ended(engine), "died")
+            return
+        outcome = pools.outcome(engine, ref)
+        if isinstance(outcome, EngineFailure):
+            self._died(place, outcome, "did not start")
+            return
+        engine.serves(outcome)
+        place.why, place.up_at = None, time.monotonic()
+        self._tell_router()
+        self._tell(f"{place.name} is back: {outcome.url}, up in {outcome.startup_s:.0f} s", "")
+
+    def _died(self, place: _Place, failure: EngineFailure, what: str) -> None:
+        now = time.monotonic()
+        steady = place.engine.info is not None and now - place.up_at > _STEADY_S
+        place.deaths = 1 if steady else place.deaths + 1
+        place.given_up = place.deaths > self._settings.max_restarts
+        pause_s = min(_PAUSE_S * 2.0 ** (place.deaths - 1), _LONGEST_PAUSE_S)
+        then = f"starting it again in {pause_s:.0f} s"
+        if place.given_up:
+            times = f"{place.deaths} times in a row" if place.deaths > 1 else "once"
+            then = f"given up ({times}; engine.max_restarts)"
+        place.again_at = None if place.given_up else now + pause_s
+        place.why = f"{what}: {failure.cause}; {then}"
+        self._tell_router()
+        self._tell(f"engine {place.name} {place.why}", failure.log_tail)
+        pools.stop([place.engine], 0.0, STOP_S)
+
+    def _look(self, place: _Place) -> None:
+        """What is due by the clock."""
+        now = time.monotonic()
+        if place.again_at is not None and now >= place.again_at:
+            try:
+                place.engine = pools.launch([place.engine.spec])[0]
+            except ValueError:  # Ray has not let go of the last one's name
+                place.again_at = now + _PAUSE_S
+                return
+            place.again_at = None
+        elif place.awaited is not None and place.engine.info is None:
+            if now - place.engine.launched_at > self._settings.startup_timeout_s:
+                self._died(
+                    place,
+                    pools.too_slow(place.engine, self._settings.startup_timeout_s),
+                    "did not start",
+                )
+            elif (stage := place.engine.stage()) != place.stage:
+                place.stage = stage
+                self._tell(f"{place.name}: {stage}", "")
+
+    def _hopeless(self) -> str | None:
+        decodes = [place for place in self._places if place.engine.spec.role == "decode"]
+        if all(place.given_up for place in decodes):
+            return "; ".join(f"engine {place.name} {place.why}" for place in decodes)
+        return None
+
+    # ---- the router ----------------------------------------------------------------------------
+
+    def _tell_router(self) -> None:
+        self._router.replace(self.engines, self._down())
+
+    def _down(self) -> dict[str, str]:
+        """For whoever asks the router, which is not everybody's to read in full."""
+        deaths = {place.name: place for place in self._places if place.why is not None}
+        return {
+            name: f"given up after {place.deaths} deaths" if place.given_up else "starts again"
+            for name, place in deaths.items()
+        }
+
+    def _router_again(self) -> str | None:
+        """It died; the engines do not notice."""
+        why, now = self._router.why_ended(), time.monotonic()
+        steady = now - self._router_up_at > _STEADY_S
+        self._router_deaths = 1 if steady else self._router_deaths + 1
+        if self._router_deaths > _ROUTER_RESTARTS:
+            return f"the router died {self._router_deaths} times in a row: {why}"
+        self._tell(f"the router died: {why}; starting it again", "")
+        self._router.kill()
+        for last in (False, True):
+            try:
+                self._router.launch()
+                self._router.start(self.engines, self._down())
+                break
+            except (ConfigError, StartupError, ValueError) as error:
+                self._router.kill()
+                if last:
+                    return f"the router died and did not start again: {error}"
+                time.sleep(_PAUSE_S)  # the port or the name is not free yet
+        self._router_up_at = time.monotonic()
+        self._tell(f"the router is back after {self._router_up_at - now:.1f} s", "")
+        return None
