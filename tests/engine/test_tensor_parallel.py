@@ -35,7 +35,7 @@ def two_ranks(
         model,
         tmp_path_factory.mktemp("logs") / "two-ranks.log",
         transfer("kv_both", transports=["tcp"], lease_s=60.0, load_deadline_s=60.0),
-        ("--tensor-parallel-size", "2", "--num-gpu-blocks-override", "128"),
+        ("--tensor-parallel-size", "2", "--num-gpu-blocks-override", "192"),
         env={"TMPDIR": fleet.producer.env["TMPDIR"]},
     )
     with server:
