@@ -11,22 +11,28 @@ import signal
 import subprocess
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import psutil
 
-WORKER = "VLLM::Worker"
+WORKER, _CORE, _SPAWNED = "VLLM::Worker", "VLLM::EngineCore", "spawn_main"
 
 
 class Saboteur(threading.Thread):
-    """Until `end`, does something bad every now and then to workers among our descendants.
+    """Until `end`, does something bad every now and then to one of `workers`.
 
     `longest_stop_s`: more than a lease, so that leases run out under whoever is stopped.
     """
 
-    def __init__(self, longest_stop_s: float, seed: int = 3) -> None:
+    def __init__(
+        self,
+        longest_stop_s: float,
+        workers: Callable[[], list[psutil.Process]] | None = None,
+        seed: int = 3,
+    ) -> None:
         super().__init__(name="saboteur", daemon=True)
         self.done: Counter[str] = Counter()
-        self._longest_stop_s = longest_stop_s
+        self._longest_stop_s, self._workers = longest_stop_s, workers or all_workers
         self._random = random.Random(seed)
         self._over = threading.Event()
 
@@ -37,8 +43,7 @@ class Saboteur(threading.Thread):
 
     def run(self) -> None:
         while not self._over.wait(self._random.uniform(0.05, 1.5)):
-            workers = [p for p in psutil.Process().children(recursive=True) if _is_worker(p)]
-            if not workers:
+            if not (workers := self._workers()):
                 continue
             worker = self._random.choice(workers)
             if self._random.random() < 0.7:
@@ -75,8 +80,25 @@ class Saboteur(threading.Thread):
                 worker.send_signal(signal.SIGCONT)
 
 
+def all_workers() -> list[psutil.Process]:
+    """vLLM's workers among our descendants."""
+    return [p for p in psutil.Process().children(recursive=True) if _is_worker(p)]
+
+
 def _is_worker(process: psutil.Process) -> bool:
+    """By its title, or, since vLLM's titles do not always come off, as a spawned one's child."""
     try:
-        return WORKER in " ".join(process.cmdline())
+        if WORKER in (line := _line(process)):
+            return True
+        parent = process.parent()
+        return parent is not None and _SPAWNED in line and _is_core(_line(parent))
     except psutil.Error:
         return False
+
+
+def _is_core(line: str) -> bool:
+    return _CORE in line or _SPAWNED in line
+
+
+def _line(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())

@@ -64,11 +64,11 @@ def run(
         progress.close()
         if saboteur is not None:
             saboteur.start()
-        outcomes = _load(console, running.url, single, _plans(requests, cancel), concurrency)
+        outcomes = load(console, running.url, single, plans(requests, cancel), concurrency)
         if saboteur is not None:
             saboteur.end()
             console.print(f"sabotage: {dict(saboteur.done)}")
-        held = _held_after_quiet(running.url)
+        held = held_after_quiet(running.url)
         _print_metrics(console, running.url)
     console.print(f"outcomes: {dict(outcomes)}; held at the end: {held or 'nothing'}")
     return 0 if not held and not outcomes["wrong"] and not outcomes["error"] else 1
@@ -89,28 +89,30 @@ def _print_metrics(console: Console, url: str) -> None:
             console.print(line)
 
 
-def _plans(requests: int, cancel: float) -> list[Plan]:
+def plans(requests: int, cancel: float) -> list[Plan]:
+    """Prompts of many lengths; `cancel`: the share of clients that leave."""
     generator = random.Random(2)
-    plans = []
+    made = []
     for _ in range(requests):
         length = generator.choice([3, 60, 128, 300, 700, 1500])
         prompt = [generator.randrange(300, 1000) for _ in range(length)]
         leaves = generator.random() < cancel
-        plans.append(Plan(prompt, generator.choice([0.02, 0.1, 0.4]) if leaves else None))
-    return plans
+        made.append(Plan(prompt, generator.choice([0.02, 0.1, 0.4]) if leaves else None))
+    return made
 
 
-def _load(
-    console: Console, url: str, single: VllmServer, plans: list[Plan], concurrency: int
+def load(
+    console: Console, url: str, single: VllmServer, asked: list[Plan], concurrency: int
 ) -> Counter[str]:
+    """Send them all. How many were `right`, `wrong`, ended in an `error`, were `left`."""
     outcomes: Counter[str] = Counter()
     shown = time.monotonic()
     with ThreadPoolExecutor(concurrency) as pool:
-        for outcome in pool.map(lambda plan: _one(url, single, plan), plans):
+        for outcome in pool.map(lambda plan: _one(url, single, plan), asked):
             outcomes[outcome] += 1
             if time.monotonic() - shown > 10:
                 shown = time.monotonic()
-                console.print(f"{outcomes.total()} of {len(plans)}: {dict(outcomes)}")
+                console.print(f"{outcomes.total()} of {len(asked)}: {dict(outcomes)}")
     return outcomes
 
 
@@ -128,7 +130,7 @@ def _one(url: str, single: VllmServer, plan: Plan) -> str:
     return "right" if token_ids(ours) == token_ids(single.complete(plan.prompt)) else "wrong"
 
 
-def _held_after_quiet(url: str) -> list[str]:
+def held_after_quiet(url: str) -> list[str]:
     """Metric lines that are not zero although all is over."""
     deadline = time.monotonic() + QUIET_S
     while True:

@@ -2,8 +2,8 @@
 
 Plain vLLM does not agree with itself there: a prompt computed cold and one from the prefix cache
 take kernels of other shapes, whose last bits may decide a near tie. So blocks are compared byte
-by byte, by a third consumer: this process. Answers are only counted. Its engines are its own, and
-gone before the fleet of the other modules starts: together they would not fit into memory.
+by byte, by a third consumer: this process. Answers are only counted.
+
 """
 
 from __future__ import annotations
