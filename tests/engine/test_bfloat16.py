@@ -3,7 +3,6 @@
 Plain vLLM does not agree with itself there: a prompt computed cold and one from the prefix cache
 take kernels of other shapes, whose last bits may decide a near tie. So blocks are compared byte
 by byte, by a third consumer: this process. Answers are only counted.
-
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from disagg.bench.vllm_server import VllmServer, token_ids
-from engine.conftest import Fleet, transfer
+from engine.conftest import Fleet, beside, tiers, transfer
+from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "single")
 TRIES = 5
@@ -34,9 +35,12 @@ def two_ranks(
         "two-ranks",
         model,
         tmp_path_factory.mktemp("logs") / "two-ranks.log",
-        transfer("kv_both", transports=["tcp"], lease_s=60.0, load_deadline_s=60.0),
+        beside(
+            transfer("kv_both", transports=["tcp"], lease_s=60.0, load_deadline_s=60.0),
+            tiers(host_bytes=1 << 28, directory=str(tmp_path_factory.mktemp("tier"))),
+        ),
         ("--tensor-parallel-size", "2", "--num-gpu-blocks-override", "192"),
-        env={"TMPDIR": fleet.producer.env["TMPDIR"]},
+        env={"TMPDIR": fleet.producer.env["TMPDIR"], "VLLM_SERVER_DEV_MODE": "1"},
     )
     with server:
         server.wait_ready()
@@ -64,3 +68,21 @@ def test_exact_between_sizes(
     while not any(moved) and len(moved) < TRIES:
         moved.append(hand_over(fleet, *pair, prompt(length)))
     assert max(moved) == -(-length // 128) * BLOCK
+
+
+def test_tiers_of_two_ranks(fleet: Fleet, two_ranks: VllmServer, prompt: Prompt) -> None:
+    """Each rank has its heads in host memory and in files of its own."""
+    ids, blocks = prompt(1000), 1000 // 128
+    reference = token_ids(fleet.single.complete(ids))
+    stored = "disagg_tier_stored_total"
+    before = two_ranks.metric(stored, tier="directory")
+    assert token_ids(two_ranks.complete(ids)) == reference
+    assert eventually(lambda: two_ranks.metric(stored, tier="directory") >= before + blocks)
+    for source, host in (("CPU_to_GPU", False), ("STORAGE_to_CPU", True)):
+        assert eventually(lambda: not two_ranks.metric("disagg_tier_in_use_chunks", tier="host"))
+        two_ranks.post(f"/reset_prefix_cache?reset_external={host}", {}).raise_for_status()
+        bytes_loaded = "vllm:kv_offload_total_bytes_total"
+        loaded = two_ranks.metric(bytes_loaded, transfer_type=source)
+        assert token_ids(two_ranks.complete(ids)) == reference
+        moved = two_ranks.metric(bytes_loaded, transfer_type=source) - loaded
+        assert moved // BLOCK == blocks
