@@ -186,6 +186,23 @@ def drain(
 
 
 @app.command()
+def status(
+    url: Annotated[str, typer.Argument(help="The router's address.")] = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
+    ca: Annotated[
+        Path | None, typer.Option(help="Certificate to trust, of a router with TLS.")
+    ] = None,
+) -> None:
+    """Show a running router's engines, pairings, hand-overs and recent failures.
+
+    Exit status 0 if every engine is up, 1 if not.
+    """
+    from disagg.router.status_client import run
+
+    raise typer.Exit(run(url, ca=ca, as_json=as_json))
+
+
+@app.command()
 def demo() -> None:
     """Show it all: serve a small model, hand caches over, and compare with a single engine."""
     _unwind_on_sigterm()

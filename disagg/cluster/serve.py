@@ -123,8 +123,9 @@ def _print_ready(console: Console, deployment: Deployment, running: RunningDeplo
             f'    -d \'{{"model": "{model}", "prompt": "Hello", "max_tokens": 16}}\''
         )
     )
+    console.print(f"\nHow it stands: {running.url}/ui, or: disagg status {running.url}")
     if running.dashboard_url:
-        console.print(f"\nRay's dashboard: {running.dashboard_url}")
+        console.print(f"Ray's dashboard: {running.dashboard_url}")
         if token := token_file():
             console.print(f"It asks for a token once: the content of {token}")
     console.print("Ctrl-C stops it.")

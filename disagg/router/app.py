@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from disagg.config import ConnectorName, RouterSection
 from disagg.credentials import ApiKey
-from disagg.router import drain_api, http1, legs, openapi, upstream
+from disagg.router import drain_api, http1, legs, openapi, ui, upstream
 from disagg.router.drain import WhileOpen
 from disagg.router.endpoint import DEFECT, Answer, Endpoint
 from disagg.router.errors import ApiError
@@ -28,6 +28,7 @@ from disagg.router.probes import Probes
 from disagg.router.record import Record, open_access_log
 from disagg.router.service import Service
 from disagg.router.siblings import Siblings
+from disagg.router.status import Failures, Status
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.tracing import open_tracer
 
@@ -48,7 +49,7 @@ def create_app(
     """The router in front of these engines. Apps share nothing with one another."""
     open_access_log(enabled=settings.access_log)
     topology, metrics, keys = Topology(engines, down), RouterMetrics(), KeyRing(api_keys)
-    health, fits = Health(metrics), Fits()
+    health, fits, failures = Health(metrics), Fits(), Failures()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -64,6 +65,7 @@ def create_app(
                 strict=strict,
                 connector=connector,
             )
+            app.state.status = Status(client, topology, health, failures)
             probes = Probes(client, topology, health, fits, settings.probe_interval_s)
             app.state.probes = probes
             probes.start()
@@ -88,7 +90,8 @@ def create_app(
     app.add_exception_handler(Exception, _failed)
     drain_api.install(app, metrics.registry, keys)
     _add_own_routes(app, topology, health, fits)
-    _add_api_routes(app, settings, metrics, keys)
+    ui.install(app)
+    _add_api_routes(app, settings, metrics, failures, keys)
     return app
 
 
@@ -125,7 +128,11 @@ def _add_own_routes(app: FastAPI, topology: Topology, health: Health, fits: Fits
 
 
 def _add_api_routes(
-    app: FastAPI, settings: RouterSection, metrics: RouterMetrics, keys: KeyRing
+    app: FastAPI,
+    settings: RouterSection,
+    metrics: RouterMetrics,
+    failures: Failures,
+    keys: KeyRing,
 ) -> None:
     app.state.straight = {}
     limit, tracer = settings.limits.max_body_bytes, open_tracer()
@@ -144,11 +151,11 @@ def _add_api_routes(
         return ApiError(404, "there is no such path").response()
 
     for path in ("/v1/completions", "/v1/chat/completions"):
-        completions = Endpoint(path, complete, metrics, keys, limit, tracer)
+        completions = Endpoint(path, complete, metrics, failures, keys, limit, tracer)
         app.router.routes.append(Route(path, completions, methods=["POST"]))
         app.state.straight[path] = WhileOpen(completions, app.state.drain)
     app.add_route("/disagg/{rest:path}", internal, methods=_METHODS)
-    other = Endpoint("other", forward, metrics, keys, limit, tracer)
+    other = Endpoint("other", forward, metrics, failures, keys, limit, tracer)
     app.router.routes.append(Route("/{rest:path}", other, methods=_METHODS))
 
 

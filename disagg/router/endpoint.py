@@ -19,6 +19,7 @@ from disagg.router.metrics import RouterMetrics
 from disagg.router.presence import ClientLeft, WhileConnected
 from disagg.router.record import ID_HEADER, Record, request_id
 from disagg.router.relay import Relayed
+from disagg.router.status import Failures
 from disagg.router.tracing import Trace
 
 _CLIENT_LEFT = 499
@@ -34,16 +35,19 @@ class Endpoint:
         route: str,
         work: Work,
         metrics: RouterMetrics,
+        failures: Failures,
         keys: KeyRing,
         limit: int,
         tracer: Any,
     ) -> None:
         self._route, self._work, self._metrics = route, work, metrics
         self._keys, self._limit, self._tracer = keys, limit, tracer
+        self._failures = failures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers whatever happens; raises what is a defect of ours, for the server to log."""
         status: int | None = None
+        why: str | None = None
         request = Request(scope, receive)
         record = Record(self._route, request_id(request.headers.get(ID_HEADER)))
         trace = Trace(self._tracer, record, request.headers)
@@ -57,7 +61,7 @@ class Endpoint:
                     status = answer.status_code
                     await _named(answer, record)(scope, receive, send)
             except ApiError as error:
-                status = error.status
+                status, why = error.status, error.message
                 await _named(error.response(), record)(scope, receive, send)
         except (ClientDisconnect, ClientLeft):
             status = status or _CLIENT_LEFT  # in mid-answer the status that it got stands
@@ -68,6 +72,7 @@ class Endpoint:
         finally:
             self._metrics.requests.labels(self._route, str(status or 500)).inc()
             record.log(status or 500)
+            self._failures.note(status or 500, record, why)
             trace.end(status or 500)
 
 

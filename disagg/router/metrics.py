@@ -46,6 +46,12 @@ class RouterMetrics:
             ("reason",),
             registry=self.registry,
         )
+        self.pairings = Counter(
+            "disagg_router_pairings",
+            "Requests that were handed over, by who computed the prompt and who answered.",
+            ("prefill", "decode"),
+            registry=self.registry,
+        )
         self.releases = Counter(
             "disagg_router_releases",
             "Leases given back because nobody will fetch them, by how that went.",
@@ -97,13 +103,14 @@ async def exposition(
     own: bytes, client: aiohttp.ClientSession, engines: Sequence[EngineEndpoint]
 ) -> bytes:
     """The text of /metrics; `own` is the router's part."""
-    texts = await asyncio.gather(*(_scrape(client, engine) for engine in engines))
+    texts = await asyncio.gather(*(scrape(client, engine) for engine in engines))
     registry = CollectorRegistry()
     registry.register(_Merged(engines, texts))
     return own + generate_latest(registry)
 
 
-async def _scrape(client: aiohttp.ClientSession, engine: EngineEndpoint) -> str | None:
+async def scrape(client: aiohttp.ClientSession, engine: EngineEndpoint) -> str | None:
+    """The engine's metrics; None if it gives none in time."""
     timeout = aiohttp.ClientTimeout(total=SCRAPE_S)
     try:
         async with client.get(f"{engine.url}/metrics", timeout=timeout) as answer:

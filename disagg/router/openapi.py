@@ -107,6 +107,8 @@ def document() -> dict[str, Any]:
             "/v1/models": {"get": _operation("The models served", _json({"type": "object"}))},
             "/health": {"get": _own("The router runs")},
             "/ready": {"get": _ready()},
+            "/ui": {"get": _own("A page of how things stand", {"text/html": {}})},
+            "/ui/state": {"get": _own("What the page shows", _json({"type": "object"}))},
             "/metrics": {"get": _own("Figures for Prometheus", {"text/plain": {}})},
         },
         "components": {

@@ -148,6 +148,8 @@ class Service:
         else:
             self._held.note(self._prefix_keys(request), opened.engine.name)
             if handed is not None:
+                pair = self._metrics.pairings.labels(handed.prefill.name, opened.engine.name)
+                pair.inc()
                 self._metrics.handoff_time.observe(record.elapsed() - prefilled_s)
         return opened
 

@@ -159,6 +159,10 @@ class FakeEngine:
             "# HELP disagg_leases_total Ended.\n# TYPE disagg_leases_total counter\n"
             'disagg_leases_total{engine="0",outcome="fetched"} 5.0\n'
             "# HELP vllm:other Not ours.\n# TYPE vllm:other gauge\nvllm:other 1.0\n"
+            'vllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
+            'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n'
+            'disagg_kv_load_failures_total{engine="0",reason="peer_lost"} 1.0\n'
+            'disagg_kv_load_failures_total{engine="0",reason="deadline"} 0.0\n'
         )
 
     async def _models(self, request: web.Request) -> web.Response:

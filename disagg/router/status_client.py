@@ -1,0 +1,117 @@
+"""`disagg status`: what `/ui` shows, as tables or JSON."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from disagg.errors import ConfigError, DisaggError
+from disagg.router.status import PATH
+
+ANSWER_S = 10.0
+
+
+def run(url: str, *, ca: Path | None, as_json: bool) -> int:
+    """Print it. Returns 0 if every engine is up, else 1; raises DisaggError."""
+    state = _asked(url, ca)
+    if as_json:
+        print(json.dumps(state, indent=2))
+    else:
+        console = Console(highlight=False)
+        for table in (_engines(state), _pairings(state), _hand_overs(state), _failures(state)):
+            if table.row_count:
+                console.print(table)
+        console.print(_traffic(state))
+    return 0 if all(engine["state"] == "up" for engine in state["engines"]) else 1
+
+
+def _asked(url: str, ca: Path | None) -> dict[str, Any]:
+    try:
+        trusted = ssl.create_default_context(cafile=str(ca)) if ca else True
+    except OSError as error:
+        raise ConfigError(f"--ca: {ca}: {error}") from error
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}{PATH}", timeout=ANSWER_S, verify=trusted)
+        answer.raise_for_status()
+        state: dict[str, Any] = answer.json()
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        raise DisaggError(f"{url} answers {status}: is it a router of ours?") from error
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise DisaggError(f"{url}: {error or type(error).__name__}") from error
+    return state
+
+
+def _engines(state: dict[str, Any]) -> Table:
+    table = _table("Engines", "engine", "state", "running", "waiting", "KV cache", "leases")
+    for engine in state["engines"]:
+        color = "green" if engine["state"] == "up" else "red"
+        usage = engine.get("kv_usage")
+        table.add_row(
+            engine["name"],
+            f"[{color}]{escape(engine['state'])}[/]",
+            _count(engine.get("running")),
+            _count(engine.get("waiting")),
+            "-" if usage is None else f"{usage:.1%}",
+            _count(engine.get("leases")),
+        )
+    return table
+
+
+def _pairings(state: dict[str, Any]) -> Table:
+    table = _table("Pairings", "prefill", "decode", "requests")
+    for pair in state["router"]["pairings"]:
+        table.add_row(pair["prefill"], pair["decode"], _count(pair["requests"]))
+    return table
+
+
+def _hand_overs(state: dict[str, Any]) -> Table:
+    table = _table("Hand-overs", "to", "over", "loaded", "failed", "aborted", "MiB")
+    for engine in state["engines"]:
+        for way, of in engine.get("handoffs", {}).items():
+            counts = (_count(of.get(outcome, 0.0)) for outcome in ("loaded", "failed", "aborted"))
+            table.add_row(engine["name"], way, *counts, f"{of.get('bytes', 0.0) / 2**20:,.1f}")
+    return table
+
+
+def _failures(state: dict[str, Any]) -> Table:
+    table = _table("Recent failures", "when", "status", "what", "engines", "id")
+    for failure in state["failures"]:
+        engines = " → ".join(filter(None, (failure.get("prefill"), failure.get("decode"))))
+        what = failure["why"] or f"retried {failure.get('retries', 0)}"
+        when = time.strftime("%H:%M:%S", time.localtime(failure["at"]))
+        table.add_row(when, str(failure["status"]), escape(what), engines, escape(failure["id"]))
+    return table
+
+
+def _traffic(state: dict[str, Any]) -> str:
+    router = state["router"]
+    requests = ", ".join(f"{_count(n)} x {status}" for status, n in router["requests"].items())
+    local = ", ".join(f"{reason} {_count(n)}" for reason, n in router["local"].items())
+    first = router["seconds"]["ttft"]
+    mean = f"{1000 * first['sum'] / first['count']:.1f} ms" if first["count"] else "-"
+    return (
+        f"requests: {requests or 'none'}; in flight: {_count(router['in_flight']['decode'])}; "
+        f"queued: {_count(router['queued'])}; mean time to first byte: {mean}\n"
+        f"computed by decode: {local or 'none'}"
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="dim")
+    for number, column in enumerate(columns):
+        text = number == 0 or column in ("state", "decode", "over", "what", "engines", "id")
+        table.add_column(column, justify="left" if text else "right")
+    return table
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
