@@ -101,6 +101,11 @@ class EngineSection(Section):
     )
     env: Environment = Field(default_factory=dict)
     startup_timeout_s: float = Field(600.0, gt=0)
+    hang_timeout_s: float = Field(
+        120.0,
+        gt=3,
+        description="An engine that makes no step for so long is ended and started again",
+    )
     max_restarts: int = Field(
         5, ge=0, description="How often in a row an engine that dies is started again"
     )

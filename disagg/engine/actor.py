@@ -115,7 +115,12 @@ class EngineActor:
             args = engine_args(self._spec, host=self._address, engine_id=engine_id)
             url = url_of(sock)
             await run_engine(
-                args, sock, lambda model: self._ready(url, model), self._stop, lambda: self._grace_s
+                args,
+                sock,
+                lambda model: self._ready(url, model),
+                self._stop,
+                lambda: self._grace_s,
+                self._spec.deployment.engine.hang_timeout_s,
             )
 
     def _ready(self, url: str, model: dict[str, str | int]) -> None:

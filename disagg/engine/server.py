@@ -7,11 +7,14 @@ that may block. It never installs signal handlers and never closes over a fixed 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from disagg.engine.pulse import HealthOfPulse, Pulse
 
 if TYPE_CHECKING:
     import uvicorn
@@ -90,10 +93,12 @@ async def run_engine(
     ready: Callable[[dict[str, str | int]], None],
     stop: asyncio.Event,
     grace_s: Callable[[], float],
+    hang_timeout_s: float,
 ) -> None:
     """Start the engine, call `ready` with what the model resolved to, serve until `stop`.
 
-    Raises whatever vLLM raises at start, and EngineDied when the engine ends on its own.
+    Raises whatever vLLM raises at start, and EngineDied when the engine ends on its own or does
+    not move for `hang_timeout_s`.
     `grace_s` is asked when stopping: how long requests in flight may still run.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -106,19 +111,20 @@ async def run_engine(
     vllm_args = AsyncEngineArgs.from_cli_args(parsed)
     propagate_flash_late_interaction(parsed, vllm_args)
     async with build_async_engine_client_from_engine_args(vllm_args) as engine:
-        server = await _build_server(engine, parsed)
+        pulse = Pulse(engine.is_sleeping)
+        server = await _build_server(engine, parsed, pulse)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         await _until_started(server, serving)
         ready(_model_info(engine, parsed))
         try:
-            await _watch(engine, serving, stop)
+            await _watch(engine, serving, stop, pulse, hang_timeout_s)
         finally:
             server.config.timeout_graceful_shutdown = max(1, round(grace_s()))
             server.should_exit = True
             await serving
 
 
-async def _build_server(engine: EngineClient, parsed: Namespace) -> uvicorn.Server:
+async def _build_server(engine: EngineClient, parsed: Namespace, pulse: Pulse) -> uvicorn.Server:
     import uvicorn
     from vllm import envs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -132,7 +138,7 @@ async def _build_server(engine: EngineClient, parsed: Namespace) -> uvicorn.Serv
     app: FastAPI = build_app(parsed, tasks, engine.model_config)
     await init_app_state(engine, app.state, parsed, tasks)
     config = uvicorn.Config(
-        with_routes(app),
+        HealthOfPulse(with_routes(app), pulse),
         log_config=get_uvicorn_log_config(parsed) or uvicorn.config.LOGGING_CONFIG,
         log_level=parsed.uvicorn_log_level,
         access_log=not parsed.disable_uvicorn_access_log,
@@ -152,15 +158,29 @@ async def _until_started(server: uvicorn.Server, serving: asyncio.Task[None]) ->
         await asyncio.sleep(0.01)
 
 
-async def _watch(engine: EngineClient, serving: asyncio.Task[None], stop: asyncio.Event) -> None:
+async def _watch(
+    engine: EngineClient,
+    serving: asyncio.Task[None],
+    stop: asyncio.Event,
+    pulse: Pulse,
+    hang_timeout_s: float,
+) -> None:
     stopping = asyncio.create_task(stop.wait())
+    beating = asyncio.create_task(pulse.run())  # what it raises, `errored` says too
     try:
         while not stopping.done():
             await asyncio.wait({stopping, serving}, timeout=WATCH_S, return_when="FIRST_COMPLETED")
             if engine.errored or serving.done():
                 raise EngineDied("vLLM's engine process died: killed, or out of memory")
+            if pulse.silent_s > hang_timeout_s:
+                limit = f"{hang_timeout_s:g} s (engine.hang_timeout_s)"
+                raise EngineDied(f"vLLM's engine process made no progress for {limit}")
     finally:
         stopping.cancel()
+        beating.cancel()
+        await asyncio.wait({beating})
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            beating.result()
 
 
 def _model_info(engine: EngineClient, parsed: Namespace) -> dict[str, str | int]:

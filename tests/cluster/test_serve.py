@@ -162,6 +162,7 @@ def deployment(model: Path, port: int = 0) -> dict[str, Any]:
                 "num_gpu_blocks_override": 64,
             },
             "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+            "hang_timeout_s": 20,
         },
         "router": {"port": port, "pairing": {"local_prefill_tokens": 0}},
     }
@@ -239,20 +240,28 @@ def handed_over(port: int) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in loaded if 'outcome="loaded"' in line)
 
 
+def states(port: int) -> dict[str, str]:
+    """What the router says of each engine."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/ui/state", timeout=60) as response:
+        return {engine["name"]: engine["state"] for engine in json.load(response)["engines"]}
+
+
 def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     served, port = beside
     served.until_shown("Ready: ")
     served.note()
     complete(port)
-    core_of(served, "prefill-0").kill()
-    served.until_shown("engine prefill-0 died: vLLM's engine process died")
+    core_of(served, "prefill-0").suspend()
+    served.until(lambda: "503" in states(port)["prefill-0"], 15)
     assert complete(port)["usage"]["completion_tokens"] == 4, "decode computes alone"
 
     actor_of(served, "decode-0").kill()
     served.until_shown("engine decode-0 died")
+    assert states(port)["decode-0"] == "starts again"
     with pytest.raises(urllib.error.HTTPError) as refused:
         complete(port)
     assert refused.value.code == 503
+    served.until_shown("engine prefill-0 died: vLLM's engine process made no progress for 20 s")
     for name in ("prefill-0", "decode-0"):
         served.until_shown(f"{name} is back")
     before = handed_over(port)
