@@ -77,6 +77,17 @@ def soak(
 
 
 @app.command()
+def heal(
+    clients: Annotated[int, typer.Option(min=1, help="That ask all the while.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Each of four engines dies so often.")] = 1,
+) -> None:
+    """Kill engines and the router under load: who notices, and when all is whole again."""
+    from disagg.bench import heal as bench
+
+    raise typer.Exit(bench.run(clients, rounds))
+
+
+@app.command()
 def router(
     requests: Annotated[int, typer.Option(help="Of each batch, at least 4 a client.")] = 400,
     rounds: Annotated[int, typer.Option(help="Medians count; one more warms up.")] = 8,
