@@ -182,8 +182,8 @@ def _death(console: Console, running: RunningDeployment, load: Load, victim: str
 def _process(running: RunningDeployment, victim: str) -> psutil.Process:
     if victim == ROUTER:
         port = int(running.url.rpartition(":")[2])
-        found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-        return psutil.Process(next(c.pid for c in found if c.laddr[1] == port))
+        listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        return psutil.Process(next(c.pid for c in listening if c.laddr and c.laddr.port == port))
     what, _, name = victim.partition(" of ")
     actor = psutil.Process(next(e.pid for e in running.engines if e.name == name))
     if what == "actor":

@@ -568,9 +568,9 @@ def test_garbage(make: Make, garbage: bytes) -> None:
     pair = make(small(None), small(POISON))
     host, port = msgspec.msgpack.decode(pair.sender.offer())
     with socket.create_connection((host, port), timeout=10) as raw:
-        raw.sendall(garbage)
-        raw.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # it may hang up before we are through
+            raw.sendall(garbage)
+            raw.shutdown(socket.SHUT_WR)
             while raw.recv(100):
                 pass
     whole = pair.source.whole([1])
