@@ -27,7 +27,7 @@ from disagg.bench.vllm_server import VllmServer, completion
 from disagg.checkpoint import make_model
 from disagg.cluster import RunningDeployment, start
 from disagg.cluster.serve import Progress
-from disagg.config import Deployment
+from disagg.config import Deployment, ResourcesSection
 
 VICTIMS = ("worker of prefill-0", "core of decode-0", "actor of prefill-1", "actor of decode-1")
 ROUTER = "router"
@@ -141,7 +141,8 @@ def run(clients: int, rounds: int) -> int:
 
 def _deployment() -> Deployment:
     plain = cpu_deployment("heal")
-    two = {"replicas": 2}
+    # Four engines are more than the cores of a small machine; they take turns.
+    two = {"replicas": 2, "resources": ResourcesSection(num_cpus=0)}
     engine = plain.engine.model_copy(
         update={"args": {**plain.engine.args, "num_gpu_blocks_override": _BLOCKS}}
     )

@@ -19,7 +19,7 @@ from disagg.cluster import pools, ray_session
 from disagg.cluster.folders import PortLock, RunFolder, sweep, user_folder
 from disagg.cluster.healing import Healer
 from disagg.cluster.router_life import Router, bad_port
-from disagg.cluster.signals import StopSignals
+from disagg.cluster.signals import StopSignals, kept
 from disagg.config import Deployment, RouterSection
 from disagg.engine.spec import EngineInfo
 from disagg.router.server import url_of
@@ -96,7 +96,7 @@ def _start(
     storage = _handoff_folder(deployment, run_id)
     undo.callback(storage.remove)
     progress("starting Ray")
-    session = ray_session.connect(run_id, signals.install if signals else _nothing)
+    session = ray_session.connect(run_id, signals.install if signals else kept())
     undo.callback(session.stop)
     if session.private:
         pools.check_resources(deployment)
@@ -130,10 +130,6 @@ def _start(
 
 def _silent(_: str, __: str) -> None:
     """Nobody wants to know."""
-
-
-def _nothing() -> None:
-    """No signal handlers to put back."""
 
 
 def _reserve(section: RouterSection) -> PortLock:

@@ -77,3 +77,16 @@ class StopSignals:
             self._armed = False
             self._received = signum
             raise Interrupted(signum)
+
+
+def kept() -> Callable[[], None]:
+    """Puts the handlers of now back: of those that ray.init leaves, SIGTERM's aborts."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+
+    def put_back() -> None:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+    return put_back

@@ -41,7 +41,9 @@ _RELAYED = (
     "vLLM's engine process died",
     "cancelled",
 )
-_DEATHS = re.compile(r"(died unexpectedly|exit ?code[:=]? ?-?\d+|Fatal Python error: .*)")
+_DEATHS = re.compile(
+    r"((?:\w+ proc \S+ )?died unexpectedly|exit ?code[:=]? ?-?\d+|Fatal Python error: .*)"
+)
 
 
 def tail(path: Path, lines: int) -> str:

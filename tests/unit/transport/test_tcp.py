@@ -567,12 +567,12 @@ def test_a_control_connection_is_no_data_connection(make: Make) -> None:
 def test_garbage(make: Make, garbage: bytes) -> None:
     pair = make(small(None), small(POISON))
     host, port = msgspec.msgpack.decode(pair.sender.offer())
-    with socket.create_connection((host, port), timeout=10) as raw:
-        with contextlib.suppress(OSError):  # it may hang up before we are through
-            raw.sendall(garbage)
-            raw.shutdown(socket.SHUT_WR)
-            while raw.recv(100):
-                pass
+    connection = socket.create_connection((host, port), timeout=10)
+    with connection as raw, contextlib.suppress(OSError):  # it may hang up before we are through
+        raw.sendall(garbage)
+        raw.shutdown(socket.SHUT_WR)
+        while raw.recv(100):
+            pass
     whole = pair.source.whole([1])
     pair.fetch(whole, whole)
 
