@@ -182,11 +182,11 @@ def _one_prompt(way: _Way, server: VllmServer, prompt: list[int]) -> dict[str, f
     stored = len(prompt) // _BLOCK * _BLOCK * KV_BYTES_PER_TOKEN
     before = _written(server)
     taken = {"computed": _first_token(server, prompt)}
-    taken["own cache"] = _first_token(server, prompt)
-    if way.has_files:
+    if way.has_files:  # what is still being written takes the cores of what is asked next
         _until(lambda: _written(server) - before >= stored)
     else:
         time.sleep(1)
+    taken["own cache"] = _first_token(server, prompt)
     server.post("/reset_prefix_cache", {}).raise_for_status()
     taken["host"] = _first_token(server, prompt)
     if way.has_files:
