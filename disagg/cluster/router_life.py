@@ -106,4 +106,4 @@ def _outcome(ref: Any) -> Any:
 def _cause(error: RayError) -> str:
     # Ray wraps what the actor raised into a remote trace, which is for the log alone.
     cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+    return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0].rstrip('.')}"
