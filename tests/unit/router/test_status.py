@@ -122,8 +122,9 @@ def test_the_page_in_a_browser(setup: Setup) -> None:
     assert '<td class="good left">up</td>' in dom
     assert ">ready</span>" in dom
     assert "2 of 2 engines up" in dom
-    assert "<td>prefill-0</td><td>decode-0</td><td>1</td>" in dom
+    assert '<td>prefill-0</td><td class="left">decode-0</td><td>1</td>' in dom
     setup.loop.run(setup.server.replace(setup.endpoints[1:], {"prefill-0": "starts again"}))
+    until(lambda: state_of(setup)["engines"][0]["state"] == "starts again")
     dom = seen()
     assert '<td class="bad left">starts again</td>' in dom
     assert "degraded: decode alone" in dom
