@@ -72,7 +72,8 @@ class Healer:
     @property
     def engines(self) -> list[EngineInfo]:
         """Those that serve."""
-        return [place.engine.info for place in self._places if place.why is None]  # type: ignore[misc]
+        up = (place.engine.info for place in self._places if place.why is None)
+        return [info for info in up if info is not None]
 
     def step(self, timeout_s: float) -> str | None:
         """Look for up to `timeout_s` and do what is due.
