@@ -163,12 +163,16 @@ def test_damaged_files_are_computed_and_removed(second: VllmServer, prompt: Prom
         damaged = bytearray(content)
         damaged[-1 - number * 1000] ^= 1
         file.write_bytes(damaged if number % 2 else damaged[: len(content) // 2])
-    for _ in mine:  # what lies behind a short one is not read, nor found damaged
+
+    def whole_again() -> bool:
+        """Asks again: what lies behind a short one is not read, nor found damaged."""
         forget(second, host=True)
         assert token_ids(second.complete(ids)) == reference
-    assert sum(second.metrics("disagg_tier_failures").values()) > 0
+        return [file.read_bytes() for file in mine if file.exists()] == whole
+
     # What was read and found damaged was removed, and is written again.
-    assert eventually(lambda: [f.read_bytes() for f in mine if f.exists()] == whole)
+    assert eventually(whole_again, 60)
+    assert sum(second.metrics("disagg_tier_failures").values()) > 0
 
 
 @pytest.mark.soak
