@@ -155,7 +155,7 @@ def test_stop_string(pair: Pair) -> None:
 def test_32_at_once(pair: Pair, way: str, prompt: Prompt) -> None:
     # Together far over max_num_batched_tokens: prefilled in chunks that share steps. Of the ways
     # that are slower to try, a third.
-    numbers = range(0, 32, 1 if way == "memory" else 3)
+    numbers = range(0, 32, 1 if way == WAYS[0] else 3)
     prompts = [prompt(100 + 53 * number) for number in numbers]
     with ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(lambda ids: pair.hand_over(ids), prompts))
