@@ -162,7 +162,7 @@ def deployment(model: Path, port: int = 0) -> dict[str, Any]:
                 "num_gpu_blocks_override": 64,
             },
             "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
-            "hang_timeout_s": 12,
+            "hang_timeout_s": 20,
         },
         "router": {"port": port, "pairing": {"local_prefill_tokens": 0}},
     }
@@ -261,7 +261,7 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         complete(port)
     assert refused.value.code == 503
-    served.until_shown("engine prefill-0 died: vLLM's engine process made no progress for 12 s")
+    served.until_shown("engine prefill-0 died: vLLM's engine process made no progress for 20 s")
     for name in ("prefill-0", "decode-0"):
         served.until_shown(f"{name} is back")
     before = handed_over(port)

@@ -152,11 +152,9 @@ def test_stop_string(pair: Pair) -> None:
     assert answer["finish_reason"] == reference["finish_reason"] == "stop"
 
 
-def test_32_at_once(pair: Pair, way: str, prompt: Prompt) -> None:
-    # Together far over max_num_batched_tokens: prefilled in chunks that share steps. Of the ways
-    # that are slower to try, a third.
-    numbers = range(0, 32, 1 if way == WAYS[0] else 3)
-    prompts = [prompt(100 + 53 * number) for number in numbers]
+def test_32_at_once(pair: Pair, prompt: Prompt) -> None:
+    # Together far over max_num_batched_tokens: prefilled in chunks that share steps.
+    prompts = [prompt(100 + 53 * number) for number in range(32)]
     with ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(lambda ids: pair.hand_over(ids), prompts))
     references = [pair.single.complete(ids) for ids in prompts]
