@@ -162,10 +162,10 @@ class Healer:
 
     def _down(self) -> dict[str, str]:
         """For whoever asks the router, which is not everybody's to read in full."""
-        deaths = {place.name: place for place in self._places if place.why is not None}
         return {
-            name: f"given up after {place.deaths} deaths" if place.given_up else "starts again"
-            for name, place in deaths.items()
+            place.name: "given up" if place.given_up else "starts again"
+            for place in self._places
+            if place.why is not None
         }
 
     def _router_again(self) -> str | None:
