@@ -32,13 +32,15 @@ def test_strict_refuses_what_could_not_be_loaded(fleet: Fleet, prompt: Prompt) -
 def test_preempted_on_the_consumer(fleet: Fleet, prompt: Prompt) -> None:
     """24 blocks for eight requests that each grow to 5: some are preempted and come back."""
     prompts = [prompt(380) for _ in range(8)]
+    # All first: beside slow prefills the early ones would be done before the late ones come.
+    params = [fleet.producer.prefill(ids) for ids in prompts]
 
-    def both(ids: list[int]) -> list[list[int]]:
-        params = fleet.producer.prefill(ids)
-        return token_ids(fleet.strict.complete(ids, kv_transfer_params=params, max_tokens=200))
+    def handed(one: int) -> list[list[int]]:
+        asked = {"kv_transfer_params": params[one], "max_tokens": 200}
+        return token_ids(fleet.strict.complete(prompts[one], **asked))
 
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(both, prompts))
+        answers = list(pool.map(handed, range(8)))
     assert fleet.strict.metrics("vllm:num_preemptions")["vllm:num_preemptions_total{}"] > 0
     assert answers == [token_ids(fleet.single.complete(ids, max_tokens=200)) for ids in prompts]
     assert eventually(lambda: usage(fleet) == 0)
