@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -103,9 +103,8 @@ def _line(details: ErrorDetails, model: type[BaseModel]) -> str:
 def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
     for part in loc:
         annotation = model.model_fields[str(part)].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        model = annotation
+        kinds = get_args(annotation) or (annotation,)  # a section that may be missing is a union
+        model = next(k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
     return model
 
 
