@@ -24,8 +24,10 @@ from disagg.pool_checks import pool_problems
 from disagg.transport.shared_storage import default_folder
 
 
-def check(deployment: Deployment) -> list[str]:
+def check(deployment: Deployment, *, running: bool = False) -> list[str]:
     """Look for everything that would fail later; returns warnings.
+
+    `running`: the deployment has its port already.
 
     Raises ConfigError with one line for each problem.
     """
@@ -35,7 +37,7 @@ def check(deployment: Deployment) -> list[str]:
         *_checkpoint_problems(deployment),
         *_storage_problems(deployment),
         *_tier_problems(deployment),
-        *_listen_problems(deployment),
+        *(() if running else _listen_problems(deployment)),
         *_unreadable(lambda: credentials.secret(deployment)),
         *_unreadable(lambda: credentials.api_keys(deployment.router)),
         *_unreadable(lambda: credentials.tls(deployment.router)),

@@ -202,6 +202,44 @@ def status(
     raise typer.Exit(run(url, ca=ca, as_json=as_json))
 
 
+Address = Annotated[
+    str | None,
+    typer.Option(help="Ray's address; default: RAY_ADDRESS, or what runs on this machine."),
+]
+Wait = Annotated[bool, typer.Option(help="Show what happens, and return when it is done.")]
+
+
+@app.command()
+def scale(
+    counts: Annotated[list[str], typer.Argument(metavar="POOL=N", help="prefill=3 decode=2")],
+    name: Annotated[str | None, typer.Option(help="The deployment, if several run.")] = None,
+    address: Address = None,
+    wait: Wait = True,
+) -> None:
+    """Have other numbers of engines; those that go serve first what they have.
+
+    Exit status 0 when they are there, 2 if it was refused.
+    """
+    replicas = import_module("disagg.config").replicas_of(counts)
+    run = import_module("disagg.cluster.orders").scale
+    raise typer.Exit(run(replicas, name=name, address=address, wait=wait))
+
+
+@app.command()
+def apply(file: File, address: Address = None, wait: Wait = True) -> None:
+    """Have a running deployment as in a changed file, engine by engine, with no failed request.
+
+    Exit status 0 when all engines are replaced, 1 if one did not start and all was taken back, 2
+    if the file is wrong or changes what needs a new start.
+    """
+    from disagg import checks, config
+
+    deployment = config.load(file)
+    _warn(checks.check(deployment, running=True))
+    run = import_module("disagg.cluster.orders").apply
+    raise typer.Exit(run(deployment, address=address, wait=wait))
+
+
 @app.command()
 def demo() -> None:
     """Show it all: serve a small model, hand caches over, and compare with a single engine."""

@@ -12,7 +12,7 @@ the command line is. Loading makes it absolute, because engines run in other fol
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +23,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    model_validator,
 )
 
 from disagg.config_file import explain, read_mapping
@@ -91,6 +92,9 @@ class ResourcesSection(Section):
     num_cpus: float = Field(1.0, ge=0)
     num_gpus: float = Field(0.0, ge=0)
     custom: dict[str, float] = Field(default_factory=dict, description="Ray's custom resources")
+    labels: dict[str, str] = Field(
+        default_factory=dict, description="Labels that its Ray node must have, as Ray selects them"
+    )
 
 
 class EngineSection(Section):
@@ -109,15 +113,54 @@ class EngineSection(Section):
     max_restarts: int = Field(
         5, ge=0, description="How often in a row an engine that dies is started again"
     )
+    drain_timeout_s: float = Field(
+        300.0, ge=0, description="How long an engine that goes may serve what it has"
+    )
+    placement: Literal["near", "spread"] = Field(
+        "near", description="near: prefill and decode share nodes where there is room"
+    )
+
+
+class AutoscaleSection(Section):
+    """How many engines a pool has, by what they have to do."""
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_queue: float = Field(
+        8.0, gt=0, description="Requests that one engine should have, running and waiting"
+    )
+    target_kv_usage: float = Field(0.8, gt=0, le=1, description="Of an engine's KV cache")
+    cooldown_s: float = Field(
+        60.0, ge=0, description="An engine goes when it was not needed for so long"
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> AutoscaleSection:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"min_replicas ({self.min_replicas}) is above max_replicas ({self.max_replicas})"
+            )
+        return self
 
 
 class PoolSection(Section):
     """The engines of one role."""
 
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(1, ge=1, description="With autoscale: at the start")
+    autoscale: AutoscaleSection | None = None
     resources: ResourcesSection = ResourcesSection()
     args: dict[str, Any] = Field(default_factory=dict)
     env: Environment = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _within(self) -> PoolSection:
+        scale = self.autoscale
+        if scale and not scale.min_replicas <= self.replicas <= scale.max_replicas:
+            raise ValueError(
+                f"replicas ({self.replicas}) is not within autoscale.min_replicas and "
+                f"max_replicas ({scale.min_replicas} to {scale.max_replicas})"
+            )
+        return self
 
 
 class StorageSection(Section):
@@ -248,6 +291,14 @@ class Deployment(Section):
         """The section of one role."""
         return self.prefill if role == "prefill" else self.decode
 
+    def with_replicas(self, replicas: Mapping[Role, int]) -> Deployment:
+        """The same with other numbers of engines."""
+        pools: dict[str, Any] = {
+            role: self.pool(role).model_copy(update={"replicas": count})
+            for role, count in replicas.items()
+        }
+        return self.model_copy(update=pools)
+
 
 def load_router(path: Path | None, options: Mapping[str, Any]) -> RouterSection:
     """The settings of a router that stands alone: a file with what else is in `router`, and
@@ -269,3 +320,18 @@ def load(path: str | Path) -> Deployment:
         return Deployment.model_validate(content)
     except ValidationError as error:
         raise ConfigError(explain(error, Deployment)) from error
+
+
+def replicas_of(words: Sequence[str]) -> dict[Role, int]:
+    """Of `prefill=3`, `decode=2`. Raises ConfigError."""
+    found: dict[Role, int] = {}
+    for word in words:
+        role, _, count = word.partition("=")
+        if role not in ("prefill", "decode"):
+            raise ConfigError(f"{word!r}: write prefill=N or decode=N")
+        if not count.isdecimal() or int(count) < 1:
+            raise ConfigError(f"{role}: {count!r} — must be a whole number, at least 1")
+        if role in found:
+            raise ConfigError(f"{role}: given twice; keep one")
+        found["prefill" if role == "prefill" else "decode"] = int(count)
+    return found

@@ -205,7 +205,7 @@ def _heal_until(running: RunningDeployment, condition: Callable[[], bool]) -> fl
     """Seconds that it took; RuntimeError if the deployment cannot go on, or it takes too long."""
     began = time.monotonic()
     while not condition():
-        problem = running.heal(_LOOK_S)
+        problem = running.look_after(_LOOK_S)
         if problem is not None or time.monotonic() - began > BACK_S:
             raise RuntimeError(problem or f"not as it should be after {BACK_S:g} s")
     return time.monotonic() - began

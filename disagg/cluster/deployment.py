@@ -16,32 +16,36 @@ from pathlib import Path
 
 from disagg import credentials
 from disagg.cluster import pools, ray_session
+from disagg.cluster.control import Mailbox
 from disagg.cluster.folders import PortLock, RunFolder, sweep, user_folder
 from disagg.cluster.healing import Healer
 from disagg.cluster.router_life import Router, bad_port
+from disagg.cluster.scaling import Scaler
 from disagg.cluster.signals import StopSignals, kept
+from disagg.cluster.supervisor import Supervisor
 from disagg.config import Deployment, RouterSection
 from disagg.engine.spec import EngineInfo
+from disagg.errors import StartupError
 from disagg.router.server import url_of
 
 
 class RunningDeployment:
     """A deployment whose endpoint answers. `stop` it, or use it as a context manager."""
 
-    def __init__(self, url: str, dashboard_url: str | None, healer: Healer) -> None:
+    def __init__(self, url: str, dashboard_url: str | None, supervisor: Supervisor) -> None:
         self.url = url
         self.dashboard_url = dashboard_url
-        self._healer = healer
+        self._supervisor = supervisor
         self._undo = ExitStack()
 
     @property
     def engines(self) -> list[EngineInfo]:
         """The engines that serve: names, roles, URLs, what the model resolved to."""
-        return self._healer.engines
+        return self._supervisor.engines
 
-    def heal(self, timeout_s: float) -> str | None:
-        """Watch for up to `timeout_s` and bring back what died; see `Healer.step`."""
-        return self._healer.step(timeout_s)
+    def look_after(self, timeout_s: float) -> str | None:
+        """Watch for up to `timeout_s`, heal and scale; see `Supervisor.step`."""
+        return self._supervisor.step(timeout_s)
 
     def stop(self) -> None:
         """Stop everything that `start` started. A second call does nothing."""
@@ -64,8 +68,8 @@ def start(
     """Start a deployment; returns when its endpoint answers.
 
     `progress` is told, about twice a second, what is going on; `tell`, later, what died and came
-    back (see `Healer`). Raises ConfigError or
-    StartupError; whatever it raises (`signals` may interrupt it), nothing stays behind.
+    back (see `Supervisor`). Raises ConfigError or StartupError; whatever it raises (`signals` may
+    interrupt it), nothing stays behind.
     """
     with ExitStack() as undo:
         try:
@@ -98,8 +102,8 @@ def _start(
     progress("starting Ray")
     session = ray_session.connect(run_id, signals.install if signals else kept())
     undo.callback(session.stop)
-    if session.private:
-        pools.check_resources(deployment)
+    if session.private and (problems := pools.shortfalls(deployment)):
+        raise StartupError(problems[0])
     router = Router(
         deployment.router,
         session.node_id,
@@ -109,23 +113,26 @@ def _start(
     )
     undo.callback(router.kill)
     router.launch()
-    engines = pools.launch(
-        pools.specs(
-            deployment,
-            run_id=run_id,
-            storage_path=str(storage.path),
-            loopback=session.single_node,
-            secret=secret,
-            engine_key=engine_key,
-        )
-    )
-    healer = Healer(engines, router, deployment.engine, tell)
+    run = pools.Run(run_id, str(storage.path), session.single_node, secret, engine_key)
+    mailbox = Mailbox(deployment.name, session.node_id)
+
+    def told(what: str, log_tail: str) -> None:
+        tell(what, log_tail)
+        mailbox.say(what)
+
+    engines = pools.launch(run.specs(deployment))
+    healer = Healer(engines, router, deployment.engine, told)
     undo.callback(healer.stop)
     pools.wait_ready(engines, deployment.engine.startup_timeout_s, progress)
     progress("starting the router")
     router.start(healer.engines, {})
     undo.callback(router.stop, deployment.router.limits.drain_s)
-    return RunningDeployment(url_of(deployment.router, router.port), session.dashboard_url, healer)
+    mailbox.open()
+    undo.callback(mailbox.close)
+    scaler = Scaler(healer, deployment, run.spec, told)
+    supervisor = Supervisor(healer, scaler, mailbox, told, private=session.private)
+    url = url_of(deployment.router, router.port)
+    return RunningDeployment(url, session.dashboard_url, supervisor)
 
 
 def _silent(_: str, __: str) -> None:

@@ -2,35 +2,35 @@
 
 What died is out of the router's rotation first. An engine is started again after a pause that
 grows with each death in a row, and is given up after `engine.max_restarts` of them. Runs step by
-step in the driver, and never starts or stops an engine that is well.
+step in the driver, and never starts or stops an engine that is well: how many there should be is
+decided in `scaling`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from disagg.cluster import pools
 from disagg.cluster.router_life import Router
-from disagg.config import EngineSection
-from disagg.engine.spec import EngineFailure, EngineInfo
+from disagg.config import EngineSection, Role
+from disagg.engine.spec import EngineFailure, EngineInfo, EngineSpec
 from disagg.errors import ConfigError, StartupError
 
 GRACE_S = 3.0
 STOP_S = 4.0
+LOOK_S = 2.0
 _STEADY_S = 300.0  # what served as long did not die of how it was started
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _ROUTER_RESTARTS = 5
 
 
 @dataclass
-class _Place:
+class Place:
     """An engine's place in its pool. deaths: in a row. again_at: monotonic, None unless it waits
-    for its next start. why: it does not serve."""
+    for its next start. why: it does not serve. leaving_at: since when it gets nothing new."""
 
     engine: pools.Engine
     deaths: int = 0
@@ -39,10 +39,20 @@ class _Place:
     given_up: bool = False
     why: str | None = None
     stage: str = ""
+    leaving_at: float | None = None
 
     @property
     def name(self) -> str:
         return self.engine.name
+
+    @property
+    def role(self) -> Role:
+        return self.engine.spec.role
+
+    @property
+    def serves(self) -> bool:
+        """Whether the router may know it."""
+        return self.why is None and self.engine.info is not None and self.leaving_at is None
 
     @property
     def awaited(self) -> Any | None:
@@ -50,6 +60,15 @@ class _Place:
         if self.given_up or self.again_at is not None:
             return None
         return self.engine.ended if self.engine.info else self.engine.started
+
+    @property
+    def shown(self) -> str:
+        """For whoever asks the router, which is not everybody's to read in full."""
+        if self.given_up:
+            return "given up"
+        if self.leaving_at is not None:
+            return "drains"
+        return "starts again" if self.deaths else "starts"
 
 
 class Healer:
@@ -65,39 +84,60 @@ class Healer:
         settings: EngineSection,
         tell: Callable[[str, str], None],
     ) -> None:
-        self._places = [_Place(engine, up_at=time.monotonic()) for engine in engines]
-        self._router, self._settings, self._tell = router, settings, tell
+        self.places = [Place(engine, up_at=time.monotonic()) for engine in engines]
+        self.settings = settings
+        self._router, self._tell = router, tell
         self._router_deaths, self._router_up_at = 0, time.monotonic()
 
     @property
     def engines(self) -> list[EngineInfo]:
         """Those that serve."""
-        up = (place.engine.info for place in self._places if place.why is None)
+        up = (place.engine.info for place in self.places if place.serves)
         return [info for info in up if info is not None]
 
-    def step(self, timeout_s: float) -> str | None:
-        """Look for up to `timeout_s` and do what is due.
+    def awaited(self) -> list[Any]:
+        """What `happened` wants to hear of."""
+        return [*(p.awaited for p in self.places if p.awaited is not None), self._router.ended]
 
-        Returns why the deployment cannot go on, or None.
-        """
-        places = {place.awaited: place for place in self._places if place.awaited is not None}
-        refs = [*places, self._router.ended]
-        for ref in ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]:
+    def happened(self, refs: Iterable[Any]) -> str | None:
+        """These of `awaited` are over. Returns why the deployment cannot go on, or None."""
+        places = {place.awaited: place for place in self.places if place.awaited is not None}
+        for ref in refs:
             if ref in places:
                 self._ended(places[ref], ref)
             elif (problem := self._router_again()) is not None:
                 return problem
-        for place in self._places:
-            self._look(place)
         return self._hopeless()
+
+    def look(self) -> None:
+        """Do what is due by the clock."""
+        for place in list(self.places):
+            self._look(place)
+
+    def add(self, specs: Sequence[EngineSpec]) -> None:
+        """Start engines that are not there yet."""
+        started = pools.launch(specs, [place.engine for place in self.places])
+        self.places += [Place(engine, why="starts") for engine in started]
+        self._tell_router()
+
+    def retire(self, place: Place) -> None:
+        """Send it nothing new; `remove` it when it has served what it has."""
+        place.leaving_at = time.monotonic()
+        self._tell_router()
+
+    def remove(self, place: Place) -> None:
+        """End an engine for good."""
+        self.places.remove(place)
+        pools.stop([place.engine], GRACE_S if place.engine.info else 0.0, STOP_S)
+        self._tell_router()
 
     def stop(self) -> None:
         """End all engines. Raises nothing."""
-        pools.stop([place.engine for place in self._places], GRACE_S, STOP_S)
+        pools.stop([place.engine for place in self.places], GRACE_S, STOP_S)
 
     # ---- engines -------------------------------------------------------------------------------
 
-    def _ended(self, place: _Place, ref: Any) -> None:
+    def _ended(self, place: Place, ref: Any) -> None:
         """A start or a life has."""
         engine = place.engine
         if engine.info is not None:
@@ -110,13 +150,18 @@ class Healer:
         engine.serves(outcome)
         place.why, place.up_at = None, time.monotonic()
         self._tell_router()
-        self._tell(f"{place.name} is back: {outcome.url}, up in {outcome.startup_s:.0f} s", "")
+        what = "is back" if place.deaths else "serves"
+        self._tell(f"{place.name} {what}: {outcome.url}, up in {outcome.startup_s:.0f} s", "")
 
-    def _died(self, place: _Place, failure: EngineFailure, what: str) -> None:
+    def _died(self, place: Place, failure: EngineFailure, what: str) -> None:
         now = time.monotonic()
+        if place.leaving_at is not None:
+            self._tell(f"engine {place.name} {what} while it drained: {failure.cause}", "")
+            self.remove(place)
+            return
         steady = place.engine.info is not None and now - place.up_at > _STEADY_S
         place.deaths = 1 if steady else place.deaths + 1
-        place.given_up = place.deaths > self._settings.max_restarts
+        place.given_up = place.deaths > self.settings.max_restarts
         pause_s = min(_PAUSE_S * 2.0 ** (place.deaths - 1), _LONGEST_PAUSE_S)
         then = f"starting it again in {pause_s:.0f} s"
         if place.given_up:
@@ -128,30 +173,32 @@ class Healer:
         self._tell(f"engine {place.name} {place.why}", failure.log_tail)
         pools.stop([place.engine], 0.0, STOP_S)
 
-    def _look(self, place: _Place) -> None:
-        """What is due by the clock."""
-        now = time.monotonic()
+    def _look(self, place: Place) -> None:
+        now, settings = time.monotonic(), self.settings
         if place.again_at is not None and now >= place.again_at:
+            others = [other.engine for other in self.places if other is not place]
             try:
-                place.engine = pools.launch([place.engine.spec])[0]
+                place.engine = pools.launch([place.engine.spec], others)[0]
             except ValueError:  # Ray has not let go of the last one's name
                 place.again_at = now + _PAUSE_S
                 return
             place.again_at = None
-        elif place.awaited is not None and place.engine.info is None:
-            if now - place.engine.launched_at > self._settings.startup_timeout_s:
-                self._died(
-                    place,
-                    pools.too_slow(place.engine, self._settings.startup_timeout_s),
-                    "did not start",
-                )
+        elif place.awaited is None:
+            return
+        elif place.engine.info is None:
+            if now - place.engine.launched_at > settings.startup_timeout_s:
+                late = pools.too_slow(place.engine, settings.startup_timeout_s)
+                self._died(place, late, "did not start")
             elif (stage := place.engine.stage()) != place.stage:
                 place.stage = stage
                 self._tell(f"{place.name}: {stage}", "")
+        elif place.engine.look(LOOK_S) > settings.hang_timeout_s:
+            limit = f"{settings.hang_timeout_s:g} s (engine.hang_timeout_s)"
+            self._died(place, EngineFailure(f"its actor did not answer for {limit}", ""), "died")
 
     def _hopeless(self) -> str | None:
-        decodes = [place for place in self._places if place.engine.spec.role == "decode"]
-        if all(place.given_up for place in decodes):
+        decodes = [place for place in self.places if place.role == "decode"]
+        if decodes and all(place.given_up for place in decodes):
             return "; ".join(f"engine {place.name} {place.why}" for place in decodes)
         return None
 
@@ -161,12 +208,7 @@ class Healer:
         self._router.replace(self.engines, self._down())
 
     def _down(self) -> dict[str, str]:
-        """For whoever asks the router, which is not everybody's to read in full."""
-        return {
-            place.name: "given up" if place.given_up else "starts again"
-            for place in self._places
-            if place.why is not None
-        }
+        return {place.name: place.shown for place in self.places if not place.serves}
 
     def _router_again(self) -> str | None:
         """It died; the engines do not notice."""

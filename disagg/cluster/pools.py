@@ -1,24 +1,29 @@
-"""Starts the engines of both pools as Ray actors, all at once, and says which one failed.
+"""Starts engines as Ray actors, all at once, and says which one failed and why.
 
-Placement is Ray's, by the resources in the YAML. Nothing here waits without a deadline, and
+Placement is Ray's, by the resources and labels in the YAML and by what `placing` prefers. Nothing
+here waits without a deadline, and
 a remote trace never reaches the user: a failure is a StartupError with the engine's name,
 one line that says why, and the end of its log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from disagg.config import Deployment, PoolSection, Role
+from disagg.cluster import placing
+from disagg.config import Deployment, Role
 from disagg.engine import guardian, logs
 from disagg.engine.actor import TAIL_LINES, EngineActor
+from disagg.engine.load import EngineLoad
 from disagg.engine.spec import EngineFailure, EngineHome, EngineInfo, EngineSpec
 from disagg.errors import StartupError
 
@@ -38,7 +43,12 @@ class Engine:
     started: Any
     launched_at: float
     _home: Any
+    preferred_node: str | None = None
+    load: EngineLoad | None = None
+    """What it last said that it has to do."""
     _progress: Any = None
+    _load: Any = None
+    _load_asked_at: float = 0.0
     _stage: str = "starting a process"
     info: EngineInfo | None = None
     ended: Any = None
@@ -62,7 +72,8 @@ class Engine:
             return "ready"
         if self.home() is None:
             if time.monotonic() - self.launched_at > PLACING_S:
-                return f"waiting for {_wanted(self.spec)}"
+                pool = self.spec.pool
+                return f"waiting: {placing.missing(pool, self.spec.role, placing.nodes())}"
             return self._stage
         if self._progress is not None and ray.wait([self._progress], timeout=0)[0]:
             self._stage = _get(self._progress) or self._stage
@@ -76,6 +87,20 @@ class Engine:
         self.info = info
         self.ended = self.actor.ended.remote()
 
+    def look(self, every_s: float) -> float:
+        """Ask for its load again if that was `every_s` ago; never waits.
+
+        Returns the seconds for which its actor owes an answer.
+        """
+        now = time.monotonic()
+        if self._load is not None and ray.wait([self._load], timeout=0)[0]:
+            with contextlib.suppress(RayError):  # of one that died; `ended` says so
+                self.load = ray.get(self._load)
+            self._load = None
+        if self._load is None and now - self._load_asked_at >= every_s:
+            self._load, self._load_asked_at = self.actor.load.remote(), now
+        return 0.0 if self._load is None else now - self._load_asked_at
+
     def post_mortem(self, error: RayError) -> EngineFailure:
         """Why the actor itself is gone, from what its log still says."""
         home = self.home()
@@ -86,42 +111,72 @@ class Engine:
         return EngineFailure(cause, "\n".join(log.splitlines()[-TAIL_LINES:]))
 
 
-def specs(
-    deployment: Deployment,
-    *,
-    run_id: str,
-    storage_path: str,
-    loopback: bool,
-    secret: str,
-    engine_key: str,
-) -> list[EngineSpec]:
-    """One spec for each replica of both pools."""
-    return [
-        EngineSpec(deployment, role, index, run_id, storage_path, loopback, secret, engine_key)
-        for role in ROLES
-        for index in range(deployment.pool(role).replicas)
-    ]
+@dataclass(frozen=True)
+class Run:
+    """What all engines of one run of a deployment have in common."""
+
+    run_id: str
+    storage_path: str
+    loopback: bool
+    secret: str
+    engine_key: str
+
+    def spec(self, deployment: Deployment, role: Role, index: int) -> EngineSpec:
+        """Of one engine."""
+        return EngineSpec(
+            deployment,
+            role,
+            index,
+            self.run_id,
+            self.storage_path,
+            self.loopback,
+            self.secret,
+            self.engine_key,
+        )
+
+    def specs(self, deployment: Deployment) -> list[EngineSpec]:
+        """One for each replica of both pools."""
+        return [
+            self.spec(deployment, role, index)
+            for role in ROLES
+            for index in range(deployment.pool(role).replicas)
+        ]
 
 
-def check_resources(deployment: Deployment) -> None:
-    """Refuse a deployment that this one machine can never place."""
+def shortfalls(deployment: Deployment) -> list[str]:
+    """What this one machine can never place of it: a line for each resource."""
     have = ray.cluster_resources()  # type: ignore[no-untyped-call]
     wanted: dict[str, float] = {}
     for role in ROLES:
         pool = deployment.pool(role)
-        for resource, amount in _resources(pool).items():
+        for resource, amount in placing.resources(pool).items():
             wanted[resource] = wanted.get(resource, 0) + amount * pool.replicas
-    for resource, amount in wanted.items():
-        if amount > have.get(resource, 0):
-            raise StartupError(
-                f"the engines ask for {amount:g} {resource}, this machine has "
-                f"{have.get(resource, 0):g}; lower replicas or resources in the YAML"
-            )
+    return [
+        f"the engines ask for {amount:g} {resource}, this machine has "
+        f"{have.get(resource, 0):g}; lower replicas or resources in the YAML"
+        for resource, amount in wanted.items()
+        if amount > have.get(resource, 0)
+    ]
 
 
-def launch(wanted: Sequence[EngineSpec]) -> list[Engine]:
-    """Create all actors and begin all starts; returns at once."""
-    return [_launch(spec) for spec in wanted]
+def launch(wanted: Sequence[EngineSpec], present: Iterable[Engine] = ()) -> list[Engine]:
+    """Create all actors and begin all starts; returns at once. `present`: the other engines."""
+    nodes = populated(present)
+    return [_launch(spec, nodes) for spec in wanted]
+
+
+def populated(present: Iterable[Engine]) -> list[placing.Node]:
+    """The cluster's nodes, with these engines on them."""
+    nodes = placing.nodes()
+    by_id = {node.node_id: node for node in nodes}
+    for engine in present:
+        home = engine.home()
+        node = by_id.get(home.node_id if home else engine.preferred_node or "")
+        if node and home:
+            node.engines[engine.spec.role] += 1
+        elif node:
+            node.take(placing.resources(engine.spec.pool), engine.spec.role)
+    return nodes
 
 
 def wait_ready(
@@ -182,21 +237,37 @@ def stop(engines: Sequence[Engine], grace_s: float, timeout_s: float) -> None:
             guardian.wait_gone(home.guardian_pid, home.pid)
 
 
-def _launch(spec: EngineSpec) -> Engine:
-    resources = spec.deployment.pool(spec.role).resources
+def _launch(spec: EngineSpec, nodes: Sequence[placing.Node]) -> Engine:
+    asked, near = spec.pool.resources, spec.deployment.engine.placement == "near"
+    node = placing.choose(spec.pool, spec.role, nodes) if near and not asked.labels else None
+    options: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
+    if asked.labels:
+        options = {"label_selector": asked.labels}
+    elif node is not None:
+        node.take(placing.resources(spec.pool), spec.role)
+        # Soft: should someone else take the room meanwhile, another node will do.
+        here = NodeAffinitySchedulingStrategy(node.node_id, soft=True)
+        options = {"scheduling_strategy": here}
     actor: Any = (
         ray.remote(EngineActor)
         .options(
             name=spec.name,
-            num_cpus=resources.num_cpus,
-            num_gpus=resources.num_gpus,
-            resources=resources.custom,
+            num_cpus=asked.num_cpus,
+            num_gpus=asked.num_gpus,
+            resources=asked.custom,
             max_restarts=0,
-            scheduling_strategy="SPREAD",
+            **options,
         )
         .remote(spec)
     )
-    return Engine(spec, actor, actor.start.remote(), time.monotonic(), actor.home.remote())
+    return Engine(
+        spec,
+        actor,
+        actor.start.remote(),
+        time.monotonic(),
+        actor.home.remote(),
+        node.node_id if node else None,
+    )
 
 
 def _did_not_start(engine: Engine, failure: EngineFailure) -> StartupError:
@@ -218,13 +289,3 @@ def _read_log(home: EngineHome) -> str:
 
     chunks = get_log(node_id=home.node_id, filename=Path(home.log_path).name, tail=1000, timeout=5)
     return "".join(chunks)
-
-
-def _resources(pool: PoolSection) -> dict[str, float]:
-    asked = {"CPU": pool.resources.num_cpus, "GPU": pool.resources.num_gpus}
-    return {name: amount for name, amount in (asked | pool.resources.custom).items() if amount}
-
-
-def _wanted(spec: EngineSpec) -> str:
-    pool = spec.deployment.pool(spec.role)
-    return ", ".join(f"{amount:g} {name}" for name, amount in _resources(pool).items()) + " on Ray"

@@ -26,6 +26,7 @@ from disagg.errors import StartupError
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it; Ray's minimum is 75 MiB
 STOP_S = 3.0
 # A Unix socket's path holds 107 bytes; Ray adds up to this much to the folder's.
+ADDRESS = "address"  # of a private Ray, in its folder
 MAX_SOCKET_PATH = 107
 RAYS_PART = "/session_2026-11-20_22-00-00_000000_1234567/sockets/dash_MetricsHead"
 
@@ -76,6 +77,8 @@ def connect(namespace: str, after_init: Callable[[], None]) -> RaySession:
         raise
     finally:
         after_init()
+    if folder:
+        (folder.path / ADDRESS).write_text(context.address_info["gcs_address"])
     return RaySession(
         private=not joined,
         single_node=not joined or _alive_nodes() == 1,
@@ -131,13 +134,50 @@ def _alive_nodes() -> int:
     return sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
 
 
-def _private_folder() -> RunFolder:
-    own, name = f"disagg-ray-{os.getuid()}", os.urandom(3).hex()
-    parent = Path(tempfile.gettempdir(), own)
-    if len(f"{parent}/{name}{RAYS_PART}") > MAX_SOCKET_PATH:
-        parent = Path("/tmp", own)
+def private_addresses() -> list[str]:
+    """Of the private Rays of this user on this machine that run now."""
+    parent = _parent()
     sweep(parent)
-    return RunFolder(parent, name)
+    return [file.read_text() for file in sorted(parent.glob(f"*/{ADDRESS}"))]
+
+
+@contextmanager
+def visit(address: str) -> Iterator[None]:
+    """Be connected to a Ray that runs. Raises StartupError if none does there."""
+    import ray
+
+    from ray._raylet import Config
+
+    # A private Ray asks for the token that it made for this user.
+    wanted = PRIVATE_ENV | ({"RAY_AUTH_MODE": "token"} if token_file() else {})
+    os.environ |= {name: value for name, value in wanted.items() if name not in os.environ}
+    Config.initialize("")  # Ray reads the environment when it is imported
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        raise StartupError(f"no Ray answers at {address}: {_first_line(error)}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _private_folder() -> RunFolder:
+    parent = _parent()
+    sweep(parent)
+    return RunFolder(parent, _name())
+
+
+def _parent() -> Path:
+    """Where this user's private Rays have their folders."""
+    own = f"disagg-ray-{os.getuid()}"
+    parent = Path(tempfile.gettempdir(), own)
+    fits = len(f"{parent}/{_name()}{RAYS_PART}") <= MAX_SOCKET_PATH
+    return parent if fits else Path("/tmp", own)
+
+
+def _name() -> str:
+    return os.urandom(3).hex()
 
 
 def _processes(folder: Path) -> list[psutil.Process]:

@@ -92,7 +92,7 @@ def serve(deployment: Deployment) -> int:
 
 def _watch(console: Console, running: RunningDeployment) -> int:
     while True:
-        problem = running.heal(WATCH_S)
+        problem = running.look_after(WATCH_S)
         if problem is not None:
             _print_failure(console, problem, "")
             return 1

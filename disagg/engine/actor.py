@@ -21,8 +21,9 @@ from pathlib import Path
 import ray
 import uvloop
 
-from disagg.engine import guardian, logs
+from disagg.engine import guardian, load, logs
 from disagg.engine.args import engine_args, engine_env
+from disagg.engine.load import EngineLoad
 from disagg.engine.server import bind, run_engine, url_of
 from disagg.engine.spec import EngineFailure, EngineHome, EngineInfo, EngineSpec
 
@@ -82,6 +83,10 @@ class EngineActor:
     async def health(self) -> bool:
         """Whether the engine serves."""
         return self._info is not None and not self._ended.is_set()
+
+    async def load(self) -> EngineLoad:
+        """What it has to do at the moment; nothing before it serves."""
+        return load.current()
 
     async def log_tail(self, lines: int = TAIL_LINES) -> str:
         """The last lines of the log of the engine and all its processes."""

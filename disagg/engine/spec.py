@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disagg.config import Deployment, Role
+from disagg.config import Deployment, PoolSection, Role
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class EngineSpec:
     def name(self) -> str:
         """The engine's name, as people see it: `prefill-0`."""
         return f"{self.role}-{self.index}"
+
+    @property
+    def pool(self) -> PoolSection:
+        """The YAML's section of its role."""
+        return self.deployment.pool(self.role)
 
 
 @dataclass(frozen=True)

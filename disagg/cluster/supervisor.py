@@ -1,0 +1,152 @@
+"""What looks after a deployment while it serves: healing, scaling, and orders from outside.
+
+Runs step by step in the driver, whose end is the deployment's end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import ray
+
+from disagg.cluster import changes, pools
+from disagg.cluster.autoscaling import LOOK_S, Autoscaler, PoolLoad
+from disagg.cluster.control import Mailbox, Order, Scale
+from disagg.cluster.healing import Healer
+from disagg.cluster.scaling import Scaler
+from disagg.config import Deployment, Role
+from disagg.engine.spec import EngineInfo
+
+
+class Supervisor:
+    """Of one deployment. `tell` gets what happened, and log lines where there are any."""
+
+    def __init__(
+        self,
+        healer: Healer,
+        scaler: Scaler,
+        mailbox: Mailbox,
+        tell: Callable[[str, str], None],
+        *,
+        private: bool,
+    ) -> None:
+        self._healer, self._scaler, self._mailbox = healer, scaler, mailbox
+        self._tell, self._private = tell, private
+        self._orders: list[int] = []
+        self._autoscalers: dict[Role, Autoscaler] = {}
+        self._looked_at = 0.0
+        self._follow_sections()
+
+    @property
+    def engines(self) -> list[EngineInfo]:
+        """Those that serve."""
+        return self._healer.engines
+
+    def step(self, timeout_s: float) -> str | None:
+        """Look for up to `timeout_s` and do what is due.
+
+        Returns why the deployment cannot go on, or None.
+        """
+        refs = [*self._healer.awaited(), self._mailbox.next]
+        there = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]
+        if self._mailbox.next in there:
+            there.remove(self._mailbox.next)
+            if (taken := self._mailbox.take()) is not None:
+                self._take(*taken)
+        problem = self._healer.happened(there)
+        self._healer.look()
+        self._autoscale()
+        self._scaler.step()
+        self._answer()
+        return problem
+
+    # ---- orders --------------------------------------------------------------------------------
+
+    def _take(self, number: int, order: Order) -> None:
+        problems = self._refused(order)
+        if problems:
+            self._mailbox.over(number, "refused", problems)
+            return
+        if isinstance(order, Scale):
+            counts = ", ".join(f"{role}={count}" for role, count in order.replicas.items())
+            self._tell(f"asked to scale: {counts}", "")
+            self._scaler.scale(order.replicas)
+        else:
+            self._tell("asked to apply a changed file", "")
+            self._scaler.apply(self._kept_counts(order.deployment))
+            self._follow_sections()
+        self._orders.append(number)
+
+    def _refused(self, order: Order) -> list[str]:
+        running = self._scaler.wanted
+        if isinstance(order, Scale):
+            return [
+                f"{role}: is autoscaled; change {role}.autoscale with: disagg apply FILE"
+                for role in order.replicas
+                if running.pool(role).autoscale is not None
+            ] or self._too_many(running.with_replicas(order.replicas))
+        if not self._scaler.settled:
+            return ["a change is under way; wait until it is done (disagg status shows it)"]
+        wanted = order.deployment
+        if problems := changes.refused(running, wanted):
+            return problems
+        if problem := self._scaler.room_problem(wanted):
+            return [problem]
+        return self._too_many(wanted)
+
+    def _too_many(self, wanted: Deployment) -> list[str]:
+        """On a Ray of our own there is no hope for another node."""
+        return pools.shortfalls(wanted) if self._private else []
+
+    def _answer(self) -> None:
+        if self._orders and self._scaler.settled:
+            problem = self._scaler.problem
+            for number in self._orders:
+                if problem is None:
+                    self._mailbox.over(number, "done")
+                else:
+                    self._mailbox.over(number, "taken back", [problem])
+            self._orders.clear()
+
+    # ---- the autoscalers -----------------------------------------------------------------------
+
+    def _follow_sections(self) -> None:
+        """Have an autoscaler for each pool that wants one, with the YAML's numbers."""
+        for role in pools.ROLES:
+            section = self._scaler.wanted.pool(role).autoscale
+            if section is None:
+                self._autoscalers.pop(role, None)
+            elif role not in self._autoscalers or self._autoscalers[role].settings != section:
+                self._autoscalers[role] = Autoscaler(section)
+
+    def _autoscale(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        for role, autoscaler in self._autoscalers.items():
+            replicas = self._scaler.wanted.pool(role).replicas
+            decision = autoscaler.look(now, self._load(role), replicas)
+            if decision is not None:
+                change = f"{role} {replicas} -> {decision.replicas}"
+                self._tell(f"autoscaler: {change}: {decision.why}", "")
+                self._scaler.scale({role: decision.replicas})
+
+    def _load(self, role: Role) -> PoolLoad:
+        serving = [place for place in self._healer.places if place.role == role and place.serves]
+        loads = [place.engine.load for place in serving if place.engine.load is not None]
+        return PoolLoad(
+            engines=len(serving),
+            requests=sum(load.requests for load in loads),
+            kv_usage=sum(load.kv_usage for load in loads),
+        )
+
+    def _kept_counts(self, wanted: Deployment) -> Deployment:
+        """The file's, but where an autoscaler knows better."""
+        kept: dict[Role, int] = {}
+        for role in pools.ROLES:
+            if (scale := wanted.pool(role).autoscale) is not None:
+                now = self._scaler.wanted.pool(role).replicas
+                kept[role] = min(max(now, scale.min_replicas), scale.max_replicas)
+        return wanted.with_replicas(kept)

@@ -1,0 +1,54 @@
+"""Which node is preferred, and what is said when none will do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from disagg.cluster.placing import Node, choose, missing, resources
+from disagg.config import PoolSection
+
+
+def node(name: str, cpus: float, labels: dict[str, str] | None = None, **engines: int) -> Node:
+    of_role: Counter[Any] = Counter(engines)
+    return Node(name, f"10.0.0.{name}", {"CPU": cpus}, labels or {}, of_role)
+
+
+def pool(cpus: float = 1, **labels: str) -> PoolSection:
+    return PoolSection.model_validate({"resources": {"num_cpus": cpus, "labels": labels}})
+
+
+def test_pairs_share_a_node_and_roles_spread() -> None:
+    nodes = [node("1", 4), node("2", 4), node("3", 4)]
+    placed = []
+    for role in ("prefill", "prefill", "decode", "decode"):
+        found = choose(pool(), role, nodes)  # type: ignore[arg-type]
+        assert found is not None
+        found.take(resources(pool()), role)  # type: ignore[arg-type]
+        placed.append(found.node_id)
+    assert len(set(placed[:2])) == 2
+    assert set(placed[:2]) == set(placed[2:])
+
+
+def test_room_comes_first() -> None:
+    nodes = [node("1", 1, prefill=1), node("2", 4)]
+    found = choose(pool(2), "decode", nodes)
+    assert found is not None
+    assert found.node_id == "2"
+    assert choose(pool(8), "decode", nodes) is None
+
+
+def test_labels() -> None:
+    nodes = [node("1", 8), node("2", 2, {"gpu": "h200"})]
+    found = choose(pool(gpu="h200"), "decode", nodes)
+    assert found is not None
+    assert found.node_id == "2"
+    assert choose(pool(gpu="b200"), "decode", nodes) is None
+
+
+def test_says_what_is_missing() -> None:
+    nodes = [node("1", 1), node("2", 0.5, {"zone": "a"})]
+    said = missing(pool(2, zone="a"), "decode", nodes)
+    for part in ("2 CPU", "zone=a", "10.0.0.1 1 CPU (other labels)", "10.0.0.2 0.5 CPU",
+                 "decode.resources"):  # fmt: skip
+        assert part in said
