@@ -80,11 +80,22 @@ def soak(
 def heal(
     clients: Annotated[int, typer.Option(min=1, help="That ask all the while.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Each of four engines dies so often.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Ray nodes; of several, one dies too.")] = 1,
 ) -> None:
     """Kill engines and the router under load: who notices, and when all is whole again."""
     from disagg.bench import heal as bench
 
-    raise typer.Exit(bench.run(clients, rounds))
+    raise typer.Exit(bench.run(clients, rounds, nodes))
+
+
+@app.command()
+def scale(
+    clients: Annotated[int, typer.Option(min=1, help="That ask all the while.")] = 2,
+) -> None:
+    """Scale up, down, and replace all engines under load: nobody may notice."""
+    from disagg.bench import scale as bench
+
+    raise typer.Exit(bench.run(clients))
 
 
 @app.command()

@@ -2,19 +2,16 @@
 
 Two prefill and two decode engines answer clients that never stop, every answer is compared with a
 single engine's, and one process after the other gets a SIGKILL. With two of each role nobody may
-notice, but for the router's own death, which ends what it was relaying.
+notice, but for the router's own death, which ends what it was relaying. With `--nodes` Ray has
+several nodes, and one of them dies as a whole.
 """
 
 from __future__ import annotations
 
-import json
-import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import httpx
 import psutil
@@ -23,72 +20,19 @@ from rich.table import Table
 
 from disagg import checks
 from disagg.bench.demo import MODEL, cpu_deployment
-from disagg.bench.vllm_server import VllmServer, completion
+from disagg.bench.ray_nodes import RayNodes
+from disagg.bench.steady_load import Load
+from disagg.bench.vllm_server import VllmServer
 from disagg.checkpoint import make_model
 from disagg.cluster import RunningDeployment, start
 from disagg.cluster.serve import Progress
 from disagg.config import Deployment, ResourcesSection
 
 VICTIMS = ("worker of prefill-0", "core of decode-0", "actor of prefill-1", "actor of decode-1")
-ROUTER = "router"
+ROUTER, NODE = "router", "node of prefill-1"
 BACK_S = 240.0
 _LOOK_S, _SETTLE_S = 0.1, 5.0
 _BLOCKS = 512
-
-
-@dataclass
-class Load:
-    """Clients that ask and compare, until `over`."""
-
-    url: str
-    single: VllmServer
-    over: threading.Event = field(default_factory=threading.Event)
-    counts: Counter[str] = field(default_factory=Counter)
-    errors: list[str] = field(default_factory=list)
-
-    def client(self, seed: int) -> None:
-        """One of them."""
-        generator = random.Random(seed)
-        while not self.over.is_set():
-            length = generator.choice([20, 130, 400, 900])
-            prompt = [generator.randrange(300, 1000) for _ in range(length)]
-            # A stream whose client asks for token ids is not moved to another engine.
-            asked = completion(prompt, max_tokens=24, return_token_ids=False)
-            body = {"model": "tiny", **asked}
-            try:
-                text = self._streamed(body) if generator.random() < 0.5 else self._whole(body)
-            except (httpx.HTTPError, ValueError) as error:
-                self.counts["error"] += 1
-                self.errors.append(f"{type(error).__name__}: {str(error)[:200]}")
-                time.sleep(0.2)
-                continue
-            right = self.single.complete(prompt, max_tokens=24)["choices"][0]["text"]
-            self.counts["right" if text == right else "wrong"] += 1
-
-    def _whole(self, body: dict[str, Any]) -> str:
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
-        if answer.status_code != 200:
-            raise ValueError(f"{answer.status_code}: {answer.text}")
-        text: str = answer.json()["choices"][0]["text"]
-        return text
-
-    def _streamed(self, body: dict[str, Any]) -> str:
-        text, done = "", False
-        asked = {**body, "stream": True}
-        url = f"{self.url}/v1/completions"
-        with httpx.stream("POST", url, json=asked, timeout=120) as answer:
-            for line in answer.iter_lines():
-                data = line.removeprefix("data: ")
-                if data == "[DONE]":
-                    done = True
-                elif data:
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise ValueError(data)
-                    text += event["choices"][0]["text"]
-        if not done:
-            raise ValueError("the stream was cut")
-        return text
 
 
 @dataclass(frozen=True)
@@ -103,11 +47,19 @@ class Row:
     errors: int
 
 
-def run(clients: int, rounds: int) -> int:
+def run(clients: int, rounds: int, nodes: int) -> int:
     """Run it. Returns the exit status."""
+    if nodes < 2:
+        return _run(clients, [*(VICTIMS * rounds), ROUTER], None)
+    # Room for all engines on the nodes that are left.
+    with RayNodes(nodes, cpus=2) as cluster:
+        return _run(clients, [*(VICTIMS * rounds), NODE, ROUTER], cluster)
+
+
+def _run(clients: int, victims: Sequence[str], cluster: RayNodes | None) -> int:
     console = Console(highlight=False, soft_wrap=True)
     make_model(MODEL)
-    deployment = _deployment()
+    deployment = _deployment(cpus=0 if cluster is None else 1)
     checks.check(deployment)
     progress = Progress(console)
     blocks = ("--num-gpu-blocks-override", str(_BLOCKS))
@@ -122,29 +74,18 @@ def run(clients: int, rounds: int) -> int:
         single.wait_ready()
         progress.close()
         load = Load(running.url, single)
-        threads = [threading.Thread(target=load.client, args=(n,)) for n in range(clients)]
-        for thread in threads:
-            thread.start()
-        try:
-            rows = [
-                _death(console, running, load, victim) for victim in (*(VICTIMS * rounds), ROUTER)
-            ]
-        finally:
-            load.over.set()
-            for thread in threads:
-                thread.join()
+        with load.clients(clients):
+            rows = [_death(console, running, load, victim, cluster) for victim in victims]
     Console(width=max(console.width, 100), highlight=False).print(_table(rows))
-    console.print(f"answers: {dict(load.counts)}")
-    for error in load.errors[:20]:
-        console.print(f"  {error}", markup=False)
+    load.report(console)
     unnoticed = all(row.answers and not row.errors for row in rows if row.victim != ROUTER)
     return 0 if unnoticed and not load.counts["wrong"] else 1
 
 
-def _deployment() -> Deployment:
+def _deployment(cpus: float) -> Deployment:
     plain = cpu_deployment("heal")
     # Four engines are more than the cores of a small machine; they take turns.
-    two = {"replicas": 2, "resources": ResourcesSection(num_cpus=0)}
+    two = {"replicas": 2, "resources": ResourcesSection(num_cpus=cpus)}
     engine = plain.engine.model_copy(
         update={"args": {**plain.engine.args, "num_gpu_blocks_override": _BLOCKS}}
     )
@@ -157,29 +98,51 @@ def _deployment() -> Deployment:
     )
 
 
-def _death(console: Console, running: RunningDeployment, load: Load, victim: str) -> Row:
+def _death(
+    console: Console,
+    running: RunningDeployment,
+    load: Load,
+    victim: str,
+    cluster: RayNodes | None,
+) -> Row:
     _heal_until(running, _clock(_SETTLE_S))
     before = Counter(load.counts)
     console.print(f"kill -9: {victim}")
-    name = victim.rpartition(" ")[2]
-    target = _process(running, victim)
+    names = [victim.rpartition(" ")[2]]
     began = time.monotonic()
-    target.kill()
+    if victim == NODE:
+        assert cluster is not None
+        names = _neighbours(running, names[0])
+        cluster.kill_node_of(_pid(running, names[0]))
+    else:
+        _process(running, victim).kill()
     if victim == ROUTER:
         out_s = _heal_until(running, lambda: _state(running) is None)
         _heal_until(running, lambda: _state(running) is not None)
         whole_s = time.monotonic() - began
         own_start_s = 0.0
     else:
-        _heal_until(running, lambda: not _is_up(running, name))
+        _heal_until(running, lambda: not any(_is_up(running, name) for name in names))
         out_s = time.monotonic() - began
-        _heal_until(running, lambda: _is_up(running, name))
+        _heal_until(running, lambda: all(_is_up(running, name) for name in names))
         whole_s = time.monotonic() - began
-        own_start_s = next(e.startup_s for e in running.engines if e.name == name)
+        own_start_s = max(e.startup_s for e in running.engines if e.name in names)
     _heal_until(running, _clock(_SETTLE_S))
     since = load.counts - before
     answers = since["right"] + since["wrong"]
-    return Row(victim, out_s, whole_s, own_start_s, answers, since["error"])
+    shown = victim if len(names) == 1 else f"node of {' and '.join(names)}"
+    return Row(shown, out_s, whole_s, own_start_s, answers, since["error"])
+
+
+def _neighbours(running: RunningDeployment, name: str) -> list[str]:
+    """The engines of its node, itself first."""
+    node_id = next(e.node_id for e in running.engines if e.name == name)
+    others = [e.name for e in running.engines if e.node_id == node_id and e.name != name]
+    return [name, *others]
+
+
+def _pid(running: RunningDeployment, name: str) -> int:
+    return next(e.pid for e in running.engines if e.name == name)
 
 
 def _process(running: RunningDeployment, victim: str) -> psutil.Process:
@@ -188,7 +151,7 @@ def _process(running: RunningDeployment, victim: str) -> psutil.Process:
         listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         return psutil.Process(next(c.pid for c in listening if c.laddr and c.laddr.port == port))
     what, _, name = victim.partition(" of ")
-    actor = psutil.Process(next(e.pid for e in running.engines if e.name == name))
+    actor = psutil.Process(_pid(running, name))
     if what == "actor":
         return actor
     core = _spawned(actor)

@@ -145,7 +145,6 @@ def private_addresses() -> list[str]:
 def visit(address: str) -> Iterator[None]:
     """Be connected to a Ray that runs. Raises StartupError if none does there."""
     import ray
-
     from ray._raylet import Config
 
     # A private Ray asks for the token that it made for this user.

@@ -1,0 +1,141 @@
+"""`disagg bench scale`: other numbers of engines, and other engines, under load.
+
+`disagg serve`, `disagg scale` and `disagg apply` run as a user runs them, in processes of their
+own, while clients ask all the while and compare every answer with a single engine's. Nobody may
+notice: no error, no wrong token.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from disagg.bench.demo import MODEL
+from disagg.bench.steady_load import Load
+from disagg.bench.vllm_server import VllmServer, free_port
+from disagg.checkpoint import make_model
+from disagg.errors import DisaggError
+
+START_S, ORDER_S, STOP_S = 300.0, 600.0, 30.0
+_SETTLE_S = 5.0
+_BLOCKS, _OTHER_BLOCKS = 512, 448
+_DISAGG = [sys.executable, "-m", "disagg.cli"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One order under load. Seconds from the order to its end."""
+
+    order: str
+    seconds: float
+    answers: int
+    errors: int
+
+
+def run(clients: int) -> int:
+    """Run it. Returns the exit status."""
+    console = Console(highlight=False, soft_wrap=True)
+    make_model(MODEL)
+    blocks = ("--num-gpu-blocks-override", str(_BLOCKS))
+    with (
+        tempfile.TemporaryDirectory(prefix="disagg-") as folder,
+        VllmServer("the single engine", MODEL.absolute(), args=blocks) as single,
+    ):
+        file, changed, port = Path(folder, "a.yaml"), Path(folder, "b.yaml"), free_port()
+        file.write_text(yaml.safe_dump(_deployment(port, _BLOCKS)))
+        changed.write_text(yaml.safe_dump(_deployment(port, _OTHER_BLOCKS)))
+        with _served(console, file, Path(folder, "serve.log")):
+            single.wait_ready()
+            load = Load(f"http://127.0.0.1:{port}", single)
+            with load.clients(clients):
+                rows = [
+                    _order(console, load, ["scale", "--name", _NAME, "prefill=2", "decode=2"]),
+                    _order(console, load, ["scale", "--name", _NAME, "prefill=1", "decode=1"]),
+                    _order(console, load, ["apply", str(changed)]),
+                ]
+    Console(width=max(console.width, 100), highlight=False).print(_table(rows))
+    load.report(console)
+    unnoticed = all(row.answers and not row.errors for row in rows)
+    return 0 if unnoticed and not load.counts["wrong"] else 1
+
+
+_NAME = f"bench-scale-{os.getpid()}"
+
+
+def _deployment(port: int, blocks: int) -> dict[str, Any]:
+    # More engines than cores: they take turns.
+    pool = {"replicas": 1, "resources": {"num_cpus": 0}}
+    return {
+        "name": _NAME,
+        "model": {"path": str(MODEL.absolute()), "served_name": "tiny"},
+        "engine": {
+            "args": {
+                "dtype": "float32",
+                "block_size": 128,
+                "max_model_len": 16384,
+                "num_gpu_blocks_override": blocks,
+            }
+        },
+        "prefill": pool,
+        "decode": pool,
+        "router": {"port": port, "access_log": False, "pairing": {"local_prefill_tokens": 0}},
+    }
+
+
+@contextmanager
+def _served(console: Console, file: Path, log: Path) -> Iterator[None]:
+    """`disagg serve` of this file."""
+    console.print("disagg serve: one prefill and one decode engine, and a single one to compare")
+    with log.open("wb") as out:
+        process = subprocess.Popen([*_DISAGG, "serve", str(file)], stdout=out, stderr=out)
+    try:
+        deadline = time.monotonic() + START_S
+        while "Ready: " not in log.read_text():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise DisaggError(f"disagg serve did not get ready:\n{log.read_text()[-2000:]}")
+            time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        process.wait(STOP_S)
+
+
+def _order(console: Console, load: Load, words: list[str]) -> Row:
+    time.sleep(_SETTLE_S)
+    shown = " ".join(Path(w).name for w in words if w not in ("--name", _NAME))
+    console.print(f"disagg {shown}")
+    before, began = Counter(load.counts), time.monotonic()
+    done = subprocess.run(
+        [*_DISAGG, *words], capture_output=True, text=True, timeout=ORDER_S, check=False
+    )
+    seconds = time.monotonic() - began
+    for line in done.stdout.splitlines():
+        console.print(f"  {line}", markup=False)
+    if done.returncode:
+        raise DisaggError(f"disagg {shown} failed:\n{done.stderr[-2000:]}")
+    time.sleep(_SETTLE_S)
+    since = load.counts - before
+    return Row(shown, seconds, since["right"] + since["wrong"], since["error"])
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(title="Orders under load", title_justify="left")
+    table.add_column("order")
+    for column in ("done after", "answers meanwhile", "errors"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(row.order, f"{row.seconds:.0f} s", str(row.answers), str(row.errors))
+    return table
