@@ -36,7 +36,7 @@ ALLOWED = {
     "connector": {"errors", "transport", "store"},
     # What an engine's own HTTP route needs to release a lease; never caches or transports.
     "engine": {*LEAVES, "transport.base", "transport.handoff", "transport.ticket"},
-    "cluster": {*LEAVES, "credentials", "engine", "router"},
+    "cluster": {*LEAVES, "config_file", "credentials", "engine", "router"},
     "bench": {*LEAVES, "checks", "checkpoint", "cluster", "engine", "router", "transport", "store"},
 }  # fmt: skip
 HEAVY = {
