@@ -51,12 +51,12 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The first half waits more than it computes; engines want the machine, and its memory, for
-# themselves.
+# Engines of both halves together would not fit into memory. In the second one, tests that share
+# engines wait in one process while others start engines of their own in another.
 test: $(INSTALLED)
 	@failed=0; \
 	$(BIN)/pytest -n 2 tests/unit tests/transport || failed=1; \
-	$(BIN)/pytest -m "not slow" tests/engine tests/cluster || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow" tests/cluster tests/engine || failed=1; \
 	exit $$failed
 
 bench: $(INSTALLED)

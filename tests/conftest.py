@@ -10,3 +10,10 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     """Runs in the main thread, before anything is started."""
     signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("terminated", 128 + number))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With --dist loadgroup: one process for those that share a fleet, another for the rest."""
+    for item in items:
+        shared = "fleet" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("fleet" if shared else "others"))
