@@ -24,14 +24,23 @@ ADDRESS_ENV = "RAY_ADDRESS"
 
 
 class RayNodes:
-    """`count` nodes with `cpus` each; RAY_ADDRESS leads to them while inside."""
+    """`count` nodes with `cpus` each; RAY_ADDRESS leads to them while inside.
 
-    def __init__(self, count: int, cpus: int) -> None:
+    `dashboard`: the head serves Ray's dashboard and takes jobs at `dashboard_url`.
+    """
+
+    def __init__(self, count: int, cpus: int, *, dashboard: bool = False) -> None:
         self._count, self._cpus = count, cpus
+        self._dashboard_port = free_port() if dashboard else None
         self._folder = Path(tempfile.mkdtemp(prefix="rn-", dir="/tmp"))
         self._started: list[subprocess.Popen[bytes]] = []
         self._address = f"127.0.0.1:{free_port()}"
         self._before = os.environ.get(ADDRESS_ENV)
+
+    @property
+    def dashboard_url(self) -> str:
+        """Of the head, if it has one."""
+        return f"http://127.0.0.1:{self._dashboard_port}"
 
     def __enter__(self) -> RayNodes:
         try:
@@ -59,12 +68,7 @@ class RayNodes:
     def add(self) -> None:
         """Start a node; returns when it is one. The first is the head."""
         head = not self._started
-        port = self._address.rpartition(":")[2]
-        words = (
-            ["--head", f"--port={port}", "--include-dashboard=false"]
-            if head
-            else [f"--address={self._address}"]
-        )
+        words = self._head_words() if head else [f"--address={self._address}"]
         log = self._folder / f"node-{len(self._started)}.log"
         command = [
             str(Path(sys.executable).with_name("ray")),
@@ -77,7 +81,6 @@ class RayNodes:
             f"--num-cpus={self._cpus}",
             f"--object-store-memory={80 << 20}",
             f"--dashboard-agent-listen-port={free_port()}",
-            *([f"--temp-dir={self._folder}"] if head else []),
         ]
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -93,6 +96,24 @@ class RayNodes:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise DisaggError(f"a Ray node did not start:\n{log.read_text()[-2000:]}")
             time.sleep(0.2)
+
+    def _head_words(self) -> list[str]:
+        dashboard = (
+            ["--include-dashboard=false"]
+            if self._dashboard_port is None
+            else ["--dashboard-host=127.0.0.1", f"--dashboard-port={self._dashboard_port}"]
+        )
+        port = self._address.rpartition(":")[2]
+        return ["--head", f"--port={port}", f"--temp-dir={self._folder}", *dashboard]
+
+    def processes(self) -> list[psutil.Process]:
+        """All that the nodes run."""
+        return [
+            child
+            for process in self._started
+            if process.poll() is None
+            for child in psutil.Process(process.pid).children(recursive=True)
+        ]
 
     def kill_node_of(self, pid: int) -> None:
         """Kill the node on which this process, or an ancestor of it, is an actor."""

@@ -107,11 +107,14 @@ def segments(pid: int) -> set[str]:
     }
 
 
+DISAGG = [sys.executable, "-c", "from disagg.cli import main; main()"]
+
+
 def launch(folder: Path, temp: Path, name: str, content: dict[str, Any]) -> Served:
     file, out = folder / f"{name}.yaml", folder / f"{name}.out"
     file.write_text(yaml.safe_dump(content))
     process = subprocess.Popen(
-        [sys.executable, "-c", "from disagg.cli import main; main()", "serve", str(file)],
+        [*DISAGG, "serve", str(file)],
         stdout=out.open("wb"),
         stderr=subprocess.STDOUT,
         env=os.environ | {"TMPDIR": str(temp)},
@@ -276,11 +279,27 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     served.note()
 
 
+def order(served: Served, *words: str) -> subprocess.Popen[str]:
+    """`disagg scale …` or another order for what runs in this one's temporary folder."""
+    return subprocess.Popen(
+        [*DISAGG, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"TMPDIR": str(served.temp)},
+    )
+
+
 def test_two_side_by_side_and_one_dies(
-    run: Callable[..., Served], model: Path, beside: tuple[Served, int]
+    run: Callable[..., Served], model: Path, beside: tuple[Served, int], tmp_path: Path
 ) -> None:
-    """Of one name, one temporary folder and one machine: what one does is nothing to the other."""
+    """Of one name, one temporary folder and one machine: what one does is nothing to the other.
+
+    The one that lives gets an engine more meanwhile, and gives it back.
+    """
     living, living_port = beside
+    living.until_shown("Ready: ")
+    scaling = order(living, "scale", "decode=2")
     dying_port = free_port()
     mortal = deployment(model, dying_port)
     mortal["engine"]["max_restarts"] = 0
@@ -301,6 +320,23 @@ def test_two_side_by_side_and_one_dies(
     assert "decode-0 died: vLLM's engine process died" in last
     assert "engine.max_restarts" in last
     assert [p for p in dying.seen if p.is_running() and p.status() != "zombie"] == []
+
+    said = scaling.communicate(timeout=START_S)[0]
+    assert scaling.returncode == 0, said
+    assert "decode-1 serves" in said
+    assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), "up")
+    living.note()
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(yaml.safe_dump(deployment(model, dying_port)))
+    applying = order(living, "apply", str(wrong))
+    scaling = order(living, "scale", "decode=1")
+    said = scaling.communicate(timeout=60)[0]
+    assert scaling.returncode == 0, said
+    assert "decode-1 is idle and goes" in said
+    assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0"), "up")
+    said = applying.communicate(timeout=60)[0]
+    assert applying.returncode == 2, said
+    assert "router.port" in said
 
     assert complete(living_port)["usage"]["completion_tokens"] == 4
     assert living.end(signal.SIGTERM) < STOP_S

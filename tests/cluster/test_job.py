@@ -1,0 +1,100 @@
+"""`ray job submit` from a folder, an order by another job, and `ray job stop`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from disagg.bench.ray_nodes import RayNodes
+from disagg.bench.vllm_server import free_port
+from disagg.checkpoint import make_model
+
+RAY = str(Path(sys.executable).with_name("ray"))
+START_S, GONE_S = 240, 30
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * START_S + 60)]
+
+
+class Jobs:
+    """Ray's command line, as on a machine that has nothing but Ray."""
+
+    def __init__(self, url: str) -> None:
+        self._env = {"RAY_ADDRESS": url, "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+
+    def ray(self, *words: str) -> str:
+        done = subprocess.run(
+            [RAY, "job", *words], env=self._env, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def submit(self, name: str, folder: Path, *words: str) -> None:
+        self.ray("submit", "--no-wait", "--submission-id", name, "--working-dir", str(folder),
+                 "--", sys.executable, "-m", "disagg.cli", *words)  # fmt: skip
+
+    def until_shown(self, name: str, word: str) -> str:
+        deadline = time.monotonic() + START_S
+        while word not in (log := self.ray("logs", name)):
+            assert time.monotonic() < deadline, log
+            assert "FAILED" not in self.ray("status", name), log
+            time.sleep(1)
+        return log
+
+
+def engines(cluster: RayNodes) -> list[psutil.Process]:
+    """Processes of engines and routers of ours."""
+    names = ("EngineActor", "RouterActor", "VLLM::", "spawn_main")
+    return [p for p in cluster.processes() if any(n in " ".join(p.cmdline()) for n in names)]
+
+
+def complete(port: int) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": "the quick brown fox " * 50, "max_tokens": 4}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer: dict[str, Any] = json.load(response)
+        return answer
+
+
+def test_submitted_scaled_and_stopped(tmp_path: Path) -> None:
+    make_model(tmp_path / "tiny")
+    port = free_port()
+    content = {
+        "name": "job",
+        "model": {"path": "tiny", "served_name": "tiny"},
+        "engine": {
+            "args": {
+                "dtype": "float32",
+                "max_model_len": 2048,
+                "block_size": 128,
+                "num_gpu_blocks_override": 64,
+            }
+        },
+        "router": {"port": port},
+    }
+    (tmp_path / "d.yaml").write_text(yaml.safe_dump(content))
+    with RayNodes(2, cpus=2, dashboard=True) as cluster:
+        jobs = Jobs(cluster.dashboard_url)
+        jobs.submit("serve", tmp_path, "serve", "d.yaml")
+        jobs.until_shown("serve", "Ready: ")
+        assert complete(port)["usage"]["completion_tokens"] == 4
+        jobs.submit("scale", tmp_path, "scale", "decode=2")
+        assert "decode-1 serves" in jobs.until_shown("scale", "done")
+        there = engines(cluster)
+        assert len(there) >= 3 * 3 + 1
+        jobs.ray("stop", "serve")
+        _, left = psutil.wait_procs(there, timeout=GONE_S)
+        assert left == []
