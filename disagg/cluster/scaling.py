@@ -45,6 +45,8 @@ class Scaler:
     def scale(self, replicas: Mapping[Role, int]) -> None:
         """As many engines from now on."""
         self.wanted = self.wanted.with_replicas(replicas)
+        if self._before is not None:
+            self._before = self._before.with_replicas(replicas)
 
     def apply(self, deployment: Deployment) -> None:
         """Engines as in this deployment from now on; see `changes` for what cannot change."""
@@ -109,9 +111,8 @@ class Scaler:
             return False
         self.problem = f"engine {failed[0].name} {failed[0].why}".partition("; starting")[0]
         self._tell(f"the change is taken back: {self.problem}", "")
-        kept = {name: self.wanted.pool(name).replicas for name in pools.ROLES}
-        self.wanted = self._before.with_replicas(kept)
-        self._healer.settings, self._before = self.wanted.engine, None
+        self.wanted, self._before = self._before, None
+        self._healer.settings = self.wanted.engine
         for place in failed:
             self._healer.remove(place)
         return True

@@ -290,6 +290,15 @@ def order(served: Served, *words: str) -> subprocess.Popen[str]:
     )
 
 
+def apply(served: Served, folder: Path, content: dict[str, Any]) -> tuple[str, int]:
+    """What `disagg apply` says to this, and its exit status."""
+    file = folder / "changed.yaml"
+    file.write_text(yaml.safe_dump(content))
+    applying = order(served, "apply", str(file))
+    said = applying.communicate(timeout=START_S)[0]
+    return said, applying.returncode
+
+
 def test_two_side_by_side_and_one_dies(
     run: Callable[..., Served], model: Path, beside: tuple[Served, int], tmp_path: Path
 ) -> None:
@@ -326,17 +335,20 @@ def test_two_side_by_side_and_one_dies(
     assert "decode-1 serves" in said
     assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), "up")
     living.note()
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(yaml.safe_dump(deployment(model, dying_port)))
-    applying = order(living, "apply", str(wrong))
+    said, status = apply(living, tmp_path, deployment(model, dying_port))
+    assert status == 2, said
+    assert f"router.port: {living_port} -> {dying_port}" in said
+    broken = deployment(model, living_port)
+    broken["engine"]["args"]["hf_overrides"] = {"architectures": ["NoSuchModel"]}
+    said, status = apply(living, tmp_path, broken)
+    assert status == 1, said
+    assert re.search("the change is taken back: engine .* NoSuchModel", said), said
+    assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), "up")
     scaling = order(living, "scale", "decode=1")
     said = scaling.communicate(timeout=60)[0]
     assert scaling.returncode == 0, said
     assert "decode-1 is idle and goes" in said
     assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0"), "up")
-    said = applying.communicate(timeout=60)[0]
-    assert applying.returncode == 2, said
-    assert "router.port" in said
 
     assert complete(living_port)["usage"]["completion_tokens"] == 4
     assert living.end(signal.SIGTERM) < STOP_S
