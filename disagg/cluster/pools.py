@@ -287,5 +287,9 @@ def _read_log(home: EngineHome) -> str:
         return logs.tail(Path(home.log_path), 10_000)
     from ray.util.state import get_log
 
-    chunks = get_log(node_id=home.node_id, filename=Path(home.log_path).name, tail=1000, timeout=5)
-    return "".join(chunks)
+    name = Path(home.log_path).name
+    try:  # by Ray's dashboard, which need not run, of a node that may be gone
+        return "".join(get_log(node_id=home.node_id, filename=name, tail=1000, timeout=5))
+    except Exception as error:  # noqa: BLE001
+        why = type(error).__name__
+        return f"(its log {home.log_path} on {home.address} could not be read: {why})"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import ray
+from ray.exceptions import RayError
 
 from disagg.cluster import changes, pools
 from disagg.cluster.autoscaling import LOOK_S, Autoscaler, PoolLoad
@@ -17,6 +18,9 @@ from disagg.cluster.healing import Healer
 from disagg.cluster.scaling import Scaler
 from disagg.config import Deployment, Role
 from disagg.engine.spec import EngineInfo
+
+RAY_FAILS_S = 60.0
+_PAUSE_S = 0.5
 
 
 class Supervisor:
@@ -36,6 +40,7 @@ class Supervisor:
         self._orders: list[int] = []
         self._autoscalers: dict[Role, Autoscaler] = {}
         self._looked_at = 0.0
+        self._ray_fails_since: float | None = None
         self._follow_sections()
 
     @property
@@ -48,6 +53,14 @@ class Supervisor:
 
         Returns why the deployment cannot go on, or None.
         """
+        try:
+            problem = self._step(timeout_s)
+        except RayError as error:  # Ray itself is busy with a death; the next look will do
+            return self._ray_failed(error)
+        self._ray_fails_since = None
+        return problem
+
+    def _step(self, timeout_s: float) -> str | None:
         refs = [*self._healer.awaited(), self._mailbox.next]
         there = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]
         if self._mailbox.next in there:
@@ -60,6 +73,15 @@ class Supervisor:
         self._scaler.step()
         self._answer()
         return problem
+
+    def _ray_failed(self, error: RayError) -> str | None:
+        now = time.monotonic()
+        if self._ray_fails_since is None:
+            self._ray_fails_since = now
+            self._tell(f"Ray did not answer: {type(error).__name__}", "")
+        time.sleep(_PAUSE_S)
+        lasting = now - self._ray_fails_since > RAY_FAILS_S
+        return f"Ray did not answer for {RAY_FAILS_S:g} s: {error}" if lasting else None
 
     # ---- orders --------------------------------------------------------------------------------
 
