@@ -111,8 +111,11 @@ def make_model(
 
 @app.command()
 def router(
-    prefill: Annotated[list[str], typer.Option(help="URL of a prefill engine; repeat for more.")],
     decode: Annotated[list[str], typer.Option(help="URL of a decode engine; repeat for more.")],
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of a prefill engine; repeat for more. None: decode does it all."),
+    ] = None,
     file: Annotated[
         Path | None,
         typer.Option("--config", metavar="FILE", help="YAML of what a deployment has in `router`."),
@@ -160,7 +163,13 @@ def router(
     section = config.load_router(file, _given(options))
     run = import_module("disagg.router.main").run
     raise typer.Exit(
-        run(section, prefill, decode, engine_key_env=engine_key_env, connector=connector.value)
+        run(
+            section,
+            prefill or [],
+            decode,
+            engine_key_env=engine_key_env,
+            connector=connector.value,
+        )
     )
 
 

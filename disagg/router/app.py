@@ -106,10 +106,13 @@ def _add_own_routes(app: FastAPI, topology: Topology, health: Health, fits: Fits
         await probes.now()
         problems = {engine.name: health.problem(engine) for engine in topology.engines}
         well = [engine for engine in topology.engines if problems[engine.name] is None]
-        is_ready = any(
-            {one.role, other.role} == {"prefill", "decode"} and fits.fit(one, other)
-            for one, other in itertools.combinations(well, 2)
-        )
+        if topology.knows("prefill"):
+            is_ready = any(
+                {one.role, other.role} == {"prefill", "decode"} and fits.fit(one, other)
+                for one, other in itertools.combinations(well, 2)
+            )
+        else:
+            is_ready = bool(well)  # plain engines, which read prompts and write answers
         shown = {name: problem or "up" for name, problem in problems.items()}
         shown.update(topology.down)
         return JSONResponse({"ready": is_ready, "engines": shown}, 200 if is_ready else 503)

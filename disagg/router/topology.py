@@ -29,6 +29,10 @@ class Topology:
         """The engines of one role."""
         return [engine for engine in self.engines if engine.role == role]
 
+    def knows(self, role: Role) -> bool:
+        """Whether there are engines of this role, up or down. Names begin with the role."""
+        return bool(self.of(role)) or any(name.partition("-")[0] == role for name in self.down)
+
     def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
         """These from now on. `down`: why others, by name, are not among them at the moment."""
         self.engines, self.down = tuple(engines), down

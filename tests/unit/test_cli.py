@@ -173,6 +173,9 @@ def test_router_takes_urls_a_file_and_options_that_win(
         "connector": "disagg",
     }
 
+    assert status_of(monkeypatch, "router", "--decode", "http://c", "--port", "0") == 0
+    assert (seen["prefill"], seen["decode"]) == ([], ["http://c"])
+
     path = tmp_path / "router.yaml"
     path.write_text(
         "port: 1\nprocesses: 2\npairing: {prefill: round_robin, decode: round_robin}\n"

@@ -66,6 +66,19 @@ def test_without_decode_503_and_without_prefill_decode_alone(setup: Setup) -> No
     assert len(setup.prefill.bodies) == 1
 
 
+def test_engines_that_do_it_all_are_ready_without_prefill(make: Make) -> None:
+    setup = make(others=["decode"])
+    prefill, *plain = setup.endpoints
+    replace(setup, plain)
+    assert httpx.get(f"{setup.url}/ready").status_code == 200
+    for _ in range(4):
+        assert complete(setup.url).status_code == 200
+    assert setup.prefill.bodies == []
+    # One that is away is still waited for.
+    replace(setup, plain, **{prefill.name: "starts again"})
+    assert httpx.get(f"{setup.url}/ready").status_code == 503
+
+
 def test_a_stream_outlives_its_engines_place(setup: Setup) -> None:
     setup.decode.chunks, setup.decode.chunk_s = 5, 0.1
     body = {"model": "m", "prompt": "x", "stream": True}
