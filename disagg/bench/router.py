@@ -12,11 +12,8 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,6 +24,7 @@ import psutil
 from rich.console import Console
 
 from disagg.bench import router_load
+from disagg.bench.launch import launch
 from disagg.bench.router_report import (
     DIRECT,
     MODES,
@@ -44,7 +42,6 @@ from disagg.bench.router_report import (
 from disagg.bench.vllm_server import free_port
 from disagg.errors import ConfigError, StartupError
 
-START_S = 60.0
 # Each client gets to reuse its connection, also when there are many of them.
 _LEAST_PER_CLIENT = 4
 _WARM_UP_SHARE = 4
@@ -94,7 +91,7 @@ def run(plan: Plan, *, json_path: Path | None) -> int:
     with ExitStack() as stack:
         urls, engines = {}, []
         for role in ("prefill", "decode"):
-            urls[role], process = _launch(stack, f"fake {role}", _engine(role, plan.pace_ms))
+            urls[role], process = launch(stack, f"fake {role}", _engine(role, plan.pace_ms))
             engines.append(process)
         targets = _start(stack, plan, urls, console)
         samples = _measure(plan, targets, engines, console)
@@ -131,7 +128,7 @@ def _start(
             targets[name] = _Target(urls["decode"], None, [])
             continue
         try:
-            url, process = _launch(stack, name, _router(name, urls))
+            url, process = launch(stack, name, _router(name, urls))
         except (StartupError, OSError) as error:
             if name == OURS:
                 raise
@@ -160,41 +157,6 @@ def _router(name: str, urls: dict[str, str]) -> list[str]:
 
 def _engine(role: str, pace_ms: float) -> list[str]:
     return [sys.executable, "-m", "disagg.bench.router_fakes", role, "{port}", str(pace_ms)]
-
-
-def _launch(stack: ExitStack, name: str, command: Sequence[str]) -> tuple[str, psutil.Process]:
-    """Start a server and wait until its /health answers."""
-    port = free_port()
-    log = tempfile.TemporaryFile()  # noqa: SIM115
-    stack.callback(log.close)
-    words = [word.replace("{port}", str(port)) for word in command]
-    process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
-    stack.callback(_end, process)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-    while not _healthy(url):
-        if process.poll() is not None or time.monotonic() > deadline:
-            log.seek(0)
-            tail = log.read()[-2000:].decode(errors="replace")
-            raise StartupError(f"{name} did not start:\n{tail}")
-        time.sleep(0.05)
-    return url, psutil.Process(process.pid)
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 # ---- measuring -----------------------------------------------------------------------------

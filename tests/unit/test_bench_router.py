@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from disagg.bench import router, router_load
+from disagg.bench.launch import launch
 from disagg.bench.router_fakes import CHUNKS
 from disagg.bench.router_report import Case, Sample, rows
 from disagg.errors import ConfigError
@@ -82,7 +83,7 @@ def test_a_wrong_answer_ends_the_run(server: socket.socket, answer: bytes) -> No
 
 def test_a_router_that_leaves_the_prefill_leg_out_is_found() -> None:
     with ExitStack() as stack:
-        url, _ = router._launch(stack, "decode", router._engine("decode", 0))
+        url, _ = launch(stack, "decode", router._engine("decode", 0))
         load = router_load.Load(url, clients=1, requests=1, stream=False)
         assert router_load.run(replace(load, as_decode=True)).first
         with pytest.raises(RuntimeError, match="the prefill leg was left out"):
