@@ -140,6 +140,58 @@ def router_faults(
 
 
 @app.command()
+def serve(
+    rates: Annotated[str, typer.Option(help="Requests a second, by commas.")] = "1,2,3,4",
+    duration: Annotated[float, typer.Option(help="Seconds of load at each rate.")] = 20,
+    mix: Annotated[
+        str, typer.Option(help="SHARE:PROMPT:OUTPUT in tokens, by commas.")
+    ] = "0.6:128:64,0.4:2000:64",
+    repeat_share: Annotated[
+        float, typer.Option(help="Of requests that repeat an earlier prompt.")
+    ] = 0,
+    ttft_target: Annotated[float, typer.Option(help="Seconds to the first token.")] = 2,
+    itl_target: Annotated[float, typer.Option(help="Seconds between tokens.")] = 0.1,
+    ways: Annotated[
+        str,
+        typer.Option(help="Of colocated, apart, apart-all; by commas. Empty: write traces only."),
+    ] = "colocated,apart,apart-all",
+    local_prefill_tokens: Annotated[
+        int, typer.Option(min=0, help="In `apart`, decode reads up to so long a prompt itself.")
+    ] = 256,
+    batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals, kinds and prompts.")] = 1,
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay this file instead of rates and mix.")
+    ] = None,
+    write_trace: Annotated[
+        Path | None, typer.Option(help="Write the load here; of several rates, a file each.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+) -> None:
+    """One open load on two plain engines, and on a prefill and a decode engine: goodput."""
+    from disagg.bench import serve as bench
+    from disagg.bench.serve_score import Targets
+    from disagg.bench.serve_trace import parse_mix
+
+    plan = bench.Plan(
+        ways=[name for name in ways.split(",") if name],
+        rates=_rates(rates),
+        duration_s=duration,
+        kinds=parse_mix(mix),
+        repeat_share=repeat_share,
+        targets=Targets(ttft_target, itl_target),
+        local_prefill_tokens=local_prefill_tokens,
+        batched_tokens=batched_tokens,
+        seed=seed,
+        trace=trace,
+        write_trace=write_trace,
+    )
+    raise typer.Exit(bench.run(plan, json_path=json))
+
+
+@app.command()
 def transfer(
     transports: Annotated[str, typer.Option(help="Ours, by commas.")] = ",".join(PREFERENCE),
     sizes: Annotated[str, typer.Option(help="MB of one fetch, by commas.")] = "33,131,262",
@@ -182,3 +234,10 @@ def _numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
     except ValueError:
         raise ConfigError(f"{text!r}: whole numbers, by commas") from None
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--rates: {text!r} — numbers, by commas") from None

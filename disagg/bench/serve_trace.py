@@ -1,0 +1,145 @@
+"""The load of `disagg bench serve`: who asks when, for how long an answer to how long a prompt.
+
+Made of a seed, or read from a file with one JSON object a line:
+
+    {"at": 1.25, "prompt_tokens": 2000, "output_tokens": 64}
+
+`at` is in seconds from the start. A line may have `same_as`, the number (from 0) of an earlier
+line whose prompt it repeats; without it no prompt comes twice. Lengths are all that is written:
+the tokens themselves are made here, and mean nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from disagg.errors import ConfigError
+
+_EXAMPLE = '{"at": 1.25, "prompt_tokens": 2000, "output_tokens": 64}'
+# Of every vocabulary that `make-model` writes, and none of them special.
+_TOKENS = range(300, 1000)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of request, and which share of all are of it."""
+
+    share: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One request. `at`: seconds from the start of the load."""
+
+    at: Annotated[float, msgspec.Meta(ge=0)]
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    output_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    same_as: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+def parse_mix(text: str) -> list[Kind]:
+    """The kinds of `SHARE:PROMPT:OUTPUT,…`. Raises `ConfigError`."""
+    kinds = []
+    for part in text.split(","):
+        try:
+            share, prompt, output = part.split(":")
+            kind = Kind(float(share), int(prompt), int(output))
+        except ValueError:
+            raise ConfigError(
+                f"--mix: {part!r} — write SHARE:PROMPT:OUTPUT, as 0.7:128:64, by commas"
+            ) from None
+        if min(kind.prompt_tokens, kind.output_tokens) < 1 or not 0 < kind.share <= 1:
+            raise ConfigError(f"--mix: {part!r} — a share above 0, and at least one token each")
+        kinds.append(kind)
+    total = sum(kind.share for kind in kinds)
+    if not math.isclose(total, 1, abs_tol=1e-6):
+        raise ConfigError(f"--mix: the shares are {total:g} together; make them 1")
+    return kinds
+
+
+def poisson(
+    kinds: Sequence[Kind], rate: float, duration_s: float, seed: int, repeat_share: float = 0.0
+) -> list[Ask]:
+    """Arrivals of a Poisson process of `rate` requests a second, until `duration_s`.
+
+    The same seed gives the same requests in the same order at every rate, only closer together,
+    so that rates differ by nothing else. `repeat_share`: of requests that repeat an earlier
+    prompt of their kind, once there is one.
+    """
+    generator = random.Random(seed)
+    shares = [kind.share for kind in kinds]
+    firsts: dict[int, list[int]] = {}
+    asks: list[Ask] = []
+    at = 0.0
+    while True:
+        # As many draws for each request, whatever comes of them.
+        at += generator.expovariate(1.0) / rate
+        (kind,) = generator.choices(kinds, shares)
+        repeats, which = generator.random() < repeat_share, generator.random()
+        if at >= duration_s:
+            return asks
+        known = firsts.setdefault(kind.prompt_tokens, [])
+        same_as = known[int(which * len(known))] if repeats and known else None
+        if same_as is None:
+            known.append(len(asks))
+        asks.append(Ask(round(at, 6), kind.prompt_tokens, kind.output_tokens, same_as))
+
+
+def prompts(asks: Sequence[Ask], key: str) -> list[list[int]]:
+    """Token ids for each request; another key gives others."""
+    generator = random.Random(key)
+    made: list[list[int]] = []
+    for ask in asks:
+        if ask.same_as is None:
+            made.append(generator.choices(_TOKENS, k=ask.prompt_tokens))
+        else:
+            made.append(made[ask.same_as])
+    return made
+
+
+def write(path: Path, asks: Sequence[Ask]) -> None:
+    """One JSON object a line."""
+    path.write_bytes(b"".join(msgspec.json.encode(ask) + b"\n" for ask in asks))
+
+
+def read(path: Path) -> list[Ask]:
+    """The requests of a file, by time. Raises `ConfigError`, which names the line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--trace: {path} cannot be read ({error.strerror})") from error
+    asks: list[Ask] = []
+    for number, line in enumerate(lines):
+        try:
+            ask = msgspec.json.decode(line, type=Ask)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--trace: {path}:{number + 1}: {error}; a line is as {_EXAMPLE}"
+            ) from error
+        if problem := _problem(ask, asks):
+            raise ConfigError(f"--trace: {path}:{number + 1}: {problem}")
+        asks.append(ask)
+    if not asks:
+        raise ConfigError(f"--trace: {path} is empty; a line is as {_EXAMPLE}")
+    return asks
+
+
+def _problem(ask: Ask, earlier: Sequence[Ask]) -> str | None:
+    if earlier and ask.at < earlier[-1].at:
+        return "at: earlier than the line before; sort the lines by it"
+    if ask.same_as is None:
+        return None
+    if ask.same_as >= len(earlier):
+        return f"same_as: {ask.same_as} — name an earlier line, from 0"
+    length = earlier[ask.same_as].prompt_tokens
+    if length != ask.prompt_tokens:
+        return f"prompt_tokens: {ask.prompt_tokens} — the prompt of same_as has {length}"
+    return None
