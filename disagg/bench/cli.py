@@ -141,11 +141,11 @@ def router_faults(
 
 @app.command()
 def serve(
-    rates: Annotated[str, typer.Option(help="Requests a second, by commas.")] = "1,2,3,4",
-    duration: Annotated[float, typer.Option(help="Seconds of load at each rate.")] = 20,
+    rates: Annotated[str, typer.Option(help="Requests a second, by commas.")] = "0.5,1,1.5,2",
+    duration: Annotated[float, typer.Option(help="Seconds of load at each rate.")] = 24,
     mix: Annotated[
         str, typer.Option(help="SHARE:PROMPT:OUTPUT in tokens, by commas.")
-    ] = "0.6:128:64,0.4:2000:64",
+    ] = "0.5:128:64,0.5:1500:64",
     repeat_share: Annotated[
         float, typer.Option(help="Of requests that repeat an earlier prompt.")
     ] = 0,
@@ -154,7 +154,7 @@ def serve(
     ways: Annotated[
         str,
         typer.Option(help="Of colocated, apart, apart-all; by commas. Empty: write traces only."),
-    ] = "colocated,apart,apart-all",
+    ] = "colocated,apart",
     local_prefill_tokens: Annotated[
         int, typer.Option(min=0, help="In `apart`, decode reads up to so long a prompt itself.")
     ] = 256,

@@ -132,13 +132,14 @@ def run(plan: Plan, *, json_path: Path | None) -> int:
     if not plan.ways:
         return 0
     make_model(MODEL, layers=4, hidden=256, kv_heads=8, head_dim=128)
-    began = time.monotonic()
+    began, load_before = time.monotonic(), os.getloadavg()[0]
     with ExitStack() as stack:
         scene = _Scene(plan, stack, console)
         runs = _measure(plan, scene, loads, console)
     rows = [row(one, plan.targets) for one in runs]
     report = {
         **_settings(plan),
+        "load_before": round(load_before, 2),
         "minutes": round((time.monotonic() - began) / 60, 1),
         "rows": rows,
         "ratios": ratios(rows),

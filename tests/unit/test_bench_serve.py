@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from disagg.bench import serve, serve_load, serve_trace
 from disagg.bench.serve_load import Batch, Outcome, Reading
+from disagg.bench.serve_report import show
 from disagg.bench.serve_score import Run, Targets, goodput, percentile, ratios, row
 from disagg.bench.serve_trace import Ask, Kind, parse_mix, poisson
 from disagg.errors import ConfigError
@@ -322,6 +324,29 @@ def test_ratios_are_of_the_same_rate() -> None:
         {"way": "apart", "rate": 2, "itl_p99": 0.5, "ttft_p99": 0.5},
     ]
     assert ratios([one("apart", 1, 0.5, 0.1)]) == []
+
+
+def test_the_tables_show_what_failed_and_what_is_not_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    broken = row(measured("colocated", 1, [outcome(0.0, problem="cut")] * 2), TARGETS)
+    found = [broken, *rows("apart", {1: 9, 2.5: 8})]
+    report = {
+        "rows": found,
+        "ratios": ratios(found),
+        "goodput": {"apart": {"on_average": 1.0, "throughout": 0.0}},
+        "targets": {"ttft_s": 1, "itl_s": 0.1},
+        "cores": 2,
+        "load_before": 0.5,
+        "minutes": 1,
+    }
+    show(report, Console())
+    printed = capsys.readouterr().out.replace("│", " ").splitlines()
+    lines = [" ".join(line.split()) for line in printed]
+    assert "1/s colocated 2 2 0 - / - - / - - 0% / 0%" in lines
+    assert "1/s apart 10 0 0 500 / 2,000 10 / 10 10 90% / 90%" in lines
+    assert "1/s apart - -" in lines
+    assert "apart 1.00 0.00" in lines
 
 
 # ---- the plan ------------------------------------------------------------------------------
