@@ -42,7 +42,7 @@ from disagg.bench.serve_score import (
 from disagg.bench.serve_trace import Ask, Kind
 from disagg.bench.vllm_server import VllmServer
 from disagg.checkpoint import make_model
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, StartupError
 
 _CONTEXT = 16384  # of the engines, see `VllmServer`
 _MOST_PROBLEMS = 10
@@ -217,6 +217,9 @@ class _Scene:
         with ExitStack() as stack:
             url, _ = launch(stack, f"the router of {way}", self._router(way))
             batch = serve_load.run(url, load.asks, serve_trace.prompts(load.asks, key))
+        for server in servers:
+            if server.process is not None and server.process.poll() is not None:
+                raise StartupError(f"{server.name} ended under the load of {way}", server.tail())
         handed_over = _loaded(servers) - before
         for server in servers:
             server.pause()
@@ -246,9 +249,10 @@ def _loaded(servers: Sequence[VllmServer]) -> int:
 
 def _measure(plan: Plan, scene: _Scene, loads: Sequence[Load], console: Console) -> list[Run]:
     for way in plan.ways:
-        # Two of each kind at once, so that every engine has met all it will be asked.
+        # Two of each kind at once, so that every engine has met what it will be asked; of many
+        # kinds some, the longest among them.
         sizes = {(ask.prompt_tokens, ask.output_tokens) for load in loads for ask in load.asks}
-        some = sorted(sizes)[:: max(1, len(sizes) // 4)]
+        some = sorted(sizes, reverse=True)[:: max(1, len(sizes) // 4)]
         asks = [Ask(0.0, *size) for size in some for _ in range(2)]
         _tell(scene.run(way, Load(None, 0.0, asks), f"{plan.seed} {way} warm-up"), console)
         console.print(f"{way} is warm")
