@@ -69,11 +69,11 @@ def check(
     import yaml
 
     from disagg import checks, config
-    from disagg.plan import plan
+    from disagg.resolved import resolve
 
     deployment = config.load(file)
     _warn(checks.check(deployment))
-    resolved = plan(deployment)
+    resolved = resolve(deployment)
     if as_json:
         typer.echo(json.dumps(resolved, indent=2))
     else:

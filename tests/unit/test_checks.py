@@ -11,7 +11,7 @@ import pytest
 from disagg import checks, vllm_args
 from disagg.config import Deployment
 from disagg.errors import ConfigError
-from disagg.plan import plan
+from disagg.resolved import resolve
 
 
 def deployment_with(**sections: Any) -> Deployment:
@@ -251,7 +251,7 @@ def test_the_names_are_vllms_own() -> None:
 
 def test_the_plan_shows_merged_values_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET", "s3cret" * 5)
-    resolved = plan(
+    resolved = resolve(
         deployment_with(
             engine={"args": {"block_size": 64, "seed": 1}, "env": {"A": 1}},
             prefill={"args": {"block_size": 128}, "env": {"B": 2}, "replicas": 2},

@@ -13,7 +13,7 @@ from disagg.config import Deployment, Role, load
 from disagg.engine.args import engine_args
 from disagg.engine.spec import EngineSpec
 from disagg.errors import ConfigError
-from disagg.plan import plan
+from disagg.resolved import resolve
 
 
 def deployment(**tiers: Any) -> Deployment:
@@ -91,5 +91,5 @@ def test_mistakes_are_named(tiers: dict[str, Any], key: str, tmp_path: Path) -> 
 
 
 def test_the_plan_shows_them() -> None:
-    shown = plan(deployment(host={"max_bytes": 7}))
+    shown = resolve(deployment(host={"max_bytes": 7}))
     assert shown["tiers"] == {"host": {"max_bytes": 7, "eviction": "lru"}, "blocks_per_chunk": 1}

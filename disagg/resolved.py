@@ -16,7 +16,7 @@ from disagg.engine.spec import EngineSpec
 _ANY_PORT = "<any free port>"
 
 
-def plan(deployment: Deployment) -> dict[str, Any]:
+def resolve(deployment: Deployment) -> dict[str, Any]:
     """The plan in values that JSON and YAML can hold, in the order in which one reads it."""
     router, transfer = deployment.router, deployment.transfer
     scheme = "http" if router.tls_cert_file is None else "https"
