@@ -80,6 +80,64 @@ def check(
         typer.echo(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), nl=False)
 
 
+@app.command()
+def plan(
+    speeds: Annotated[Path, typer.Option(metavar="FILE", help="What `disagg bench speeds` wrote.")],
+    ttft: Annotated[float, typer.Option(help="Target: seconds to the first token.")],
+    itl: Annotated[float, typer.Option(help="Target: seconds between tokens, a request's mean.")],
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Requests: at, prompt_tokens, output_tokens; JSON lines, "
+            "or a .csv with these headers.",
+        ),
+    ] = None,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(help="Instead: requests=N,prompt=MEAN,output=MEAN[,sigma=S] (log-normal)."),
+    ] = None,
+    share: Annotated[float, typer.Option(help="Of the requests that must meet both.")] = 0.9,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second: scales arrivals, or makes them where none are."),
+    ] = None,
+    prefill_cost: Annotated[float, typer.Option(help="Of one prefill engine.")] = 1.0,
+    decode_cost: Annotated[float, typer.Option(help="Of one decode engine.")] = 1.0,
+    local_prefill_tokens: Annotated[
+        int, typer.Option(min=0, help="Decode computes up to so long a prompt itself.")
+    ] = 64,
+    prefill: Annotated[
+        int | None, typer.Option(min=0, help="No search: what would so many do?")
+    ] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="With --prefill.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of all that is random.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Say how many prefill and decode engines a load wants, by simulation.
+
+    Exit status 1 if no number of engines meets the targets.
+    """
+    from disagg.planning.report import Question, run
+
+    question = Question(
+        trace=trace,
+        synthetic=synthetic,
+        speeds=speeds,
+        ttft=ttft,
+        itl=itl,
+        share=share,
+        prefill_cost=prefill_cost,
+        decode_cost=decode_cost,
+        rate=rate,
+        local_prefill_tokens=local_prefill_tokens,
+        seed=seed,
+        prefill=prefill,
+        decode=decode,
+    )
+    raise typer.Exit(run(question, as_json=as_json))
+
+
 @app.command("make-model")
 def make_model(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],

@@ -29,7 +29,11 @@ ALLOWED = {
         "transport.shared_storage",
     },
     "resolved": {"config", "checks", "engine.args", "engine.spec"},
-    "cli": {"config", "errors", "checks", "resolved", "checkpoint", "cluster", "router", "bench"},
+    "cli": {
+        "config", "errors", "checks", "resolved", "checkpoint", "cluster", "router", "bench",
+        "planning",
+    },
+    "planning": {"errors", "config_file"},
     "transport": {"errors"},
     "store": {"errors"},
     "router": {*LEAVES, "credentials"},
@@ -37,7 +41,10 @@ ALLOWED = {
     # What an engine's own HTTP route needs to release a lease; never caches or transports.
     "engine": {*LEAVES, "transport.base", "transport.handoff", "transport.ticket"},
     "cluster": {*LEAVES, "config_file", "credentials", "engine", "router"},
-    "bench": {*LEAVES, "checks", "checkpoint", "cluster", "engine", "router", "transport", "store"},
+    "bench": {
+        *LEAVES, "checks", "checkpoint", "cluster", "engine", "router", "transport", "store",
+        "planning.speeds",
+    },
 }  # fmt: skip
 HEAVY = {
     "vllm": {"connector", "engine"},

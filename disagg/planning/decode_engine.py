@@ -1,0 +1,251 @@
+"""A decode engine in the simulation: continuous batching, hand-overs, prompts of its own.
+
+Steps are counted one by one and simulated in stretches: while nothing comes and nobody finishes,
+each step is longer than the last by the same amount, so a whole stretch is one event, whatever
+its length. Steps that compute prompts as well are simulated singly.
+
+A request is admitted when the KV cache has room for its prompt and its whole answer and a seat
+of `max_num_seqs` is free, in the order of arrival; its hand-over begins then. vLLM knows no
+answer's length, admits earlier, and preempts when it was wrong.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from disagg.planning.events import Clock
+from disagg.planning.speeds import DecodeSpeed, HandOver
+
+
+class Watcher(Protocol):
+    """Who is told what comes out."""
+
+    def first_token(self, now: float, request: int) -> None:
+        """The first token of an answer."""
+
+    def last_token(self, now: float, request: int) -> None:
+        """The answer is whole."""
+
+    def gaps(self, first_s: float, last_s: float, count: int) -> None:
+        """So many times between tokens, from `first_s` to `last_s` in even steps."""
+
+
+class DecodeEngine:
+    """Gets requests whose prompt is computed elsewhere, or is to be computed here."""
+
+    __slots__ = (
+        "_admitted",
+        "_began",
+        "_busy_s",
+        "_clock",
+        "_computed",
+        "_context",
+        "_fetching",
+        "_finishing",
+        "_gap_count",
+        "_growth",
+        "_handover",
+        "_is_local",
+        "_joining",
+        "_kv_used",
+        "_local",
+        "_outputs",
+        "_plan",
+        "_prompts",
+        "_running",
+        "_sequence_s",
+        "_speed",
+        "_step",
+        "_step_s",
+        "_steps",
+        "_to_fetch",
+        "_waiting",
+        "_watcher",
+    )
+
+    def __init__(
+        self,
+        speed: DecodeSpeed,
+        handover: HandOver,
+        sizes: tuple[Sequence[int], Sequence[int]],
+        is_local: Callable[[int], bool],
+        clock: Clock,
+        watcher: Watcher,
+    ) -> None:
+        self._speed, self._handover, self._is_local = speed, handover, is_local
+        self._prompts, self._outputs = sizes
+        self._clock, self._watcher = clock, watcher
+        # Before their turn: for room, for a hand-over's, and those that join with the next step.
+        self._waiting: deque[int] = deque()
+        self._to_fetch: deque[int] = deque()
+        self._joining: list[int] = []
+        self._fetching = self._admitted = self._kv_used = 0
+        # Prompts that are computed here, and how far the first of them is.
+        self._local: deque[int] = deque()
+        self._computed = 0
+        self._finishing: list[int] = []
+        # Who runs, by the number of the step that makes its last token; their tokens in all.
+        self._running: list[tuple[int, int]] = []
+        self._context = self._step = 0
+        # The stretch that runs: its steps (0: none), the first one's time, growth from step to
+        # step. A stretch that is cut short is planned anew, and the old plan's end is void.
+        self._steps = self._plan = self._gap_count = 0
+        self._began = self._step_s = self._growth = 0.0
+        self._busy_s = self._sequence_s = 0.0
+
+    def add(self, now: float, request: int) -> None:
+        """A request has come."""
+        self._waiting.append(request)
+        if self._admit(now):
+            self._wake(now)
+
+    def busy_s(self, now: float) -> tuple[float, float]:
+        """Seconds of its life so far in which it computed, and the sum of those of sequences."""
+        runs_s = now - self._began if self._steps else 0.0
+        return self._busy_s + runs_s, self._sequence_s + runs_s * len(self._running)
+
+    def _admit(self, now: float) -> bool:
+        """Give room to those in front; returns whether there are prompts to compute here."""
+        speed, waiting = self._speed, self._waiting
+        while waiting and self._admitted < speed.max_num_seqs:
+            request = waiting[0]
+            need = self._prompts[request] + self._outputs[request]
+            if self._kv_used + need > speed.kv_tokens:
+                break
+            waiting.popleft()
+            self._kv_used += need
+            self._admitted += 1
+            if self._is_local(request):
+                self._local.append(request)
+            elif self._fetching < self._handover.parallel:
+                self._fetch(now, request)
+            else:
+                self._to_fetch.append(request)
+        return bool(self._local)
+
+    def _fetch(self, now: float, request: int) -> None:
+        self._fetching += 1
+        self._clock.at(now + self._handover.takes(self._prompts[request]), self._fetched, request)
+
+    def _fetched(self, now: float, request: int) -> None:
+        self._fetching -= 1
+        if self._to_fetch:
+            self._fetch(now, self._to_fetch.popleft())
+        self._joining.append(request)
+        self._wake(now)
+
+    # ---- steps -----------------------------------------------------------------------------
+
+    def _wake(self, now: float) -> None:
+        """Somebody joins: now if nothing runs, or when the step that runs is over."""
+        if self._steps == 0:
+            self._begin(now)
+        elif self._steps > 1:
+            over = self._steps_until(now - self._began)
+            if over < self._steps:
+                self._schedule(over)
+
+    def _steps_until(self, elapsed: float) -> int:
+        """Steps of the stretch until the one is over that runs after so many seconds."""
+        first, growth = self._step_s, self._growth
+        if growth > 0:
+            half = first - growth / 2
+            estimate = (math.sqrt(half * half + 2 * growth * elapsed) - half) / growth
+        else:
+            estimate = elapsed / first
+        steps = max(1, math.ceil(estimate))
+        # Rounding may be one off either way.
+        while steps > 1 and self._takes(steps - 1) >= elapsed:
+            steps -= 1
+        while self._takes(steps) < elapsed:
+            steps += 1
+        return steps
+
+    def _takes(self, steps: int) -> float:
+        return steps * self._step_s + self._growth * (steps * (steps - 1) / 2)
+
+    def _schedule(self, steps: int) -> None:
+        self._steps = steps
+        self._plan += 1
+        self._clock.at(self._began + self._takes(steps), self._end, self._plan)
+
+    def _begin(self, now: float) -> None:
+        speed, running = self._speed, self._running
+        self._gap_count = len(running)
+        for request in self._joining:
+            # The hand-over brought all but the first token, which the next step makes.
+            heapq.heappush(running, (self._step + self._outputs[request], request))
+            self._context += self._prompts[request]
+        if not running and not self._local:
+            return
+        self._began = now
+        self._step_s = speed.step(len(running), self._context)
+        self._growth = speed.context_token_s * len(running)
+        if self._local:
+            self._compute_prompts(speed.max_num_batched_tokens - len(running))
+            self._schedule(1)
+        else:
+            self._schedule(running[0][0] - self._step)
+        if self._joining:
+            for request in self._joining:
+                self._watcher.first_token(now + self._step_s, request)
+            self._joining = []
+
+    def _compute_prompts(self, room: int) -> None:
+        """Prompts' tokens that the step takes along."""
+        speed, local = self._speed, self._local
+        while local and room > 0:
+            prompt = self._prompts[local[0]]
+            part = min(prompt - self._computed, room)
+            attended = part * (self._computed + part / 2)
+            self._step_s += speed.prompt_token_s * part + speed.prompt_token_context_s * attended
+            room -= part
+            self._computed += part
+            if self._computed == prompt:
+                self._finishing.append(local.popleft())
+                self._computed = 0
+
+    def _end(self, now: float, plan: int) -> None:
+        if plan != self._plan:
+            return
+        running, steps = self._running, self._steps
+        self._told_gaps(steps)
+        self._busy_s, self._sequence_s = self.busy_s(now)
+        self._steps = 0
+        self._step += steps
+        self._context += steps * len(running)
+        while running and running[0][0] == self._step:
+            self._leave(now, heapq.heappop(running)[1])
+        finishing, self._finishing = self._finishing, []
+        for request in finishing:
+            self._watcher.first_token(now, request)
+            self._context += self._prompts[request] + 1
+            if self._outputs[request] == 1:
+                self._leave(now, request)
+            else:
+                heapq.heappush(running, (self._step + self._outputs[request] - 1, request))
+        self._admit(now)
+        self._begin(now)
+
+    def _told_gaps(self, steps: int) -> None:
+        """Every sequence has one gap a step, but for the first token of those that joined."""
+        sequences, last = len(self._running), self._step_s + (steps - 1) * self._growth
+        if self._gap_count == sequences:
+            if sequences:
+                self._watcher.gaps(self._step_s, last, steps * sequences)
+            return
+        if self._gap_count:
+            self._watcher.gaps(self._step_s, self._step_s, self._gap_count)
+        if steps > 1:
+            self._watcher.gaps(self._step_s + self._growth, last, (steps - 1) * sequences)
+
+    def _leave(self, now: float, request: int) -> None:
+        tokens = self._prompts[request] + self._outputs[request]
+        self._context -= tokens
+        self._kv_used -= tokens
+        self._admitted -= 1
+        self._watcher.last_token(now, request)

@@ -1,0 +1,87 @@
+"""A prefill engine in the simulation: one step at a time, prompts in the order of their arrival.
+
+As vLLM's scheduler with chunked prefill: a step takes prompts until `max_num_batched_tokens`,
+the last one in part if it does not fit. Prefix caches are not part of the model, nor is the KV
+cache's size: see `report.NOT_MODELLED`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from disagg.planning.events import Clock, Happening
+from disagg.planning.speeds import PrefillSpeed
+
+
+class PrefillEngine:
+    """Calls `done(time, request)` when a prompt is computed."""
+
+    __slots__ = (
+        "_began",
+        "_busy_s",
+        "_clock",
+        "_computed",
+        "_computing",
+        "_done",
+        "_finishing",
+        "_prompts",
+        "_queue",
+        "_speed",
+    )
+
+    def __init__(
+        self, speed: PrefillSpeed, prompts: Sequence[int], clock: Clock, done: Happening
+    ) -> None:
+        self._speed, self._prompts, self._clock, self._done = speed, prompts, clock, done
+        self._queue: deque[int] = deque()
+        self._computed = 0  # tokens of the first in the queue that earlier steps have computed
+        self._computing = False
+        self._finishing: list[int] = []
+        self._began = self._busy_s = 0.0
+
+    def add(self, now: float, request: int) -> None:
+        """A prompt has come."""
+        self._queue.append(request)
+        if not self._computing:
+            self._begin(now)
+
+    def busy_s(self, now: float) -> float:
+        """Seconds of its life so far in which it computed."""
+        return self._busy_s + (now - self._began if self._computing else 0.0)
+
+    def _begin(self, now: float) -> None:
+        speed, queue, prompts = self._speed, self._queue, self._prompts
+        room = speed.max_num_batched_tokens
+        steps, tokens, attended = 1, 0, 0.0
+        left = prompts[queue[0]] - self._computed
+        if left > room:
+            # Steps that the first prompt fills alone, whatever comes meanwhile: all in one event.
+            steps = (left - 1) // room
+            tokens = steps * room
+            attended = tokens * (self._computed + tokens / 2)
+            self._computed += tokens
+        else:
+            finishing = self._finishing
+            while queue and room and len(finishing) < speed.max_num_seqs:
+                prompt = prompts[queue[0]]
+                part = min(prompt - self._computed, room)
+                attended += part * (self._computed + part / 2)
+                tokens += part
+                room -= part
+                self._computed += part
+                if self._computed == prompt:
+                    finishing.append(queue.popleft())
+                    self._computed = 0
+        duration = steps * speed.step_s + speed.token_s * tokens + speed.token_context_s * attended
+        self._computing, self._began = True, now
+        self._clock.at(now + duration, self._end, 0)
+
+    def _end(self, now: float, _: int) -> None:
+        self._computing = False
+        self._busy_s += now - self._began
+        finished, self._finishing = self._finishing, []
+        for request in finished:
+            self._done(now, request)
+        if self._queue:
+            self._begin(now)

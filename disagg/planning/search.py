@@ -1,0 +1,203 @@
+"""The cheapest numbers of engines that meet the targets.
+
+First what no number of engines can change: requests that miss a target on engines of their own.
+Then the fewest prefill engines beside decode engines in plenty, the fewest decode engines beside
+prefill engines in plenty, and from this corner outwards the cheapest pair that serves. More
+engines are taken never to be worse, which chance can contradict by an engine or two; where a
+number passes a hundred it is found to within one in a hundred.
+
+Must never print, and knows of a load only what `simulation` answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.errors import DisaggError
+from disagg.planning.outcome import Outcome
+from disagg.planning.simulation import Load, meets, simulate
+
+_PLENTY = 4  # times what serves: what is added beyond changes nothing
+_COLUMNS = 16  # numbers of prefill engines beyond the fewest that are tried
+
+
+class Unreachable(DisaggError):
+    """No number of engines meets the targets; the message says why."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one engine of each role, in any unit."""
+
+    prefill: float
+    decode: float
+
+    def of(self, prefill: int, decode: int) -> float:
+        """Of so many."""
+        return self.prefill * prefill + self.decode * decode
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The cheapest that meets the targets, and others to see it among, cheapest first.
+
+    `together`: the fewest engines that meet them without prefill engines, each computing its own
+    prompts; None if no number does.
+    """
+
+    best: Outcome
+    candidates: list[Outcome]
+    together: Outcome | None
+
+
+def search(load: Load, costs: Costs) -> Choice:
+    """Find it. Raises Unreachable."""
+    refuse_unreachable(load)
+    pair = _Cheapest(load, costs).pair()
+    around = {pair} | {at for at in _around(*pair) if min(at) > 0}
+    outcomes = {at: simulate(load, *at) for at in sorted(around, key=lambda at: costs.of(*at))}
+    return Choice(outcomes[pair], list(outcomes.values()), _together(load, sum(pair)))
+
+
+def _around(prefill: int, decode: int) -> list[tuple[int, int]]:
+    p, d = _step(prefill, 20), _step(decode, 20)
+    return [(prefill + i * p, decode + j * d) for i in (-1, 0, 1) for j in (-1, 0, 1) if i * j < 1]
+
+
+def _step(number: int, share: int) -> int:
+    return max(1, number // share)
+
+
+def refuse_unreachable(load: Load) -> None:
+    """Raises Unreachable if too many requests miss a target with nothing else in the way."""
+    trace, speeds, targets = load.trace, load.speeds, load.targets
+    late: list[tuple[float, int]] = []
+    slow: list[tuple[float, int]] = []
+    unfit: list[int] = []
+    missed = 0
+    for request, (prompt, output) in enumerate(zip(trace.prompt, trace.output, strict=True)):
+        if not load.fits(request):
+            unfit.append(prompt + output)
+            missed += 1
+            continue
+        first = speeds.first_token_alone(prompt, local=load.is_local(request, prefill=1))
+        between = speeds.decode.between_alone(prompt, output) if output > 1 else 0.0
+        if first > targets.ttft:
+            late.append((first, prompt))
+        if between > targets.itl:
+            slow.append((between, prompt + output))
+        missed += first > targets.ttft or between > targets.itl
+    if missed <= targets.misses_allowed(len(trace)):
+        return
+    why = [
+        f"no number of engines meets the targets: {missed:,} of {len(trace):,} requests miss them "
+        f"on engines of their own, and {1 - targets.share:.4g} of all may"
+    ]
+    if late:
+        seconds, tokens = min(late)
+        why.append(
+            f"{len(late):,} get their first token after --ttft {targets.ttft:g} s; the quickest "
+            f"of them, a prompt of {tokens:,} tokens, takes {seconds:.3g} s"
+        )
+    if slow:
+        seconds, tokens = min(slow)
+        why.append(
+            f"{len(slow):,} have more than --itl {targets.itl:g} s between tokens; the quickest "
+            f"of them, of {tokens:,} tokens in all, {seconds:.3g} s"
+        )
+    if unfit:
+        why.append(
+            f"{len(unfit):,} do not fit into a decode engine's KV cache of "
+            f"{speeds.decode.kv_tokens:,} tokens; the smallest has {min(unfit):,}"
+        )
+    raise Unreachable("; ".join(why))
+
+
+class _Cheapest:
+    def __init__(self, load: Load, costs: Costs) -> None:
+        self._load, self._costs = load, costs
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def pair(self) -> tuple[int, int]:
+        """The cheapest numbers of prefill and decode engines found."""
+        costs = self._costs
+        prefill_plenty, decode_plenty = (_PLENTY * n for n in self._enough())
+        least_prefill = _least(lambda p: self._serves(p, decode_plenty), prefill_plenty)
+        least_decode = _least(lambda d: self._serves(prefill_plenty, d), decode_plenty)
+        decode = _least(lambda d: self._serves(least_prefill, d), decode_plenty, least_decode)
+        best = (least_prefill, decode)
+        spare = costs.of(*best) - costs.of(least_prefill, least_decode)
+        stride = max(1, math.ceil(spare / costs.prefill / _COLUMNS))
+        prefill = least_prefill + stride
+        while costs.of(prefill, least_decode) < costs.of(*best):
+            cheaper = (costs.of(*best) - costs.prefill * prefill) / costs.decode
+            most = math.ceil(cheaper - 1e-9) - 1
+            if self._serves(prefill, most):
+                at = prefill
+                best = (at, _least(lambda d, p=at: self._serves(p, d), most, least_decode))
+            prefill += stride
+        return best
+
+    def _enough(self) -> tuple[int, int]:
+        """Some numbers that serve, by doubling from what the work alone takes."""
+        most = len(self._load.trace)
+        pair = min(most, _prefill_work(self._load)), min(most, _decode_work(self._load))
+        while not self._serves(*pair):
+            if min(pair) == most:
+                raise Unreachable(
+                    f"not even {most:,} engines of each role meet the targets, one for each "
+                    "request: too many requests come at once; spread their arrivals"
+                )
+            pair = min(most, 2 * pair[0]), min(most, 2 * pair[1])
+        return pair
+
+    def _serves(self, prefill: int, decode: int) -> bool:
+        at = (prefill, decode)
+        if at not in self._known:
+            self._known[at] = decode > 0 and meets(self._load, prefill, decode)
+        return self._known[at]
+
+
+def _least(serves: Callable[[int], bool], most: int, least: int = 1) -> int:
+    """The fewest from `least` on that serve, when `most` do."""
+    below, enough = least - 1, most
+    while enough - below > _step(enough, 100):
+        middle = (below + enough) // 2
+        if serves(middle):
+            enough = middle
+        else:
+            below = middle
+    return enough
+
+
+def _together(load: Load, like: int) -> Outcome | None:
+    """The fewest engines that serve without prefill engines."""
+    most = max(1, like)
+    while not meets(load, 0, most):
+        if most >= _PLENTY * like:
+            return None
+        most *= 2
+    return simulate(load, 0, _least(lambda n: meets(load, 0, n), most))
+
+
+def _prefill_work(load: Load) -> int:
+    speed, trace = load.speeds.prefill, load.trace
+    seconds = sum(
+        speed.alone(prompt) - speed.request_s
+        for request, prompt in enumerate(trace.prompt)
+        if not load.is_local(request, prefill=1)
+    )
+    return max(1, math.ceil(seconds / max(trace.at[-1], load.targets.ttft)))
+
+
+def _decode_work(load: Load) -> int:
+    """Of the growth of steps with each sequence and its tokens; what a step costs anyhow is
+    shared by who runs together."""
+    speed, trace = load.speeds.decode, load.trace
+    seconds = sum(
+        output * (speed.step(1, prompt + output // 2) - speed.step_s)
+        for prompt, output in zip(trace.prompt, trace.output, strict=True)
+    )
+    return max(1, math.ceil(seconds / max(trace.at[-1], load.targets.ttft)))
