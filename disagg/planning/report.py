@@ -175,9 +175,9 @@ def _assumptions(load: Load) -> list[str]:
         f"- load: {trace.origin}; {len(trace):,} requests, {trace.rate:.4g} a second, mean prompt "
         f"{_mean(trace.prompt):,.0f} and answer {_mean(trace.output):,.0f} tokens",
         f"- speeds measured: {where}",
-        f"- prefill engine: {_ms(p.request_s)} ms a request, {_ms(p.step_s)} ms a step, "
-        f"{p.token_s * 1e6:.3g} us a token, {p.token_context_s * 1e9:.3g} ns a token and token "
-        f"before it; at most {p.max_num_batched_tokens:,} tokens and {p.max_num_seqs} prompts a step",
+        f"- prefill engine: {_ms(p.request_s)} ms a request, {_ms(p.step_s)} ms a step of at most "
+        f"{p.max_num_batched_tokens:,} tokens and {p.max_num_seqs} prompts, {p.token_s * 1e6:.3g} "
+        f"us a token, {p.token_context_s * 1e9:.3g} ns a token and token before it",
         f"- decode engine: {_ms(d.request_s)} ms a request, {_ms(d.step_s)} ms a step, "
         f"{d.sequence_s * 1e6:.3g} us a sequence, {d.context_token_s * 1e9:.3g} ns a token of "
         f"context; {d.max_num_seqs} sequences, {d.kv_tokens:,} tokens of KV cache",
