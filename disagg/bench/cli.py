@@ -60,6 +60,42 @@ def offload(
 
 
 @app.command()
+def speeds(
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("speeds.json"),
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths, by commas.")
+    ] = "128,512,1000,2000,4000,6000",
+    batches: Annotated[str, typer.Option(help="Sequences that decode at once.")] = "1,4,8,16",
+    contexts: Annotated[str, typer.Option(help="Tokens of each of them.")] = "128,1000,4000",
+    repeats: Annotated[int, typer.Option(min=1, help="Of all; one more warms up.")] = 3,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Of both engines.")] = 2048,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Of both engines.")] = 64,
+    load_threads: Annotated[int, typer.Option(min=1, help="Hand-overs at once.")] = 8,
+    prefill: Annotated[str | None, typer.Option(help="URL of a prefill engine.")] = None,
+    decode: Annotated[
+        str | None, typer.Option(help="URL of a decode engine; without both, a pair is started.")
+    ] = None,
+    note: Annotated[str, typer.Option(help="Goes into the file.")] = "",
+) -> None:
+    """How fast engines compute prompts, make tokens and hand over: the file of disagg plan."""
+    from disagg.bench import speeds as bench
+
+    plan = bench.Plan(
+        lengths=_numbers(lengths),
+        batches=_numbers(batches),
+        contexts=_numbers(contexts),
+        repeats=repeats,
+        batched_tokens=max_num_batched_tokens,
+        seqs=max_num_seqs,
+        parallel=load_threads,
+        prefill=prefill,
+        decode=decode,
+        note=note,
+    )
+    raise typer.Exit(bench.run(plan, out))
+
+
+@app.command()
 def soak(
     requests: Annotated[int, typer.Option(min=1)] = 2000,
     concurrency: Annotated[int, typer.Option(min=1)] = 16,

@@ -59,6 +59,7 @@ class DecodeEngine:
         "_running",
         "_sequence_s",
         "_speed",
+        "_starting",
         "_step",
         "_step_s",
         "_steps",
@@ -93,6 +94,7 @@ class DecodeEngine:
         self._context = self._step = 0
         # The stretch that runs: its steps (0: none), the first one's time, growth from step to
         # step. A stretch that is cut short is planned anew, and the old plan's end is void.
+        self._starting = False
         self._steps = self._plan = self._gap_count = 0
         self._began = self._step_s = self._growth = 0.0
         self._busy_s = self._sequence_s = 0.0
@@ -143,7 +145,9 @@ class DecodeEngine:
     def _wake(self, now: float) -> None:
         """Somebody joins: now if nothing runs, or when the step that runs is over."""
         if self._steps == 0:
-            self._begin(now)
+            if not self._starting:
+                self._starting = True
+                self._clock.at(now, self._begin, 0)  # with all that come at the same moment
         elif self._steps > 1:
             over = self._steps_until(now - self._began)
             if over < self._steps:
@@ -173,8 +177,9 @@ class DecodeEngine:
         self._plan += 1
         self._clock.at(self._began + self._takes(steps), self._end, self._plan)
 
-    def _begin(self, now: float) -> None:
+    def _begin(self, now: float, _: int) -> None:
         speed, running = self._speed, self._running
+        self._starting = False
         self._gap_count = len(running)
         for request in self._joining:
             # The hand-over brought all but the first token, which the next step makes.
@@ -229,7 +234,7 @@ class DecodeEngine:
             else:
                 heapq.heappush(running, (self._step + self._outputs[request] - 1, request))
         self._admit(now)
-        self._begin(now)
+        self._begin(now, 0)
 
     def _told_gaps(self, steps: int) -> None:
         """Every sequence has one gap a step, but for the first token of those that joined."""

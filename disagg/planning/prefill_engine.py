@@ -44,13 +44,14 @@ class PrefillEngine:
         """A prompt has come."""
         self._queue.append(request)
         if not self._computing:
-            self._begin(now)
+            self._computing, self._began = True, now
+            self._clock.at(now, self._begin, 0)  # with all that come at the same moment
 
     def busy_s(self, now: float) -> float:
         """Seconds of its life so far in which it computed."""
         return self._busy_s + (now - self._began if self._computing else 0.0)
 
-    def _begin(self, now: float) -> None:
+    def _begin(self, now: float, _: int) -> None:
         speed, queue, prompts = self._speed, self._queue, self._prompts
         room = speed.max_num_batched_tokens
         steps, tokens, attended = 1, 0, 0.0
@@ -84,4 +85,4 @@ class PrefillEngine:
         for request in finished:
             self._done(now, request)
         if self._queue:
-            self._begin(now)
+            self._begin(now, 0)

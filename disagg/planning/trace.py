@@ -21,7 +21,7 @@ from disagg.config_file import nearest, show
 from disagg.errors import ConfigError
 
 _SIZES = ("prompt_tokens", "output_tokens")
-_KNOWN = {"at", *_SIZES}
+_KNOWN = {"at", "same_as", *_SIZES}
 _EXAMPLE = '{"at": 0.5, "prompt_tokens": 800, "output_tokens": 100}'
 
 

@@ -1,0 +1,263 @@
+"""The simulated engines against closed forms, and against steps taken one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.planning.loads import load, speeds
+
+from disagg.planning.decode_engine import DecodeEngine
+from disagg.planning.events import Clock
+from disagg.planning.outcome import Gaps
+from disagg.planning.prefill_engine import PrefillEngine
+from disagg.planning.simulation import simulate
+from disagg.planning.speeds import Speeds
+
+Requests = Sequence[tuple[float, int, int]]
+
+
+def prefilled(of: Speeds, requests: Requests) -> list[float]:
+    """When one prefill engine has computed each prompt."""
+    clock, done = Clock(), dict[int, float]()
+    prompts = [prompt for _, prompt, _ in requests]
+    engine = PrefillEngine(
+        of.prefill, prompts, clock, lambda now, request: done.update({request: now})
+    )
+    for request, (at, _, _) in enumerate(requests):
+        clock.at(at, engine.add, request)
+    clock.run(float("inf"))
+    return [done[request] for request in range(len(requests))]
+
+
+class Watched:
+    """What one decode engine made of requests that come to it at their times."""
+
+    def __init__(self, of: Speeds, requests: Requests, local: Sequence[bool]) -> None:
+        self.first, self.last = dict[int, float](), dict[int, float]()
+        self.spread, self.gap_sum, self.gap_count = Gaps(), 0.0, 0
+        clock = Clock()
+        sizes = [prompt for _, prompt, _ in requests], [output for _, _, output in requests]
+        engine = DecodeEngine(of.decode, of.handover, sizes, local.__getitem__, clock, self)
+        for request, (at, _, _) in enumerate(requests):
+            clock.at(at, engine.add, request)
+        clock.run(float("inf"))
+
+    def first_token(self, now: float, request: int) -> None:
+        self.first[request] = now
+
+    def last_token(self, now: float, request: int) -> None:
+        self.last[request] = now
+
+    def gaps(self, first_s: float, last_s: float, count: int) -> None:
+        assert count > 0
+        self.spread.add(first_s, last_s, count)
+        self.gap_sum += (first_s + last_s) / 2 * count
+        self.gap_count += count
+
+
+def one_by_one(
+    of: Speeds, requests: Requests, local: Sequence[bool]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """The same without any shortcut: each step by itself. Hand-overs are all of one length and
+    never wait for one another. First and last token of each request."""
+    speed, takes = of.decode, of.handover.latency_s
+    first, last = dict[int, float](), dict[int, float]()
+    coming, waiting = list(range(len(requests))), list[int]()
+    admitted, ready = set[int](), dict[int, float]()
+    prompts, made = list[list[int]](), dict[int, int]()
+    now = 0.0
+
+    def admit(at: float) -> None:
+        while waiting and len(admitted) < speed.max_num_seqs:
+            used = sum(requests[r][1] + requests[r][2] for r in admitted)
+            request = waiting[0]
+            if used + requests[request][1] + requests[request][2] > speed.kv_tokens:
+                return
+            admitted.add(waiting.pop(0))
+            if local[request]:
+                prompts.append([request, 0])
+            else:
+                ready[request] = at + takes
+
+    while len(last) < len(requests):
+        while coming and requests[coming[0]][0] <= now:
+            waiting.append(coming.pop(0))
+            admit(requests[waiting[-1]][0])
+        for request in [r for r in last if r in admitted]:
+            admitted.remove(request)
+        admit(now)
+        joined = [r for r, at in ready.items() if at <= now]
+        for request in joined:
+            del ready[request]
+            made[request] = 0
+        if not made and not prompts:
+            now = min([*ready.values(), *(requests[r][0] for r in coming[:1])])
+            continue
+        context = sum(requests[r][1] + n for r, n in made.items())
+        step_s = speed.step(len(made), context)
+        room, finished = speed.max_num_batched_tokens - len(made), list[int]()
+        for entry in prompts:
+            part = min(requests[entry[0]][1] - entry[1], room)
+            step_s += speed.prompt_token_s * part
+            step_s += speed.prompt_token_context_s * part * (entry[1] + part / 2)
+            entry[1] += part
+            room -= part
+            if entry[1] == requests[entry[0]][1]:
+                finished.append(entry[0])
+        prompts = [entry for entry in prompts if entry[0] not in finished]
+        # Who comes in the middle of the step is admitted with what is free in it.
+        while coming and requests[coming[0]][0] <= now + step_s:
+            waiting.append(coming.pop(0))
+            admit(requests[waiting[-1]][0])
+        now += step_s
+        for request in made:
+            made[request] += 1
+        for request in finished:
+            made[request] = 1
+        for request in list(made):
+            if made[request] == 1:
+                first[request] = now
+            if made[request] == requests[request][2]:
+                last[request] = now
+                del made[request]
+    return first, last
+
+
+# ---- prefill -----------------------------------------------------------------------------------
+
+
+def test_a_prompt_alone_takes_its_steps_tokens_and_attention() -> None:
+    speed = speeds().prefill
+    (short,) = prefilled(speeds(), [(0.0, 800, 1)])
+    assert short == pytest.approx(0.01 + 800e-4 + 1e-8 * 800 * 800 / 2)
+    (long,) = prefilled(speeds(), [(0.0, 3500, 1)])  # in four steps of at most 1,000 tokens
+    assert long == pytest.approx(4 * 0.01 + 3500e-4 + 1e-8 * 3500 * 3500 / 2)
+    assert long == pytest.approx(speed.alone(3500) - speed.request_s)
+
+
+def test_prompts_share_steps_and_the_last_one_is_cut() -> None:
+    of = speeds({"token_context_s": 0.0})
+    # The first step starts at once with the first alone; then 400 + 400 + 200 of 400; then 200.
+    done = prefilled(of, [(0.0, 100, 1), (0.001, 400, 1), (0.002, 400, 1), (0.003, 400, 1)])
+    assert done == pytest.approx([0.02, 0.13, 0.13, 0.16])
+
+
+def test_at_most_so_many_prompts_in_a_step() -> None:
+    of = speeds({"token_context_s": 0.0, "max_num_seqs": 2})
+    assert prefilled(of, [(0.0, 100, 1)] * 4) == pytest.approx([0.03, 0.03, 0.06, 0.06])
+
+
+@pytest.mark.parametrize("busy", [0.5, 0.8])
+def test_waits_are_those_of_m_d_1(busy: float) -> None:
+    """One prompt a step, all of one length, Poisson: mean wait busy / (2 (1 - busy)) services."""
+    of = speeds({"max_num_batched_tokens": 500, "token_context_s": 0.0})
+    service = 0.01 + 500e-4
+    draw, at, requests = random.Random(1), 0.0, []
+    for _ in range(30_000):
+        requests.append((at, 500, 1))
+        at += draw.expovariate(busy / service)
+    done = prefilled(of, requests)
+    waits = [end - begin[0] - service for end, begin in zip(done, requests, strict=True)]
+    mean = sum(waits) / len(waits)
+    assert mean == pytest.approx(busy / (2 * (1 - busy)) * service, rel=0.05)
+
+
+# ---- decode ------------------------------------------------------------------------------------
+
+
+def test_a_batch_makes_a_token_a_step_each() -> None:
+    of = speeds(handover={"latency_s": 0.0, "bytes_per_s": 1e30, "parallel": 8})
+    watched = Watched(of, [(0.0, 1000, 50)] * 4, [False] * 4)
+    step = [0.02 + 4 * 0.001 + 1e-6 * (4 * 1000 + 4 * n) for n in range(50)]
+    assert watched.first == pytest.approx(dict.fromkeys(range(4), step[0]))
+    assert watched.last == pytest.approx(dict.fromkeys(range(4), sum(step)))
+    assert watched.gap_count == 4 * 49
+    assert watched.gap_sum == pytest.approx(4 * sum(step[1:]))
+
+
+def test_gaps_within_a_stretch_have_their_own_times() -> None:
+    of = speeds(decode={"context_token_s": 1e-3})
+    watched = Watched(of, [(0.0, 1, 101)], [False])
+    gaps = [0.021 + 1e-3 * (1 + n) for n in range(1, 101)]
+    assert watched.spread.quantile(0.5) == pytest.approx(sorted(gaps)[49], rel=0.02)
+    assert watched.spread.quantile(0.99) == pytest.approx(sorted(gaps)[98], rel=0.02)
+
+
+def test_who_does_not_fit_waits_until_somebody_has_left() -> None:
+    of = speeds(decode={"kv_tokens": 2500})
+    watched = Watched(of, [(0.0, 1000, 100), (0.0, 1000, 100), (0.0, 1000, 100)], [False] * 3)
+    assert watched.first[1] == pytest.approx(watched.first[0])
+    left = watched.last[0]
+    takes = of.handover.takes(1000)
+    assert watched.first[2] == pytest.approx(left + takes + 0.021 + 1e-3, rel=1e-6)
+
+
+def test_hand_overs_beyond_the_limit_take_turns() -> None:
+    of = speeds(decode={"step_s": 1e-9, "sequence_s": 0.0, "context_token_s": 0.0})
+    watched = Watched(of, [(0.0, 1000, 1)] * 4, [False] * 4)
+    takes = of.handover.takes(1000)
+    times = [watched.first[request] for request in range(4)]
+    assert times == pytest.approx([takes, takes, 2 * takes, 2 * takes], rel=1e-4)
+
+
+def test_a_prompt_of_its_own_delays_who_decodes() -> None:
+    of = speeds()
+    watched = Watched(of, [(0.0, 500, 20), (0.1, 800, 5)], [False, True])
+    delayed = watched.spread.quantile(1.0)
+    assert delayed > 800 * 2e-4
+    undisturbed = Watched(of, [(0.0, 500, 20)], [False]).spread.quantile(1.0)
+    assert undisturbed < 0.023
+
+
+requests = st.lists(
+    st.tuples(
+        st.floats(0.0, 2.0, allow_nan=False),
+        st.integers(1, 2500),
+        st.integers(1, 60),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests, st.integers(1, 4), st.integers(2600, 9000))
+def test_stretches_are_the_steps_that_they_stand_for(
+    drawn: list[tuple[float, int, int, bool]], seats: int, kv_tokens: int
+) -> None:
+    of = speeds(
+        decode={"max_num_seqs": seats, "kv_tokens": kv_tokens},
+        handover={"latency_s": 0.0123, "bytes_per_s": 1e30, "parallel": 100},
+    )
+    drawn = sorted(drawn)
+    given_requests = [(at, prompt, output) for at, prompt, output, _ in drawn]
+    local = [is_local for *_, is_local in drawn]
+    watched = Watched(of, given_requests, local)
+    first, last = one_by_one(of, given_requests, local)
+    assert watched.first == pytest.approx(first)
+    assert watched.last == pytest.approx(last)
+    assert watched.gap_count == sum(output - 1 for _, _, output in given_requests)
+    assert watched.gap_sum == pytest.approx(sum(last[r] - first[r] for r in first), abs=1e-9)
+
+
+# ---- both --------------------------------------------------------------------------------------
+
+
+def test_a_request_alone_takes_what_its_parts_take() -> None:
+    of = speeds()
+    outcome = simulate(load([(0.0, 3500, 40)], of), 1, 1)
+    prefill = 0.004 + 4 * 0.01 + 3500e-4 + 1e-8 * 3500 * 3500 / 2
+    handover = 0.005 + 3500 * 1000 / 1e8
+    step = 0.02 + 0.001 + 1e-6 * 3500
+    assert outcome.ttft_p50 == pytest.approx(0.001 + prefill + 0.003 + handover + step)
+    assert outcome.ttft_p50 == pytest.approx(of.first_token_alone(3500, local=False))
+    local = simulate(load([(0.0, 3500, 40)], of), 0, 1)
+    assert local.ttft_p50 == pytest.approx(
+        0.001 + 0.003 + 4 * 0.02 + 3500 * 2e-4 + 2e-8 * 3500 * 3500 / 2
+    )
+    assert local.ttft_p50 == pytest.approx(of.first_token_alone(3500, local=True))

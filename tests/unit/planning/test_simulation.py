@@ -1,0 +1,88 @@
+"""The whole simulation: choices, short prompts, seeds, targets, size."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from unit.planning.loads import load, speeds
+
+from disagg.planning.outcome import Gaps, Targets
+from disagg.planning.simulation import meets, simulate
+from disagg.planning.trace import synthetic
+
+MIXED = synthetic("requests=2000,prompt=900,output=60,sigma=0.9", 20.0, 3)
+
+
+def test_one_seed_gives_one_result() -> None:
+    assert simulate(load(MIXED), 4, 3) == simulate(load(MIXED), 4, 3)
+    other = simulate(load(MIXED, seed=1), 4, 3)
+    assert other.ttft_p99 != simulate(load(MIXED), 4, 3).ttft_p99
+
+
+def test_short_prompts_stay_with_decode() -> None:
+    requests = [(float(n), 100, 5) for n in range(20)]
+    assert simulate(load(requests, local_prefill_tokens=100), 1, 1).prefill_busy == 0
+    assert simulate(load(requests, local_prefill_tokens=99), 1, 1).prefill_busy > 0
+
+
+def test_who_fits_into_no_cache_is_refused_and_misses() -> None:
+    requests = [(0.0, 100, 5), (0.1, 20_000, 1)]
+    outcome = simulate(load(requests), 1, 1)
+    assert (outcome.refused, outcome.missed, outcome.share) == (1, 1, 0.5)
+    assert outcome.ttft_p99 < 1
+
+
+def test_the_less_loaded_of_two_is_better_than_chance() -> None:
+    """Two engines of which both are drawn: a request never queues while the other is free."""
+    of = speeds(decode={"kv_tokens": 10**6, "max_num_seqs": 1000})
+    requests = [(0.0, 1000, 1), (0.001, 1000, 1), (10.0, 1000, 1), (10.001, 1000, 1)]
+    alone = simulate(load(requests[:1], of), 1, 1).ttft_p99
+    assert simulate(load(requests, of), 2, 2).ttft_p99 == pytest.approx(alone)
+    assert simulate(load(requests, of), 1, 2).ttft_p99 > alone + 0.1
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(4, 3), (8, 8), (12, 6), (20, 20)])
+def test_giving_up_early_says_the_same(prefill: int, decode: int) -> None:
+    asked = load(MIXED, targets=Targets(0.3, 0.05, 0.9))
+    outcome = simulate(asked, prefill, decode)
+    assert meets(asked, prefill, decode) == outcome.meets(asked.targets)
+    assert outcome.missed <= outcome.late_first + outcome.slow_next
+    assert outcome.missed >= max(outcome.late_first, outcome.slow_next)
+
+
+def test_both_answers_occur() -> None:
+    asked = load(MIXED, targets=Targets(0.3, 0.05, 0.9))
+    assert not meets(asked, 4, 3)
+    assert meets(asked, 20, 20)
+
+
+def test_misses_allowed_are_not_lost_to_rounding() -> None:
+    assert Targets(1, 1, 0.9).misses_allowed(30) == 3
+    assert Targets(1, 1, 0.99).misses_allowed(100) == 1
+    assert Targets(1, 1, 1.0).misses_allowed(1000) == 0
+
+
+def test_quantiles_of_gaps_are_weighted() -> None:
+    gaps = Gaps()
+    gaps.add(0.1, 0.1, 90)
+    gaps.add(0.2, 0.4, 10)
+    assert gaps.quantile(0.5) == pytest.approx(0.1, rel=1e-6)
+    assert gaps.quantile(0.95) == pytest.approx(0.3, rel=1e-6)
+    assert Gaps().quantile(0.5) != Gaps().quantile(0.5)  # NaN
+
+
+def test_utilisation_is_of_the_time_in_which_requests_come() -> None:
+    of = speeds({"token_context_s": 0.0})
+    outcome = simulate(load([(0.1 * n, 400, 1) for n in range(101)], of), 2, 1)
+    assert outcome.prefill_busy == pytest.approx(100 * 0.05 / 10 / 2, rel=0.01)
+
+
+def test_thousands_of_engines_in_seconds() -> None:
+    many = synthetic("requests=8000,prompt=900,output=300,sigma=0.8", 8_000.0, 0)
+    of = speeds({"step_s": 0.002}, {"kv_tokens": 10**6, "max_num_seqs": 256})
+    began = time.process_time()
+    outcome = simulate(load(many, of), 1200, 1200)
+    assert time.process_time() - began < 6
+    assert 0 < outcome.prefill_busy < 1
+    assert outcome.ttft_p50 < 1
