@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -78,9 +79,10 @@ class Engine:
         """Steps of so many sequences, which go on from one prompt of so many tokens."""
         prompt = _fresh(context, draw)
         self._post(completion(prompt, max_tokens=1))  # in its prefix cache from here on
-        body = completion(prompt, max_tokens=output, n=sequences, stream=True)
+        # vLLM refuses several greedy answers to one prompt.
+        body = completion(prompt, max_tokens=output, n=sequences, temperature=1.0)
         came: dict[int, list[tuple[float, int]]] = {}
-        for event in stream(f"{self.url}{_PATH}", {"model": self.model, **body}):
+        for event in self._stream(body):
             now = time.monotonic()
             for choice in event.get("choices", ()):
                 if ids := choice.get("token_ids"):
@@ -108,12 +110,18 @@ class Engine:
     # ---- its API ---------------------------------------------------------------------------
 
     def _first_token(self, prompt: list[int], extra: dict[str, Any]) -> float:
-        body = {"model": self.model, **completion(prompt, max_tokens=2, stream=True), **extra}
         began, first = time.monotonic(), 0.0
-        for event in stream(f"{self.url}{_PATH}", body):
+        for event in self._stream(completion(prompt, max_tokens=2, **extra)):
             if event.get("choices") and not first:
                 first = time.monotonic()
         return first - began
+
+    def _stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        asked = {"model": self.model, "stream": True, **body}
+        try:
+            yield from stream(f"{self.url}{_PATH}", asked)
+        except (httpx.HTTPError, RuntimeError) as error:
+            raise StartupError(f"--{self.role}: {self.url}: {error}") from error
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         answer = httpx.post(

@@ -1,7 +1,7 @@
 """From samples of an engine's times to the speeds that `disagg plan` takes: least squares.
 
 Pure functions. Errors are relative to what was measured, so that short prompts count as much as
-long ones; no speed is negative. Residuals are part of the result, never thrown away.
+long ones; no speed is negative. Residuals, of every sample, are part of the result.
 """
 
 from __future__ import annotations
@@ -70,23 +70,32 @@ def least_squares(
 ) -> Fit:
     """Coefficients of these columns, of least relative error, none negative.
 
-    `known`: the part of each measured time that is accounted for already. A column whose
+    Of several samples of one setting the median counts: others that use the machine make single
+    ones slow. `known`: the part of each measured time that is accounted for already. A column whose
     coefficient would be negative is left out, the worst first. Raises DisaggError if none is left.
     """
-    seconds = np.array(measured)
-    wanted = 1 - np.array(known or [0.0] * len(measured)) / seconds
+    every = np.array(list(columns.values())).T
+    settings, of = np.unique(every, axis=0, return_inverse=True)
+    less = np.array(known or [0.0] * len(measured))
+    seconds = _medians(np.array(measured), of)
+    wanted = 1 - _medians(less, of) / seconds
     names = list(columns)
     while names:
-        matrix = np.array([columns[name] for name in names]).T / seconds[:, None]
+        matrix = settings[:, [list(columns).index(name) for name in names]] / seconds[:, None]
         scale = np.abs(matrix).max(axis=0)
         found: Floats = np.linalg.lstsq(matrix / scale, wanted, rcond=None)[0]
         if found.min() >= 0:
-            residuals: list[float] = (matrix / scale @ found - wanted).tolist()
             speeds = dict.fromkeys(columns, 0.0)
             speeds |= dict(zip(names, (found / scale).tolist(), strict=True))
-            return Fit(speeds, residuals)
+            expected = every @ np.array(list(speeds.values())) + less
+            return Fit(speeds, (expected / np.array(measured) - 1).tolist())
         names.pop(int(found.argmin()))
     raise DisaggError("the times measured grow with nothing; measure on a quieter machine")
+
+
+def _medians(values: Floats, of: npt.NDArray[np.intp]) -> Floats:
+    """The median of each group; `of` says which each value belongs to."""
+    return np.array([np.median(values[of == group]) for group in range(of.max() + 1)])
 
 
 def prompts(samples: Sequence[PromptSample], step_tokens: int, step_s: float | None = None) -> Fit:
