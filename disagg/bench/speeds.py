@@ -193,22 +193,29 @@ def _speeds(
     measured: dict[str, Any],
     kv_tokens: int,
 ) -> Speeds:
-    prompts, steps = fits["decode prompts"].speeds, fits["decode steps"].speeds
-    move = fits["hand-over"].speeds
+    computed, prompts = fits["prefill"].speeds, fits["decode prompts"].speeds
+    steps, move = fits["decode steps"].speeds, fits["hand-over"].speeds
     bytes_per_token = statistics.median(samples.bytes_per_token)
-    limits = {"max_num_batched_tokens": plan.batched_tokens, "max_num_seqs": plan.seqs}
     return Speeds(
         measured=measured,
         prefill=PrefillSpeed(
-            request_s=speeds_fit.overhead(samples.prefill), **fits["prefill"].speeds, **limits
+            request_s=speeds_fit.overhead(samples.prefill),
+            step_s=computed["step_s"],
+            token_s=computed["token_s"],
+            token_context_s=computed["token_context_s"],
+            max_num_batched_tokens=plan.batched_tokens,
+            max_num_seqs=plan.seqs,
         ),
         decode=DecodeSpeed(
             request_s=speeds_fit.overhead(samples.local),
-            **steps,
+            step_s=steps["step_s"],
+            sequence_s=steps["sequence_s"],
+            context_token_s=steps["context_token_s"],
             prompt_token_s=prompts["token_s"],
             prompt_token_context_s=prompts["token_context_s"],
+            max_num_batched_tokens=plan.batched_tokens,
+            max_num_seqs=plan.seqs,
             kv_tokens=kv_tokens,
-            **limits,
         ),
         handover=HandOver(
             latency_s=move["latency_s"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,7 @@ def _percent(share: float) -> str:
     return "-" if math.isnan(share) else f"{share:.0%}"
 
 
-def _mean(values: Any) -> float:
+def _mean(values: Sequence[int]) -> float:
     return sum(values) / len(values)
 
 

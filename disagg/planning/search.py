@@ -4,7 +4,7 @@ First what no number of engines can change: requests that miss a target on engin
 Then the fewest prefill engines beside decode engines in plenty, the fewest decode engines beside
 prefill engines in plenty, and from this corner outwards the cheapest pair that serves. More
 engines are taken never to be worse, which chance can contradict by an engine or two; where a
-number passes a hundred it is found to within one in a hundred.
+number passes fifty it is found to within one in fifty.
 
 Must never print, and knows of a load only what `simulation` answers.
 """
@@ -20,7 +20,7 @@ from disagg.planning.outcome import Outcome
 from disagg.planning.simulation import Load, meets, simulate
 
 _PLENTY = 4  # times what serves: what is added beyond changes nothing
-_COLUMNS = 16  # numbers of prefill engines beyond the fewest that are tried
+_COLUMNS = 8  # numbers of prefill engines beyond the fewest that are tried
 
 
 class Unreachable(DisaggError):
@@ -125,8 +125,8 @@ class _Cheapest:
         costs = self._costs
         prefill_plenty, decode_plenty = (_PLENTY * n for n in self._enough())
         least_prefill = _least(lambda p: self._serves(p, decode_plenty), prefill_plenty)
-        least_decode = _least(lambda d: self._serves(prefill_plenty, d), decode_plenty)
-        decode = _least(lambda d: self._serves(least_prefill, d), decode_plenty, least_decode)
+        least_decode = self._least_decode(prefill_plenty, decode_plenty, 1)
+        decode = self._least_decode(least_prefill, decode_plenty, least_decode)
         best = (least_prefill, decode)
         spare = costs.of(*best) - costs.of(least_prefill, least_decode)
         stride = max(1, math.ceil(spare / costs.prefill / _COLUMNS))
@@ -135,10 +135,12 @@ class _Cheapest:
             cheaper = (costs.of(*best) - costs.prefill * prefill) / costs.decode
             most = math.ceil(cheaper - 1e-9) - 1
             if self._serves(prefill, most):
-                at = prefill
-                best = (at, _least(lambda d, p=at: self._serves(p, d), most, least_decode))
+                best = (prefill, self._least_decode(prefill, most, least_decode))
             prefill += stride
         return best
+
+    def _least_decode(self, prefill: int, most: int, least: int) -> int:
+        return _least(lambda decode: self._serves(prefill, decode), most, least)
 
     def _enough(self) -> tuple[int, int]:
         """Some numbers that serve, by doubling from what the work alone takes."""
@@ -163,7 +165,7 @@ class _Cheapest:
 def _least(serves: Callable[[int], bool], most: int, least: int = 1) -> int:
     """The fewest from `least` on that serve, when `most` do."""
     below, enough = least - 1, most
-    while enough - below > _step(enough, 100):
+    while enough - below > _step(enough, 50):
         middle = (below + enough) // 2
         if serves(middle):
             enough = middle
