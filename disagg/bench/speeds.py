@@ -89,25 +89,28 @@ def run(plan: Plan, out: Path) -> int:
     console = Console(highlight=False, soft_wrap=True)
     began = time.monotonic()
     with ExitStack() as stack:
-        urls = _engines(plan, stack, console)
-        prefill, decode = Engine("prefill", urls[0]), Engine("decode", urls[1])
-        kv_tokens = decode.kv_tokens()
-        samples = _measure(plan, prefill, decode, console)
-        samples.router_s = _router(stack, prefill, decode)
-    fits = _fits(plan, samples)
-    speeds = _speeds(plan, samples, fits, _measured(plan, decode, fits), kv_tokens)
-    save(out, speeds)
-    for name, fit in fits.items():
-        known = ", ".join(f"{key} {value:.4g}" for key, value in fit.speeds.items())
-        off = f"off by {fit.typical:.0%} typically, {fit.worst:.0%} at most"
-        console.print(f"{name}: {known}; {len(fit.residuals)} samples, {off}")
+        save(out, measure(plan, *_engines(plan, stack, console), console))
     console.print(f"written: {out}, after {time.monotonic() - began:.0f} s")
     return 0
 
 
-def _engines(plan: Plan, stack: ExitStack, console: Console) -> list[str]:
+def measure(plan: Plan, prefill_url: str, decode_url: str, console: Console) -> Speeds:
+    """The speeds of two engines that run and have nothing else to do; prints how well they fit."""
+    prefill, decode = Engine("prefill", prefill_url), Engine("decode", decode_url)
+    kv_tokens = decode.kv_tokens()
+    samples = _measure(plan, prefill, decode, console)
+    samples.router_s = _router(prefill, decode)
+    fits = _fits(plan, samples)
+    for name, fit in fits.items():
+        known = ", ".join(f"{key} {value:.4g}" for key, value in fit.speeds.items())
+        off = f"off by {fit.typical:.0%} typically, {fit.worst:.0%} at most"
+        console.print(f"{name}: {known}; {len(fit.residuals)} samples, {off}")
+    return _speeds(plan, samples, fits, _measured(plan, decode, fits), kv_tokens)
+
+
+def _engines(plan: Plan, stack: ExitStack, console: Console) -> tuple[str, str]:
     if plan.prefill is not None and plan.decode is not None:
-        return [plan.prefill, plan.decode]
+        return plan.prefill, plan.decode
     make_model(MODEL, layers=4, hidden=256, kv_heads=8, head_dim=128)
     args = ["--max-num-batched-tokens", str(plan.batched_tokens), "--max-num-seqs", str(plan.seqs)]
     servers = []
@@ -119,7 +122,7 @@ def _engines(plan: Plan, stack: ExitStack, console: Console) -> list[str]:
     console.print("starting two engines, which takes a minute or more on few cores")
     for server in servers:
         server.wait_ready()
-    return [server.url for server in servers]
+    return servers[0].url, servers[1].url
 
 
 # ---- measuring ---------------------------------------------------------------------------------
@@ -154,15 +157,16 @@ def _measure(plan: Plan, prefill: Engine, decode: Engine, console: Console) -> _
     return samples
 
 
-def _router(stack: ExitStack, prefill: Engine, decode: Engine) -> float:
+def _router(prefill: Engine, decode: Engine) -> float:
     """What our router adds: the median difference of short prompts through it and beside it."""
     command = [sys.executable, "-m", "disagg.cli", "router", "--port", "{port}"]
     command += ["--prefill", prefill.url, "--decode", decode.url]
-    router = Engine("router", launch(stack, "the router", command)[0])
     draw, more = random.Random(), []
-    for _ in range(_ROUTER_PAIRS):
-        direct = decode.first_token_s(_ROUTER_PROMPT, draw)
-        more.append(router.first_token_s(_ROUTER_PROMPT, draw) - direct)
+    with ExitStack() as stack:
+        router = Engine("router", launch(stack, "the router", command)[0])
+        for _ in range(_ROUTER_PAIRS):
+            direct = decode.first_token_s(_ROUTER_PROMPT, draw)
+            more.append(router.first_token_s(_ROUTER_PROMPT, draw) - direct)
     return max(0.0, statistics.median(more))
 
 
