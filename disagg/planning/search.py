@@ -123,9 +123,12 @@ class _Cheapest:
     def pair(self) -> tuple[int, int]:
         """The cheapest numbers of prefill and decode engines found."""
         costs = self._costs
-        prefill_plenty, decode_plenty = (_PLENTY * n for n in self._enough())
-        least_prefill = _least(lambda p: self._serves(p, decode_plenty), prefill_plenty)
-        least_decode = self._least_decode(prefill_plenty, decode_plenty, 1)
+        enough = self._enough()
+        prefill_plenty, decode_plenty = (_PLENTY * n for n in enough)
+        least_prefill = _least(
+            lambda prefill: self._serves(prefill, decode_plenty), enough[0], prefill_plenty
+        )
+        least_decode = self._least_decode(prefill_plenty, decode_plenty, guess=enough[1])
         decode = self._least_decode(least_prefill, decode_plenty, least_decode)
         best = (least_prefill, decode)
         spare = costs.of(*best) - costs.of(least_prefill, least_decode)
@@ -139,8 +142,10 @@ class _Cheapest:
             prefill += stride
         return best
 
-    def _least_decode(self, prefill: int, most: int, least: int) -> int:
-        return _least(lambda decode: self._serves(prefill, decode), most, least)
+    def _least_decode(
+        self, prefill: int, most: int, least: int = 1, guess: int | None = None
+    ) -> int:
+        return _least(lambda decode: self._serves(prefill, decode), guess or least, most, least)
 
     def _enough(self) -> tuple[int, int]:
         """Some numbers that serve, by doubling from what the work alone takes."""
@@ -162,9 +167,22 @@ class _Cheapest:
         return self._known[at]
 
 
-def _least(serves: Callable[[int], bool], most: int, least: int = 1) -> int:
-    """The fewest from `least` on that serve, when `most` do."""
+def _least(serves: Callable[[int], bool], guess: int, most: int, least: int = 1) -> int:
+    """The fewest from `least` on that serve, when `most` do; quick if `guess` is near."""
     below, enough = least - 1, most
+    stride = _step(guess, 50)
+    at = max(least, min(guess, most - 1))
+    # Ever larger strides from the guess, until one serves and the other does not.
+    while below < at < enough:
+        if serves(at):
+            enough = at
+            at -= stride
+        else:
+            below = at
+            at += stride
+        if below >= least and enough < most:
+            break
+        stride *= 2
     while enough - below > _step(enough, 50):
         middle = (below + enough) // 2
         if serves(middle):
@@ -181,7 +199,7 @@ def _together(load: Load, like: int) -> Outcome | None:
         if most >= _PLENTY * like:
             return None
         most *= 2
-    return simulate(load, 0, _least(lambda n: meets(load, 0, n), most))
+    return simulate(load, 0, _least(lambda n: meets(load, 0, n), like, most))
 
 
 def _prefill_work(load: Load) -> int:
