@@ -308,6 +308,39 @@ def apply(file: File, address: Address = None, wait: Wait = True) -> None:
 
 
 @app.command()
+def dashboard(
+    url: Annotated[str | None, typer.Option(help="A running Grafana to send it to.")] = None,
+    token_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Variable with a token of Grafana's (role Editor)."),
+    ] = None,
+    ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM certificates to trust.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write files for a new Prometheus and Grafana here."),
+    ] = None,
+    router: Annotated[
+        str, typer.Option(help="With --folder: the router that Prometheus asks for metrics.")
+    ] = "http://127.0.0.1:8000",
+    prometheus: Annotated[
+        str, typer.Option(help="With --folder: the Prometheus that Grafana asks.")
+    ] = "http://127.0.0.1:9090",
+) -> None:
+    """Set up the Grafana dashboard: in a running Grafana, or as files for a new one."""
+    from disagg.dashboards import provision
+
+    if (url is None) == (folder is None):
+        raise ConfigError("--url, --folder: give one of them")
+    if url is not None:
+        typer.echo(provision.send(url, token_env, ca))
+    if folder is not None:
+        for path in provision.write(folder, router, prometheus):
+            typer.echo(str(path))
+
+
+@app.command()
 def demo() -> None:
     """Show it all: serve a small model, hand caches over, and compare with a single engine."""
     _unwind_on_sigterm()

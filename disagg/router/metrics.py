@@ -1,7 +1,8 @@
 """The router's own metrics, and those of the engines behind it, as one exposition.
 
-Every `disagg_*` family of every engine is shown with the labels `engine` and `role`. A dead
-engine costs its series and a short wait, nothing else.
+Every `disagg_*` family of every engine is shown with the labels `engine` and `role`, and of
+vLLM's own the few that tell how busy an engine is. A dead engine costs its series and a short
+wait, nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,17 @@ from disagg.router.topology import EngineEndpoint
 
 SCRAPE_S = 2.0
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+# Of the thousands of lines that each engine has.
+_OF_VLLM = frozenset(
+    {
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:prompt_tokens",
+        "vllm:generation_tokens",
+        "vllm:inter_token_latency_seconds",
+    }
+)
 _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
@@ -132,7 +144,7 @@ class _Merged(Collector):
             labels = {"engine": engine.name, "role": engine.role}
             up.add_sample(up.name, labels, float(text is not None))
             for family in text_string_to_metric_families(text or ""):
-                if family.name.startswith("disagg_"):
+                if family.name.startswith("disagg_") or family.name in _OF_VLLM:
                     self._add(families, family, labels)
         return families.values()
 

@@ -31,9 +31,10 @@ ALLOWED = {
     "resolved": {"config", "checks", "engine.args", "engine.spec"},
     "cli": {
         "config", "errors", "checks", "resolved", "checkpoint", "cluster", "router", "bench",
-        "planning",
+        "planning", "dashboards",
     },
     "planning": {"errors", "config_file"},
+    "dashboards": {"errors"},
     "transport": {"errors"},
     "store": {"errors"},
     "router": {*LEAVES, "credentials"},
