@@ -21,7 +21,7 @@ from disagg.router.topology import EngineEndpoint
 SCRAPE_S = 2.0
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 # Of the thousands of lines that each engine has.
-_OF_VLLM = frozenset(
+OF_VLLM = frozenset(
     {
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
@@ -144,7 +144,7 @@ class _Merged(Collector):
             labels = {"engine": engine.name, "role": engine.role}
             up.add_sample(up.name, labels, float(text is not None))
             for family in text_string_to_metric_families(text or ""):
-                if family.name.startswith("disagg_") or family.name in _OF_VLLM:
+                if family.name.startswith("disagg_") or family.name in OF_VLLM:
                     self._add(families, family, labels)
         return families.values()
 
