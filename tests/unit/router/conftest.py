@@ -58,6 +58,7 @@ class FakeEngine:
     params: Any = field(default_factory=lambda: PARAMS)
     hand_overs: dict[str, int] = field(default_factory=dict)
     url: str = ""
+    model: str = "m"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     released: list[Any] = field(default_factory=list)
@@ -167,7 +168,7 @@ class FakeEngine:
 
     async def _models(self, request: web.Request) -> web.Response:
         seen = {"path": request.path_qs, "method": request.method, "text": ""}
-        return web.json_response({"data": [{"id": "m"}], **seen})
+        return web.json_response({"data": [{"id": self.model}], **seen})
 
     async def _other(self, request: web.Request) -> web.Response:
         text = await request.text()

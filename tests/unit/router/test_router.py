@@ -492,6 +492,8 @@ def test_metrics_of_all_engines(setup: Setup) -> None:
         assert (
             f'disagg_leases_total{{engine="{role}-0",outcome="fetched",role="{role}"}} 5.0' in text
         )
+        of_vllm = f'engine="{role}-0",model_name="m",role="{role}"'
+        assert f"vllm:num_requests_running{{{of_vllm}}} 3.0" in text
     assert text.count("# TYPE disagg_leases_held gauge") == 1
     assert "vllm:other" not in text
     setup.loop.run(setup.decode.stop())

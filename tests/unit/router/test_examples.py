@@ -1,0 +1,155 @@
+"""The examples that talk to a router, against one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+from .conftest import Loop, Setup
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+Make = Callable[..., Setup]
+
+
+def line(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": url, "body": {"model": "m", **body}}
+
+
+class Batch:
+    """Runs the script on a file of these lines."""
+
+    def __init__(self, folder: Path, setup: Setup) -> None:
+        self._input, self.output = folder / "in.jsonl", folder / "out.jsonl"
+        self.errors = folder / "out.jsonl.errors"
+        self._url = f"{setup.url}/v1"
+
+    def run(self, *lines: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        self._input.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+        command = [sys.executable, EXAMPLES / "batch.py", self._input, self.output]
+        options = ["--url", self._url, "--concurrency", "3"]
+        return subprocess.run(
+            [*map(str, command), *options], capture_output=True, text=True, check=False, timeout=60
+        )
+
+    def answers(self) -> dict[str, Any]:
+        lines = [json.loads(each) for each in self.output.read_text().splitlines()]
+        assert len({each["custom_id"] for each in lines}) == len(lines)
+        return {each["custom_id"]: each["response"] for each in lines}
+
+
+@pytest.fixture
+def batch(tmp_path: Path, setup: Setup) -> Batch:
+    return Batch(tmp_path, setup)
+
+
+def test_batch_goes_on_where_it_ended(batch: Batch, setup: Setup) -> None:
+    lines = [line(str(number), prompt=f"{number}") for number in range(10)]
+    done = batch.run(*lines, line("bad", "/v1/missing"))
+    assert (done.returncode, "10 now, 1 failed" in done.stderr) == (1, True)
+    answers = batch.answers()
+    assert sorted(answers) == sorted(str(number) for number in range(10))
+    for number in range(10):
+        assert answers[str(number)]["status_code"] == 200
+        assert answers[str(number)]["body"]["role"] == "decode"
+    failed = json.loads(batch.errors.read_text())
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("bad", 404)
+
+    # Killed while it wrote, and its last line mended.
+    whole = batch.output.read_text()
+    batch.output.write_text(f'{whole}{{"custom_id": "ha')
+    asked = len(setup.decode.bodies)
+    done = batch.run(*lines, line("bad"), line("half", prompt="again"))
+    assert done.returncode == 0, done.stderr
+    assert len(setup.decode.bodies) == asked + 2
+    assert set(batch.answers()) == {*answers, "bad", "half"}
+    assert not batch.errors.exists()
+
+
+def test_batch_asks_again_while_engines_fail(batch: Batch, setup: Setup) -> None:
+    setup.decode.status = 503
+    mended = threading.Timer(1.5, lambda: setattr(setup.decode, "status", 200))
+    mended.start()
+    done = batch.run(*(line(str(number)) for number in range(4)))
+    mended.join()
+    assert done.returncode == 0, done.stderr
+    assert {answer["status_code"] for answer in batch.answers().values()} == {200}
+
+
+def test_batch_refuses_wrong_lines_before_it_asks(batch: Batch, setup: Setup) -> None:
+    good = line("1")
+    for wrong, words in (
+        (good, "custom_id '1' is there twice"),
+        ({"custom_id": "2"}, "in.jsonl:2: KeyError('url')"),
+        (line("2", stream=True), "body.stream"),
+        (line("2", "http://elsewhere/v1/completions"), "only POST to /v1/..."),
+    ):
+        done = batch.run(good, wrong)
+        assert done.returncode == 1
+        assert words in done.stderr
+    assert setup.decode.bodies == []
+
+
+@pytest.fixture
+def gateway(loop: Loop) -> Iterator[Callable[..., str]]:
+    """Starts examples/two_models.py before these routers; returns its URL."""
+    spec = spec_from_file_location("two_models", EXAMPLES / "two_models.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = module_from_spec(spec)
+    spec.loader.exec_module(example)
+    runners: list[web.AppRunner] = []
+
+    async def start(*routers: str) -> str:
+        runners.append(web.AppRunner(example.app(list(routers)), handler_cancellation=True))
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runners[-1].addresses[0][1]}"
+
+    yield lambda *routers: loop.run(start(*routers))
+    for runner in runners:
+        loop.run(runner.cleanup())
+
+
+def test_two_models_behind_one_address(make: Make, gateway: Callable[..., str]) -> None:
+    one, other = make(), make()
+    for setup, name in ((one, "tiny"), (other, "wide")):
+        setup.prefill.model = setup.decode.model = name
+    url = gateway(f"{one.url}/", other.url, "http://127.0.0.1:1")
+    listed = httpx.get(f"{url}/v1/models").json()["data"]
+    assert sorted(model["id"] for model in listed) == ["tiny", "wide"]
+    for setup, name in ((one, "tiny"), (other, "wide"), (other, "wide")):
+        before = len(setup.decode.bodies)
+        body = {"model": name, "prompt": "x", "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.read().count(b"data: ") >= setup.decode.chunks
+        assert len(setup.decode.bodies) == before + 1
+        assert setup.decode.bodies[-1]["model"] == name
+    refused = httpx.post(f"{url}/v1/completions", json={"model": "other", "prompt": "x"})
+    assert refused.status_code == 404
+    assert refused.json()["error"]["message"] == "no model 'other'; there are: tiny, wide"
+    assert httpx.post(f"{url}/v1/completions", content=b"[]").status_code == 400
+
+
+def test_who_leaves_the_gateway_leaves_the_engine(make: Make, gateway: Callable[..., str]) -> None:
+    setup = make()
+    url = gateway(setup.url)
+    setup.decode.gate = threading.Event()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json={"model": "m", "prompt": "x"}, timeout=0.5)
+    assert setup.decode.left.wait(10)
+    loop = setup.loop
+    loop.run(setup.server.stop(1))
+    answer = httpx.post(f"{url}/v1/completions", json={"model": "m", "prompt": "x"}, timeout=20)
+    assert answer.status_code == 503
