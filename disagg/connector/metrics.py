@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from prometheus_client import Counter as PromCounter
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -126,8 +125,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             self._held.labels(*engine).set(data["leases_held"])
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Any:
-        family = self._counter_cls
-        assert issubclass(family, PromCounter)
+        family: Any = self._counter_cls  # prometheus_client's, or one of vLLM's for Ray
         return family(
             name=name, documentation=documentation, labelnames=[*self._labelnames, *labels]
         )
