@@ -40,14 +40,15 @@ def requests_in(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 request = json.loads(line)
-                name, url, body = request["custom_id"], request["url"], request["body"]
-            except (ValueError, KeyError, TypeError) as error:
+                name, url = request["custom_id"], str(request["url"])
+                streams = request["body"].get("stream")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise SystemExit(f"{path}:{number}: {error!r}; see --help for a line") from None
             if name in seen:
                 raise SystemExit(f"{path}:{number}: custom_id {name!r} is there twice")
             if request.get("method", "POST") != "POST" or not url.startswith("/v1/"):
                 raise SystemExit(f"{path}:{number}: only POST to /v1/... can be in a batch")
-            if body.get("stream"):
+            if streams:
                 raise SystemExit(f"{path}:{number}: body.stream cannot be in a batch; remove it")
             seen.add(name)
             yield request
@@ -90,11 +91,14 @@ def _line(
 ) -> dict[str, Any]:
     response = None
     if got is not None:
-        kind = got.headers.get("content-type", "")
+        try:
+            body = got.json()
+        except ValueError:  # a proxy's own page, for instance
+            body = {"text": got.text}
         response = {
             "status_code": got.status_code,
             "request_id": got.headers.get("x-request-id"),
-            "body": got.json() if kind.startswith("application/json") else {"text": got.text},
+            "body": body,
         }
     return {
         "id": f"batch_req_{os.urandom(12).hex()}",

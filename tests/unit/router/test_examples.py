@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,16 @@ Make = Callable[..., Setup]
 
 def line(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
     return {"custom_id": name, "method": "POST", "url": url, "body": {"model": "m", **body}}
+
+
+def loaded(name: str) -> Any:
+    """An example as a module."""
+    spec = spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Batch:
@@ -77,7 +88,7 @@ def test_batch_goes_on_where_it_ended(batch: Batch, setup: Setup) -> None:
 
 def test_batch_asks_again_while_engines_fail(batch: Batch, setup: Setup) -> None:
     setup.decode.status = 503
-    mended = threading.Timer(1.5, lambda: setattr(setup.decode, "status", 200))
+    mended = threading.Timer(0.8, lambda: setattr(setup.decode, "status", 200))
     mended.start()
     done = batch.run(*(line(str(number)) for number in range(4)))
     mended.join()
@@ -85,28 +96,24 @@ def test_batch_asks_again_while_engines_fail(batch: Batch, setup: Setup) -> None
     assert {answer["status_code"] for answer in batch.answers().values()} == {200}
 
 
-def test_batch_refuses_wrong_lines_before_it_asks(batch: Batch, setup: Setup) -> None:
-    good = line("1")
+def test_batch_refuses_wrong_lines(tmp_path: Path) -> None:
+    example, path, good = loaded("batch"), tmp_path / "in.jsonl", line("1")
     for wrong, words in (
         (good, "custom_id '1' is there twice"),
-        ({"custom_id": "2"}, "in.jsonl:2: KeyError('url')"),
+        ({"custom_id": "2"}, "in.jsonl:3: KeyError('url')"),
+        ({**line("2"), "body": []}, "in.jsonl:3: AttributeError"),
         (line("2", stream=True), "body.stream"),
         (line("2", "http://elsewhere/v1/completions"), "only POST to /v1/..."),
     ):
-        done = batch.run(good, wrong)
-        assert done.returncode == 1
-        assert words in done.stderr
-    assert setup.decode.bodies == []
+        path.write_text(f"{json.dumps(good)}\n\n{json.dumps(wrong)}\n")
+        with pytest.raises(SystemExit, match=re.escape(words)):
+            list(example.requests_in(path))
 
 
 @pytest.fixture
 def gateway(loop: Loop) -> Iterator[Callable[..., str]]:
     """Starts examples/two_models.py before these routers; returns its URL."""
-    spec = spec_from_file_location("two_models", EXAMPLES / "two_models.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example = module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = loaded("two_models")
     runners: list[web.AppRunner] = []
 
     async def start(*routers: str) -> str:
