@@ -105,6 +105,7 @@ def _start(
     if session.private and (problems := pools.shortfalls(deployment)):
         raise StartupError(problems[0])
     router = Router(
+        deployment.name,
         deployment.router,
         session.node_id,
         api_keys,

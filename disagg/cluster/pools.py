@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from disagg.cluster import placing
 from disagg.config import Deployment, Role
 from disagg.engine import guardian, logs
-from disagg.engine.actor import TAIL_LINES, EngineActor
+from disagg.engine.actor import TAIL_LINES, DecodeEngine, PrefillEngine
 from disagg.engine.load import EngineLoad
 from disagg.engine.spec import EngineFailure, EngineHome, EngineInfo, EngineSpec
 from disagg.errors import StartupError
@@ -31,6 +31,7 @@ POLL_S = 0.5
 ASK_S = 2.0
 PLACING_S = 15.0
 ROLES: tuple[Role, Role] = ("prefill", "decode")
+_ACTORS = {"prefill": PrefillEngine, "decode": DecodeEngine}
 
 
 @dataclass
@@ -249,7 +250,7 @@ def _launch(spec: EngineSpec, nodes: Sequence[placing.Node]) -> Engine:
         here = NodeAffinitySchedulingStrategy(node.node_id, soft=True)
         options = {"scheduling_strategy": here}
     actor: Any = (
-        ray.remote(EngineActor)
+        ray.remote(_ACTORS[spec.role])
         .options(
             name=spec.name,
             num_cpus=asked.num_cpus,

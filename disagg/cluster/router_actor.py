@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.config import RouterSection
 from disagg.credentials import ApiKey
+from disagg.engine.ray_metrics import RayMetrics
 from disagg.engine.spec import EngineInfo
 from disagg.router.processes import Processes, claim, open_server
 from disagg.router.server import RouterPlan, RouterServer
@@ -22,8 +26,11 @@ from disagg.router.topology import EngineEndpoint
 class RouterActor:
     """Hosts the router from `bind` to `stop`."""
 
-    def __init__(self, section: RouterSection) -> None:
+    def __init__(self, deployment: str, section: RouterSection) -> None:
         self._section = section
+        self._metrics = RayMetrics({"deployment": deployment})
+        self._showing: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
         self._socket: socket.socket | None = None
         self._server: RouterServer | Processes | None = None
 
@@ -56,6 +63,7 @@ class RouterActor:
         )
         self._server = open_server(plan, self._socket)
         await self._server.start()
+        self._showing = asyncio.create_task(self._metrics.keep(self._families, self._over))
 
     async def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, str]) -> None:
         """Other engines from now on; `down`: why those that are not there are not."""
@@ -73,10 +81,15 @@ class RouterActor:
 
     async def stop(self, grace_s: float) -> None:
         """Accept nothing new, let streams run for `grace_s`, close."""
+        self._over.set()
         if self._server is not None:
             await self._server.stop(grace_s)
         elif self._socket is not None:
             self._socket.close()
+
+    async def _families(self) -> Iterable[Metric]:
+        assert self._server is not None
+        return text_string_to_metric_families((await self._server.figures()).decode())
 
 
 def _endpoints(engines: Sequence[EngineInfo]) -> list[EngineEndpoint]:

@@ -21,10 +21,11 @@ STOP_S = 4.0
 
 
 class Router:
-    """One router at a time, always on the same port of the same node."""
+    """A deployment's router: one at a time, always on the same port of the same node."""
 
     def __init__(
         self,
+        deployment: str,
         section: RouterSection,
         node_id: str,
         api_keys: Sequence[ApiKey],
@@ -32,7 +33,7 @@ class Router:
         *,
         strict: bool,
     ) -> None:
-        self._section, self._node_id = section, node_id
+        self._deployment, self._section, self._node_id = deployment, section, node_id
         self._given = (api_keys, engine_key, strict)
         self._actor: Any = None
         self._serves = False
@@ -50,7 +51,7 @@ class Router:
         self._actor = (
             ray.remote(RouterActor)
             .options(name="router", num_cpus=0, scheduling_strategy=here)
-            .remote(self._section)
+            .remote(self._deployment, self._section)
         )
         bound = _outcome(self._actor.bind.remote())
         if isinstance(bound, str):

@@ -16,15 +16,19 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import ray
 import uvloop
+from prometheus_client.core import Metric
 
 from disagg.engine import guardian, load, logs
 from disagg.engine.args import engine_args, engine_env
 from disagg.engine.load import EngineLoad
-from disagg.engine.server import bind, run_engine, url_of
+from disagg.engine.ray_metrics import RayMetrics
+from disagg.engine.request_log import open_request_log
+from disagg.engine.server import bind, metrics, run_engine, url_of
 from disagg.engine.spec import EngineFailure, EngineHome, EngineInfo, EngineSpec
 
 TAIL_LINES = 40
@@ -41,6 +45,7 @@ class EngineActor:
             os.setpgid(0, 0)
         self._guardian_pid = guardian.spawn(Path(scratch))
         os.environ.update(engine_env(spec, scratch=scratch))
+        open_request_log(enabled=spec.deployment.router.access_log)
         context = ray.get_runtime_context()
         self._node_id = context.get_node_id()
         self._address = "127.0.0.1" if spec.loopback else _node_address()
@@ -53,6 +58,7 @@ class EngineActor:
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine_loop: asyncio.AbstractEventLoop | None = None
+        self._showing: asyncio.Task[None] | None = None
 
     async def home(self) -> EngineHome:
         """Where this process lives; answers before vLLM is imported."""
@@ -65,6 +71,8 @@ class EngineActor:
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._run, name="engine", daemon=True).start()
         await self._changed.wait()
+        if self._info:
+            self._showing = asyncio.create_task(self._show_metrics())
         outcome = self._info or self._failure
         assert outcome is not None
         return outcome
@@ -99,6 +107,14 @@ class EngineActor:
             return
         self._engine_loop.call_soon_threadsafe(self._stop.set)
         await self._ended.wait()
+
+    async def _show_metrics(self) -> None:
+        tags = {
+            "deployment": self._spec.deployment.name,
+            "engine": self._spec.name,
+            "role": self._spec.role,
+        }
+        await RayMetrics(tags).keep(_metrics, self._ended)
 
     def _run(self) -> None:
         """The engine's thread."""
@@ -147,6 +163,18 @@ class EngineActor:
         own = logs.describe(error)
         cause = own if not logs.is_relayed(own) else logs.root_cause(log) or own
         return EngineFailure(cause, logs.tail(self._log, TAIL_LINES))
+
+
+class PrefillEngine(EngineActor):
+    """What Ray's dashboard calls an engine that reads prompts."""
+
+
+class DecodeEngine(EngineActor):
+    """What Ray's dashboard calls an engine that writes answers."""
+
+
+async def _metrics() -> Iterable[Metric]:
+    return metrics()
 
 
 def _own_log() -> Path:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import socket
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from disagg.engine.pulse import HealthOfPulse, Pulse
@@ -19,6 +19,7 @@ from disagg.engine.pulse import HealthOfPulse, Pulse
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
+    from prometheus_client.core import Metric
     from vllm.engine.protocol import EngineClient
 
 WATCH_S = 1.0
@@ -124,6 +125,14 @@ async def run_engine(
             await serving
 
 
+def metrics() -> Iterable[Metric]:
+    """What `/metrics` of the engine that this process serves has."""
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    families: Iterable[Metric] = get_prometheus_registry().collect()
+    return families
+
+
 async def _build_server(engine: EngineClient, parsed: Namespace, pulse: Pulse) -> uvicorn.Server:
     import uvicorn
     from vllm import envs
@@ -132,13 +141,14 @@ async def _build_server(engine: EngineClient, parsed: Namespace, pulse: Pulse) -
     from vllm.entrypoints.launchers.launcher import NoSignalServer
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
+    from disagg.engine.request_log import RequestLog
     from disagg.engine.routes import with_routes
 
     tasks = await engine.get_supported_tasks()
     app: FastAPI = build_app(parsed, tasks, engine.model_config)
     await init_app_state(engine, app.state, parsed, tasks)
     config = uvicorn.Config(
-        HealthOfPulse(with_routes(app), pulse),
+        HealthOfPulse(RequestLog(with_routes(app)), pulse),
         log_config=get_uvicorn_log_config(parsed) or uvicorn.config.LOGGING_CONFIG,
         log_level=parsed.uvicorn_log_level,
         access_log=not parsed.disable_uvicorn_access_log,

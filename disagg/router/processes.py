@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from disagg.router.channel import ASK_S, Channel, ChannelClosed, open_channel
 from disagg.router.server import RouterPlan, RouterServer, bind
+from disagg.router.siblings import together
 from disagg.router.topology import EngineEndpoint
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,10 @@ class Processes:
         self._plan = replace(self._plan, engines=engines, down=down)
         given = {"engines": [asdict(engine) for engine in engines], "down": dict(down)}
         await self._ask("replace", given)
+
+    async def figures(self) -> bytes:
+        """The router's own metrics, of all processes, as `/metrics` has them."""
+        return together(await self._ask("figures"))
 
     async def ended(self) -> None:
         """Returns after an ordinary stop; raises RuntimeError if keeping up the children fails."""

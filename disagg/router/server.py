@@ -19,7 +19,7 @@ from disagg.router import intake
 from disagg.router.app import create_app
 from disagg.router.drain import Drain
 from disagg.router.endpoint import Front
-from disagg.router.siblings import Alone
+from disagg.router.siblings import Alone, Siblings
 from disagg.router.topology import EngineEndpoint
 
 # How long answers that were cut have to close their connections.
@@ -103,6 +103,11 @@ class RouterServer:
     async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
         """Other engines from now on; see `Topology.replace`."""
         self.app.state.replace(engines, down)
+
+    async def figures(self) -> bytes:
+        """The router's own metrics, as `/metrics` has them."""
+        siblings: Siblings = self.app.state.siblings
+        return await siblings.figures()
 
     async def ended(self) -> None:
         """Returns after an ordinary stop; raises RuntimeError if the server ends without one."""
