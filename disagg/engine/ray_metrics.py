@@ -18,13 +18,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import ray
 from prometheus_client.core import Metric
 from ray.util.metrics import Gauge
 
 logger = logging.getLogger(__name__)
 
-# Ray's agents forget a gauge that was not reported for twice their interval of 10 s.
-EVERY_S = 5.0
+# Of Ray's interval. A process reports each value once, and an agent forgets what is not reported.
+_PART = 0.8
 # Of the Python process itself, which Ray shows of each actor.
 _OF_THE_PROCESS = ("python_", "process_")
 
@@ -54,6 +55,11 @@ def shown(families: Iterable[Metric], tags: Mapping[str, str]) -> Iterator[list[
             ]
 
 
+def every_s() -> float:
+    """Seconds between two walks, so that one falls into each report (10 s by default)."""
+    return _PART * max(1.0, ray._config.metrics_report_interval_ms() / 1000)
+
+
 class RayMetrics:
     """Ray's side of one process's metrics."""
 
@@ -73,7 +79,7 @@ class RayMetrics:
     async def keep(
         self, families: Callable[[], Awaitable[Iterable[Metric]]], over: asyncio.Event
     ) -> None:
-        """Show them every few seconds until it is `over`."""
+        """Show them, again and again until it is `over`."""
         failed = False
         while not over.is_set():
             try:
@@ -83,4 +89,4 @@ class RayMetrics:
                     logger.exception("Ray's metrics endpoint does not show all metrics of ours")
                 failed = True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), EVERY_S)
+                await asyncio.wait_for(over.wait(), every_s())

@@ -59,7 +59,7 @@ class Page:
 
     def click(self, words: str) -> None:
         """On the button or link with just these words."""
-        found = f"[...document.querySelectorAll('a,button')].find(e => e.innerText == {words!r})"
+        found = f"[...document.querySelectorAll('a,button')].find(e => e.textContent == {words!r})"
         self.look(f"{found}.click()")
 
     def size(self, width: int, height: int) -> None:

@@ -53,7 +53,7 @@ class Jobs:
 
 def engines(cluster: RayNodes) -> list[psutil.Process]:
     """Processes of engines and routers of ours."""
-    names = ("EngineActor", "RouterActor", "VLLM::", "spawn_main")
+    names = ("PrefillEngine", "DecodeEngine", "RouterActor", "VLLM::", "spawn_main")
     return [p for p in cluster.processes() if any(n in " ".join(p.cmdline()) for n in names)]
 
 

@@ -27,7 +27,9 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.browser import CHROMIUM, browser
 from disagg.checkpoint import make_model
 
 START_S = 240
@@ -200,12 +202,14 @@ def free_port() -> int:
         return port
 
 
-def complete(port: int, prompt: str = "the quick brown fox ") -> dict[str, Any]:
+def complete(
+    port: int, prompt: str = "the quick brown fox ", request_id: str = "any"
+) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": prompt * 50, "max_tokens": 4}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", "X-Request-Id": request_id},
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         answer: dict[str, Any] = json.load(response)
@@ -241,6 +245,16 @@ def handed_over(port: int) -> float:
         lines = response.read().decode().splitlines()
     loaded = [line for line in lines if line.startswith("disagg_handoffs_total{")]
     return sum(float(line.rpartition(" ")[2]) for line in loaded if 'outcome="loaded"' in line)
+
+
+def shown_by_ray(served: Served, name: str, **labels: str) -> float | None:
+    """A sample in the metrics endpoint of Ray's node, found as a cluster's Prometheus finds it."""
+    file = next(served.temp.rglob("prom_metrics_service_discovery.json"))
+    node = json.loads(file.read_text())[0]["targets"][0]
+    with urllib.request.urlopen(f"http://{node}/metrics", timeout=60) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return next((s.value for s in samples if labels.items() <= s.labels.items()), None)
 
 
 def states(port: int) -> dict[str, str]:
@@ -299,6 +313,29 @@ def apply(served: Served, folder: Path, content: dict[str, Any]) -> tuple[str, i
     return said, applying.returncode
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_rays_dashboard_shows_who_does_what(beside: tuple[Served, int]) -> None:
+    served, port = beside
+    served.until_shown("Ready: ")
+    complete(port, "one that is looked up in the logs ", request_id="looked-up")
+    url = re.findall(r"Ray's dashboard: (\S+)", served.text)[0]
+    token = re.findall(r"a token once: the content of (\S+)", served.text)
+    with browser() as page:
+        page.open(f"{url}/#/actors")
+        if token:
+            page.until_shown("Authentication Token Required")
+            page.type(Path(token[0]).read_text().strip())
+            page.click("Submit")
+        page.until_shown("prefill-0", "PrefillEngine", "decode-0", "DecodeEngine", "RouterActor")
+        for name in ("prefill-0", "decode-0", "router"):
+            page.open(f"{url}/#/actors")
+            page.until_shown("prefill-0", "decode-0", "router")
+            row = f"[...document.querySelectorAll('tr')].find(r => r.innerText.includes('{name}'))"
+            page.open(page.look(f"{row}.querySelector('a').href"))
+            assert page.until_shown("looked-up").count("looked-up") == 1
+
+
 def test_two_side_by_side_and_one_dies(
     run: Callable[..., Served], model: Path, beside: tuple[Served, int], tmp_path: Path
 ) -> None:
@@ -351,6 +388,12 @@ def test_two_side_by_side_and_one_dies(
     assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0"), "up")
 
     assert complete(living_port)["usage"]["completion_tokens"] == 4
+    decode = {"deployment": "test", "engine": "decode-0", "role": "decode", "model_name": "tiny"}
+    moved, loaded = handed_over(living_port), {**decode, "outcome": "loaded"}
+    living.until(lambda: shown_by_ray(living, "ray_disagg_handoffs_total", **loaded) == moved, 40)
+    assert shown_by_ray(living, "ray_vllm_generation_tokens_total", **decode)
+    answered = {"deployment": "test", "route": "/v1/completions", "status": "200"}
+    assert shown_by_ray(living, "ray_disagg_router_requests_total", **answered)
     assert living.end(signal.SIGTERM) < STOP_S
     assert living.process.returncode == 0
     assert living.segments, "an engine has shared memory, or this test looks in the wrong place"

@@ -73,7 +73,7 @@ def test_the_routers_keep_the_roles_they_tell_of(registry: CollectorRegistry) ->
 def test_what_goes_wrong_is_logged_once_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ray_metrics, "EVERY_S", 0.01)
+    monkeypatch.setattr(ray_metrics, "every_s", lambda: 0.01)
     walks = 0
 
     async def go() -> None:
