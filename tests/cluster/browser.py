@@ -22,6 +22,10 @@ _OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 _LOOK_S = 0.2
 
 
+class Moving(Exception):
+    """The page is on its way to another, and nothing can be asked of it."""
+
+
 class Page:
     """One tab."""
 
@@ -47,7 +51,7 @@ class Page:
         """Wait until the page shows all these words; all text that it shows then."""
         deadline = time.monotonic() + timeout_s
         while True:
-            text: str = self.look("document.body ? document.body.innerText : ''")
+            text = self._text()
             if all(word in text for word in words):
                 return text
             assert time.monotonic() < deadline, text
@@ -71,6 +75,13 @@ class Page:
         """As PNG."""
         return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
+    def _text(self) -> str:
+        try:
+            text: str = self.look("document.body ? document.body.innerText : ''")
+        except Moving:
+            return ""
+        return text
+
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._numbers)
         command = {"id": number, "method": method, "params": params, **self._session}
@@ -79,7 +90,8 @@ class Page:
         while True:
             message = self._read()
             if message.get("id") == number:
-                assert "error" not in message, message
+                if "error" in message:
+                    raise Moving(f"{method}: {message['error']['message']}")
                 result: dict[str, Any] = message["result"]
                 return result
 
