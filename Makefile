@@ -65,7 +65,9 @@ bench: $(INSTALLED)
 soak: $(INSTALLED)
 	@$(BIN)/disagg bench soak
 	@$(BIN)/disagg bench router-faults
-	@DISAGG_TEST_PRESSURE=500 $(BIN)/pytest -m "slow or soak" tests/engine
+	@$(BIN)/disagg bench heal --nodes 3 --clients 1
+	@$(BIN)/disagg bench scale
+	@DISAGG_TEST_PRESSURE=500 $(BIN)/pytest -m "slow or soak" tests/engine tests/cluster
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
