@@ -22,6 +22,7 @@ from disagg.errors import StartupError
 from disagg.router.legs import PARAMS, REMOTE_DECODE
 
 _PREFILL = "vllm:request_prefill_time_seconds"
+_GAPS = "vllm:inter_token_latency_seconds"
 _BYTES = "disagg_handoff_bytes_total"
 _CACHE = "vllm:cache_config_info"
 _COUNTED_S = 5.0
@@ -42,13 +43,13 @@ class Engine:
 
     def prompt(self, tokens: int, draw: random.Random) -> PromptSample:
         """A fresh prompt, computed here and not handed over."""
-        before = self._prefill_s()
+        before = self._metric(_PREFILL)
         first_s = self._first_token(_fresh(tokens, draw), {})
-        return PromptSample(tokens, self._counted(before), first_s)
+        return PromptSample(tokens, self._counted(_PREFILL, before, 1), first_s)
 
     def prefill(self, tokens: int, draw: random.Random) -> tuple[PromptSample, Any, list[int]]:
         """The prefill leg of a fresh prompt: its times, the params for decode, the prompt."""
-        prompt, before = _fresh(tokens, draw), self._prefill_s()
+        prompt, before = _fresh(tokens, draw), self._metric(_PREFILL)
         began = time.monotonic()
         body = completion(prompt, max_tokens=1, min_tokens=0, **{PARAMS: REMOTE_DECODE})
         answer = self._post(body)
@@ -58,7 +59,7 @@ class Engine:
             raise StartupError(
                 f"--{self.role}: {self.url} answers no {PARAMS}; start it with DisaggConnector"
             )
-        return PromptSample(tokens, self._counted(before), client_s), params, prompt
+        return PromptSample(tokens, self._counted(_PREFILL, before, 1), client_s), params, prompt
 
     def take_over(self, prompt: list[int], params: Any) -> tuple[MoveSample, float]:
         """The decode leg of a prompt that was computed elsewhere, and the bytes that came."""
@@ -79,21 +80,10 @@ class Engine:
         """Steps of so many sequences, which go on from one prompt of so many tokens."""
         prompt = _fresh(context, draw)
         self._post(completion(prompt, max_tokens=1))  # in its prefix cache from here on
+        before = self._metric(_GAPS)
         # vLLM refuses several greedy answers to one prompt.
-        body = completion(prompt, max_tokens=output, n=sequences, temperature=1.0)
-        came: dict[int, list[tuple[float, int]]] = {}
-        for event in self._stream(body):
-            now = time.monotonic()
-            for choice in event.get("choices", ()):
-                if ids := choice.get("token_ids"):
-                    came.setdefault(choice["index"], []).append((now, len(ids)))
-        # While all of them run: from the first token of the last to begin.
-        began = max(chunks[0][0] for chunks in came.values())
-        ended = min(chunks[-1][0] for chunks in came.values())
-        tokens = sum(n for chunks in came.values() for at, n in chunks if began < at <= ended)
-        if not tokens:
-            raise StartupError(f"--{self.role}: {self.url}: {output} tokens are too few to time")
-        seconds = (ended - began) / (tokens / sequences)
+        self._post(completion(prompt, max_tokens=output, n=sequences, temperature=1.0))
+        seconds = self._counted(_GAPS, before, sequences * (output - 1))
         return StepSample(sequences, sequences * (context + output / 2), seconds)
 
     def first_token_s(self, tokens: int, draw: random.Random) -> float:
@@ -151,20 +141,21 @@ class Engine:
     def _bytes(self) -> float:
         return self._sum(_BYTES)
 
-    def _prefill_s(self) -> tuple[float, float]:
-        return self._sum(f"{_PREFILL}_sum"), self._sum(f"{_PREFILL}_count")
+    def _metric(self, name: str) -> tuple[float, float]:
+        """Sum and count of a histogram."""
+        return self._sum(f"{name}_sum"), self._sum(f"{name}_count")
 
-    def _counted(self, before: tuple[float, float]) -> float:
-        """What the engine has counted since, of one request; it counts after it has answered."""
+    def _counted(self, name: str, before: tuple[float, float], count: int) -> float:
+        """The mean of so many times counted since; the engine counts after it has answered."""
         deadline = time.monotonic() + _COUNTED_S
         while time.monotonic() < deadline:
-            total, count = self._prefill_s()
-            if count == before[1] + 1:
-                return total - before[0]
-            if count > before[1] + 1:
+            total, counted = self._metric(name)
+            if counted == before[1] + count:
+                return (total - before[0]) / count
+            if counted > before[1] + count:
                 raise StartupError(f"--{self.role}: {self.url} serves others too; measure it alone")
             time.sleep(0.02)
-        raise StartupError(f"--{self.role}: {self.url}/metrics: {_PREFILL} does not grow")
+        raise StartupError(f"--{self.role}: {self.url}/metrics: {name} does not grow by {count}")
 
 
 def _fresh(tokens: int, draw: random.Random) -> list[int]:

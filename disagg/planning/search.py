@@ -11,6 +11,7 @@ Must never print, and knows of a load only what `simulation` answers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from disagg.planning.outcome import Outcome
 from disagg.planning.simulation import Load, meets, simulate
 
 _PLENTY = 4  # times what serves: what is added beyond changes nothing
-_COLUMNS = 8  # numbers of prefill engines beyond the fewest that are tried
+_FINE = 50  # numbers beyond it are found to within one in so many
 
 
 class Unreachable(DisaggError):
@@ -129,17 +130,21 @@ class _Cheapest:
             lambda prefill: self._serves(prefill, decode_plenty), enough[0], prefill_plenty
         )
         least_decode = self._least_decode(prefill_plenty, decode_plenty, guess=enough[1])
-        decode = self._least_decode(least_prefill, decode_plenty, least_decode)
-        best = (least_prefill, decode)
-        spare = costs.of(*best) - costs.of(least_prefill, least_decode)
-        stride = max(1, math.ceil(spare / costs.prefill / _COLUMNS))
-        prefill = least_prefill + stride
-        while costs.of(prefill, least_decode) < costs.of(*best):
+        best = (least_prefill, decode_plenty)
+        stride = _step(least_prefill, _FINE)
+        # The corner itself comes second: its last requests can want decode engines in plenty, and
+        # with a price to beat one look is enough.
+        nearest = (least_prefill + stride, least_prefill)
+        beyond = itertools.count(least_prefill + 2 * stride, stride)
+        for prefill in itertools.chain(nearest, beyond):
+            if costs.of(prefill, least_decode) >= costs.of(*best):
+                if prefill not in nearest:
+                    break
+                continue
             cheaper = (costs.of(*best) - costs.prefill * prefill) / costs.decode
-            most = math.ceil(cheaper - 1e-9) - 1
+            most = min(decode_plenty, math.ceil(cheaper - 1e-9) - 1)
             if self._serves(prefill, most):
                 best = (prefill, self._least_decode(prefill, most, least_decode))
-            prefill += stride
         return best
 
     def _least_decode(
@@ -170,7 +175,7 @@ class _Cheapest:
 def _least(serves: Callable[[int], bool], guess: int, most: int, least: int = 1) -> int:
     """The fewest from `least` on that serve, when `most` do; quick if `guess` is near."""
     below, enough = least - 1, most
-    stride = _step(guess, 50)
+    stride = _step(guess, _FINE)
     at = max(least, min(guess, most - 1))
     # Ever larger strides from the guess, until one serves and the other does not.
     while below < at < enough:
@@ -183,7 +188,7 @@ def _least(serves: Callable[[int], bool], guess: int, most: int, least: int = 1)
         if below >= least and enough < most:
             break
         stride *= 2
-    while enough - below > _step(enough, 50):
+    while enough - below > _step(enough, _FINE):
         middle = (below + enough) // 2
         if serves(middle):
             enough = middle
