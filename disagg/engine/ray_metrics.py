@@ -57,7 +57,8 @@ def shown(families: Iterable[Metric], tags: Mapping[str, str]) -> Iterator[list[
 
 def every_s() -> float:
     """Seconds between two walks, so that one falls into each report (10 s by default)."""
-    return _PART * max(1.0, ray._config.metrics_report_interval_ms() / 1000)
+    interval_ms: int = ray._config.metrics_report_interval_ms()
+    return _PART * max(1.0, interval_ms / 1000)
 
 
 class RayMetrics:
