@@ -116,7 +116,7 @@ def soak(
 def heal(
     clients: Annotated[int, typer.Option(min=1, help="That ask all the while.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Each of four engines dies so often.")] = 1,
-    nodes: Annotated[int, typer.Option(help="Ray nodes; of several, one dies too.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Ray nodes; of three or more, one dies too.")] = 1,
 ) -> None:
     """Kill engines and the router under load: who notices, and when all is whole again."""
     from disagg.bench import heal as bench

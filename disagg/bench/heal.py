@@ -49,10 +49,10 @@ class Row:
 
 def run(clients: int, rounds: int, nodes: int) -> int:
     """Run it. Returns the exit status."""
-    if nodes < 2:
+    if nodes < 3:
         return _run(clients, [*(VICTIMS * rounds), ROUTER], None)
-    # Room for all engines on the nodes that are left.
-    with RayNodes(nodes, cpus=2) as cluster:
+    # As on larger clusters, the head has no engine. What is left has room for all of them.
+    with RayNodes(nodes - 1, cpus=4) as cluster:
         return _run(clients, [*(VICTIMS * rounds), NODE, ROUTER], cluster)
 
 

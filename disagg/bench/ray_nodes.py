@@ -24,13 +24,13 @@ ADDRESS_ENV = "RAY_ADDRESS"
 
 
 class RayNodes:
-    """`count` nodes with `cpus` each; RAY_ADDRESS leads to them while inside.
+    """A head without CPUs and `workers` nodes with `cpus` each; RAY_ADDRESS leads to them.
 
     `dashboard`: the head serves Ray's dashboard and takes jobs at `dashboard_url`.
     """
 
-    def __init__(self, count: int, cpus: int, *, dashboard: bool = False) -> None:
-        self._count, self._cpus = count, cpus
+    def __init__(self, workers: int, cpus: int, *, dashboard: bool = False) -> None:
+        self._workers, self._cpus = workers, cpus
         self._dashboard_port = free_port() if dashboard else None
         self._folder = Path(tempfile.mkdtemp(prefix="rn-", dir="/tmp"))
         self._started: list[subprocess.Popen[bytes]] = []
@@ -44,7 +44,7 @@ class RayNodes:
 
     def __enter__(self) -> RayNodes:
         try:
-            for _ in range(self._count):
+            for _ in range(1 + self._workers):
                 self.add()
         except BaseException:
             self.__exit__(None, None, None)
@@ -78,7 +78,7 @@ class RayNodes:
             "--node-ip-address=127.0.0.1",
             "--min-worker-port=0",
             "--max-worker-port=0",
-            f"--num-cpus={self._cpus}",
+            f"--num-cpus={0 if head else self._cpus}",
             f"--object-store-memory={80 << 20}",
             f"--dashboard-agent-listen-port={free_port()}",
         ]

@@ -145,7 +145,7 @@ def private_addresses() -> list[str]:
 def visit(address: str) -> Iterator[None]:
     """Be connected to a Ray that runs. Raises StartupError if none does there."""
     import ray
-    from ray._raylet import Config
+    from ray._raylet import Config  # type: ignore[attr-defined]
 
     # A private Ray asks for the token that it made for this user.
     wanted = PRIVATE_ENV | ({"RAY_AUTH_MODE": "token"} if token_file() else {})

@@ -86,7 +86,7 @@ def test_submitted_scaled_and_stopped(tmp_path: Path) -> None:
         "router": {"port": port},
     }
     (tmp_path / "d.yaml").write_text(yaml.safe_dump(content))
-    with RayNodes(2, cpus=2, dashboard=True) as cluster:
+    with RayNodes(1, cpus=4, dashboard=True) as cluster:
         jobs = Jobs(cluster.dashboard_url)
         jobs.submit("serve", tmp_path, "serve", "d.yaml")
         jobs.until_shown("serve", "Ready: ")
