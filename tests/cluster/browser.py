@@ -57,8 +57,11 @@ class Page:
             assert time.monotonic() < deadline, text
             time.sleep(_LOOK_S)
 
-    def type(self, text: str) -> None:
-        """Into the field that has the focus."""
+    def type(self, text: str, field: str | None = None) -> None:
+        """Into the field with this label, or the one that has the focus."""
+        if field is not None:
+            label = f"[...document.querySelectorAll('label')].find(e => e.textContent == {field!r})"
+            self.look(f"{label}.parentElement.querySelector('input').focus()")
         self._call("Input.insertText", text=text)
 
     def click(self, words: str) -> None:

@@ -335,7 +335,8 @@ def test_rays_dashboard_shows_who_does_what(beside: tuple[Served, int]) -> None:
             page.open(page.look(f"{row}.querySelector('a').href"))
             page.until_shown("STDOUT")
             page.click("stdout")
-            page.until_shown("looked-up")
+            page.type("looked-up", "Keyword")
+            page.until_shown('"id":"looked-up"')
 
 
 def test_two_side_by_side_and_one_dies(
