@@ -96,6 +96,53 @@ def speeds(
 
 
 @app.command()
+def predicted(
+    pairs: Annotated[str, typer.Option(help="Engines of each role, by commas.")] = "1,2",
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 0.5,
+    duration: Annotated[float, typer.Option(help="Seconds of load on each.")] = 60,
+    mix: Annotated[
+        str, typer.Option(help="SHARE:PROMPT:OUTPUT in tokens, by commas.")
+    ] = "0.6:128:64,0.4:2000:64",
+    local_prefill_tokens: Annotated[
+        int, typer.Option(min=0, help="Decode reads up to so long a prompt itself.")
+    ] = 256,
+    speeds: Annotated[
+        Path | None, typer.Option(help="Of an earlier run; without it they are measured first.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals, kinds and choices.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+) -> None:
+    """What disagg plan foretells of one load, and what real engines do with it: the error."""
+    from disagg.bench import predicted as bench
+    from disagg.bench.serve_trace import parse_mix
+    from disagg.bench.speeds import Plan
+
+    measuring = Plan(
+        lengths=[128, 512, 1000, 2000, 4000],
+        batches=[1, 4, 8, 16],
+        contexts=[128, 1000, 3000],
+        repeats=2,
+        batched_tokens=2048,
+        seqs=64,
+        parallel=8,
+        prefill=None,
+        decode=None,
+        note="",
+    )
+    plan = bench.Plan(
+        pairs=_numbers(pairs),
+        rate=rate,
+        duration_s=duration,
+        kinds=parse_mix(mix),
+        local_prefill_tokens=local_prefill_tokens,
+        seed=seed,
+        speeds=measuring,
+        file=speeds,
+    )
+    raise typer.Exit(bench.run(plan, json_path=json))
+
+
+@app.command()
 def soak(
     requests: Annotated[int, typer.Option(min=1)] = 2000,
     concurrency: Annotated[int, typer.Option(min=1)] = 16,

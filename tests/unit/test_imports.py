@@ -44,7 +44,7 @@ ALLOWED = {
     "cluster": {*LEAVES, "config_file", "credentials", "engine", "router"},
     "bench": {
         *LEAVES, "checks", "checkpoint", "cluster", "engine", "router", "transport", "store",
-        "planning.speeds",
+        "planning",
     },
 }  # fmt: skip
 HEAVY = {
