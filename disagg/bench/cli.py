@@ -162,7 +162,7 @@ def soak(
 @app.command()
 def heal(
     clients: Annotated[int, typer.Option(min=1, help="That ask all the while.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Each of four engines dies so often.")] = 1,
+    rounds: Annotated[int, typer.Option(min=0, help="Each of four engines dies so often.")] = 1,
     nodes: Annotated[int, typer.Option(help="Ray nodes; of three or more, one dies too.")] = 1,
 ) -> None:
     """Kill engines and the router under load: who notices, and when all is whole again."""

@@ -177,8 +177,10 @@ class Healer:
         now, settings = time.monotonic(), self.settings
         if place.again_at is not None and now >= place.again_at:
             others = [other.engine for other in self.places if other is not place]
+            last = place.engine
+            avoid = last.node_id if last.vanished else None
             try:
-                place.engine = pools.launch([place.engine.spec], others)[0]
+                place.engine = pools.launch([last.spec], others, avoid)[0]
             except ValueError:  # Ray has not let go of the last one's name
                 place.again_at = now + _PAUSE_S
                 return

@@ -60,10 +60,13 @@ def resources(pool: PoolSection) -> dict[str, float]:
     return {name: amount for name, amount in (asked | pool.resources.custom).items() if amount}
 
 
-def choose(pool: PoolSection, role: Role, among: Sequence[Node]) -> Node | None:
-    """The best node that has room now."""
+def choose(
+    pool: PoolSection, role: Role, among: Sequence[Node], avoid: str | None = None
+) -> Node | None:
+    """The best node that has room now; the one to avoid only if no other has."""
     asked = resources(pool)
     fitting = [node for node in among if node.fits(asked, pool.resources.labels)]
+    fitting = [node for node in fitting if node.node_id != avoid] or fitting
 
     def rank(node: Node) -> tuple[float, ...]:
         own, others = node.engines[role], sum(node.engines.values()) - node.engines[role]

@@ -47,6 +47,8 @@ class Engine:
     preferred_node: str | None = None
     load: EngineLoad | None = None
     """What it last said that it has to do."""
+    vanished: bool = False
+    """Its actor is gone without a word, and its node may be."""
     _progress: Any = None
     _load: Any = None
     _load_asked_at: float = 0.0
@@ -58,6 +60,12 @@ class Engine:
     def name(self) -> str:
         """`prefill-0`."""
         return self.spec.name
+
+    @property
+    def node_id(self) -> str | None:
+        """Where it runs, or should."""
+        home = self.home()
+        return home.node_id if home else self.preferred_node
 
     def home(self) -> EngineHome | None:
         """Where it runs, if it runs already."""
@@ -104,7 +112,7 @@ class Engine:
 
     def post_mortem(self, error: RayError) -> EngineFailure:
         """Why the actor itself is gone, from what its log still says."""
-        home = self.home()
+        home, self.vanished = self.home(), True
         if home is None:
             return EngineFailure(f"its actor did not start: {logs.describe(error)}", "")
         log = _read_log(home)
@@ -160,10 +168,15 @@ def shortfalls(deployment: Deployment) -> list[str]:
     ]
 
 
-def launch(wanted: Sequence[EngineSpec], present: Iterable[Engine] = ()) -> list[Engine]:
-    """Create all actors and begin all starts; returns at once. `present`: the other engines."""
+def launch(
+    wanted: Sequence[EngineSpec], present: Iterable[Engine] = (), avoid: str | None = None
+) -> list[Engine]:
+    """Create all actors and begin all starts; returns at once.
+
+    `present`: the other engines. `avoid`: a node that may be dead before Ray knows it.
+    """
     nodes = populated(present)
-    return [_launch(spec, nodes) for spec in wanted]
+    return [_launch(spec, nodes, avoid) for spec in wanted]
 
 
 def populated(present: Iterable[Engine]) -> list[placing.Node]:
@@ -171,11 +184,12 @@ def populated(present: Iterable[Engine]) -> list[placing.Node]:
     nodes = placing.nodes()
     by_id = {node.node_id: node for node in nodes}
     for engine in present:
-        home = engine.home()
-        node = by_id.get(home.node_id if home else engine.preferred_node or "")
-        if node and home:
+        node = by_id.get(engine.node_id or "")
+        if node is None:
+            continue
+        if engine.home() is not None:
             node.engines[engine.spec.role] += 1
-        elif node:
+        else:
             node.take(placing.resources(engine.spec.pool), engine.spec.role)
     return nodes
 
@@ -238,9 +252,11 @@ def stop(engines: Sequence[Engine], grace_s: float, timeout_s: float) -> None:
             guardian.wait_gone(home.guardian_pid, home.pid)
 
 
-def _launch(spec: EngineSpec, nodes: Sequence[placing.Node]) -> Engine:
+def _launch(spec: EngineSpec, nodes: Sequence[placing.Node], avoid: str | None) -> Engine:
     asked, near = spec.pool.resources, spec.deployment.engine.placement == "near"
-    node = placing.choose(spec.pool, spec.role, nodes) if near and not asked.labels else None
+    node = None
+    if near and not asked.labels:
+        node = placing.choose(spec.pool, spec.role, nodes, avoid)
     options: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
     if asked.labels:
         options = {"label_selector": asked.labels}

@@ -38,6 +38,15 @@ def test_room_comes_first() -> None:
     assert choose(pool(8), "decode", nodes) is None
 
 
+def test_a_node_to_avoid_is_the_last_choice() -> None:
+    nodes = [node("1", 4), node("2", 4, decode=1)]
+    found = choose(pool(), "decode", nodes, avoid="1")
+    assert found is not None
+    assert found.node_id == "2"
+    found = choose(pool(), "decode", nodes[:1], avoid="1")
+    assert found is not None
+
+
 def test_labels() -> None:
     nodes = [node("1", 8), node("2", 2, {"gpu": "h200"})]
     found = choose(pool(gpu="h200"), "decode", nodes)
