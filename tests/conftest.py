@@ -12,8 +12,9 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("terminated", 128 + number))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With --dist loadgroup: one process for those that share a fleet, another for the rest."""
+    """Tests that share engines are marked, so that the others can run beside them."""
     for item in items:
-        shared = "fleet" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("fleet" if shared else "others"))
+        if "fleet" in getattr(item, "fixturenames", ()):
+            item.add_marker("fleet")

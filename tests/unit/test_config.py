@@ -12,7 +12,7 @@ from disagg.config import load
 from disagg.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted([*ROOT.glob("serve_configs/*.y*ml"), *ROOT.glob("examples/**/*.y*ml")])
+SHIPPED = sorted([*ROOT.glob("serve_configs/*.y*ml"), *ROOT.glob("examples/*.y*ml")])
 
 
 def write(folder: Path, text: str) -> Path:
