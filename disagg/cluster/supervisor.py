@@ -123,7 +123,7 @@ class Supervisor:
 
     def _answer(self) -> None:
         if self._orders and self._scaler.settled:
-            problem = self._scaler.problem
+            problem, self._scaler.problem = self._scaler.problem, None
             for number in self._orders:
                 if problem is None:
                     self._mailbox.over(number, "done")
