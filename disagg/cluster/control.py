@@ -2,7 +2,7 @@
 
 Whoever can reach Ray can reach it, and nobody else: who may run code there may change what runs.
 It holds an order until the driver has taken it, and what is said of it until it is read. Decides
-nothing; orders that are lost with it are given again by whoever waits for their answer.
+nothing. If it dies, whoever waits for an answer hears that; what was ordered goes on.
 """
 
 from __future__ import annotations
@@ -136,19 +136,21 @@ class Mailbox:
         """Ray's promise of an order."""
 
     def open(self) -> None:
-        """Start the actor. Orders are taken from now on."""
+        """Start the actor. `next` stays None while Ray has not let go of the last one's name."""
         here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
         options = {"name": NAME, "num_cpus": 0, "scheduling_strategy": here}
-        self._actor = ray.remote(Control).options(**options).remote(self._name)
+        try:
+            self._actor = ray.remote(Control).options(**options).remote(self._name)
+        except ValueError:
+            return
         self.next = self._actor.take.remote()
 
     def take(self) -> tuple[int, Order] | None:
-        """The order that `next` is there with; None if the actor died instead."""
+        """The order that `next` is there with; None if the actor died instead: `open` it again."""
         try:
             taken: tuple[int, Order] = ray.get(self.next)
         except RayError:
             self.close()
-            self.open()
             return None
         self.next = self._actor.take.remote()
         return taken
@@ -167,7 +169,7 @@ class Mailbox:
         """End the actor; who follows an order hears that the deployment stopped."""
         if self._actor is not None:
             ray.kill(self._actor)
-            self._actor = None
+            self._actor = self.next = None
 
 
 def deployments() -> dict[str, tuple[str, Any]]:

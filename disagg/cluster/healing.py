@@ -27,7 +27,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _ROUTER_RESTARTS = 5
 
 
-@dataclass
+@dataclass(eq=False)
 class Place:
     """An engine's place in its pool. deaths: in a row. again_at: monotonic, None unless it waits
     for its next start. why: it does not serve. leaving_at: since when it gets nothing new."""
@@ -114,11 +114,18 @@ class Healer:
         for place in list(self.places):
             self._look(place)
 
-    def add(self, specs: Sequence[EngineSpec]) -> None:
-        """Start engines that are not there yet."""
-        started = pools.launch(specs, [place.engine for place in self.places])
-        self.places += [Place(engine, why="starts") for engine in started]
+    def add(self, specs: Sequence[EngineSpec]) -> list[str]:
+        """Start engines that are not there yet; the names of those that could be."""
+        started = []
+        for spec in specs:
+            try:
+                (engine,) = pools.launch([spec], [place.engine for place in self.places])
+            except ValueError:  # Ray has not let go of the last one's name
+                continue
+            self.places.append(Place(engine, why="starts"))
+            started.append(spec.name)
         self._tell_router()
+        return started
 
     def retire(self, place: Place) -> None:
         """Send it nothing new; `remove` it when it has served what it has."""

@@ -48,7 +48,10 @@ def _give(order: Order, name: str | None, address: str | None, wait: bool) -> in
                     console.print(outcome.word, markup=False)
                     return 0 if outcome.word == "done" else 1
         except RayError as error:
-            raise StartupError(f"the deployment ended meanwhile ({type(error).__name__})") from None
+            raise StartupError(
+                f"the deployment gives no answer any more ({type(error).__name__}); if disagg "
+                "status shows that it serves, look whether it is done, and ask again if not"
+            ) from None
         except KeyboardInterrupt:
             console.print("Not waiting any longer; it goes on.")
             return 130

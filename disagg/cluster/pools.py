@@ -34,7 +34,7 @@ ROLES: tuple[Role, Role] = ("prefill", "decode")
 _ACTORS = {"prefill": PrefillEngine, "decode": DecodeEngine}
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
     """An engine as the driver sees it, from its launch to its end."""
 
@@ -47,6 +47,8 @@ class Engine:
     preferred_node: str | None = None
     load: EngineLoad | None = None
     """What it last said that it has to do."""
+    load_asked_at: float = 0.0
+    """When it was asked what it answered there, monotonic."""
     vanished: bool = False
     """Its actor is gone without a word, and its node may be."""
     _progress: Any = None
@@ -104,7 +106,7 @@ class Engine:
         now = time.monotonic()
         if self._load is not None and ray.wait([self._load], timeout=0)[0]:
             with contextlib.suppress(RayError):  # of one that died; `ended` says so
-                self.load = ray.get(self._load)
+                self.load, self.load_asked_at = ray.get(self._load), self._load_asked_at
             self._load = None
         if self._load is None and now - self._load_asked_at >= every_s:
             self._load, self._load_asked_at = self.actor.load.remote(), now

@@ -16,7 +16,7 @@ from disagg.cluster.healing import LOOK_S, Healer, Place
 from disagg.config import Deployment, Role
 from disagg.engine.spec import EngineSpec
 
-# Twice idle, so that a request which was on its way when the router heard of it has been seen.
+# Several looks, so that a request which was on its way when the router heard of it has been seen.
 _IDLE_S = 2 * LOOK_S
 
 
@@ -36,6 +36,7 @@ class Scaler:
         self._healer, self._spec, self._tell = healer, spec, tell
         self._before: Deployment | None = None
         self._idle_since: dict[str, float] = {}
+        self._waits = False
 
     @property
     def settled(self) -> bool:
@@ -50,7 +51,7 @@ class Scaler:
 
     def apply(self, deployment: Deployment) -> None:
         """Engines as in this deployment from now on; see `changes` for what cannot change."""
-        self._before, self.problem = self.wanted, None
+        self._before, self.problem, self._waits = self.wanted, None, False
         self.wanted = deployment
         self._healer.settings = deployment.engine
 
@@ -99,10 +100,13 @@ class Scaler:
         """Engine by engine, and pool after pool: at most one is on its way."""
         if any(p.leaving_at is not None or not p.serves for p in self._healer.places):
             return
-        if len(places) > wanted or not self._has_room(role):
-            self._retire(old[0])
-        else:
+        if len(places) <= wanted and self._has_room(role):
             self._grow(role, 1)
+        elif role == "prefill" or len(places) > 1:
+            self._retire(old[0])
+        elif not self._waits:  # for room: without its last decode engine all requests would fail
+            self._waits = True
+            self._tell(f"{old[0].name} waits for room for its successor", "")
 
     def _taken_back(self, role: Role, places: list[Place], old: list[Place]) -> bool:
         """Whether the change was given up, because an engine as wanted does not start."""
@@ -121,8 +125,8 @@ class Scaler:
         taken = {place.engine.spec.index for place in self._healer.places if place.role == role}
         free = (index for index in range(len(taken) + count) if index not in taken)
         specs = [self._spec(self.wanted, role, next(free)) for _ in range(count)]
-        self._tell(f"starting {', '.join(spec.name for spec in specs)}", "")
-        self._healer.add(specs)
+        if started := self._healer.add(specs):
+            self._tell(f"starting {', '.join(started)}", "")
 
     def _retire(self, place: Place) -> None:
         if not place.serves:
@@ -134,15 +138,15 @@ class Scaler:
         self._healer.retire(place)
 
     def _drain(self, place: Place) -> None:
-        now, load = time.monotonic(), place.engine.load
+        now, load, asked_at = time.monotonic(), place.engine.load, place.engine.load_asked_at
         assert place.leaving_at is not None
         if now - place.leaving_at > self._healer.settings.drain_timeout_s:
             self._tell(f"{place.name} goes before it is idle (engine.drain_timeout_s)", "")
-        elif load is None or not load.idle:
+        elif load is None or not load.idle or asked_at < place.leaving_at:
             self._idle_since.pop(place.name, None)
             return
-        elif now - self._idle_since.setdefault(place.name, now) < _IDLE_S:
-            return
+        elif asked_at - self._idle_since.setdefault(place.name, asked_at) < _IDLE_S:
+            return  # by its answers alone: a slow one is not taken for idle
         else:
             self._tell(f"{place.name} is idle and goes", "")
         self._healer.remove(place)

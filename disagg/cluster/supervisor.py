@@ -37,7 +37,7 @@ class Supervisor:
     ) -> None:
         self._healer, self._scaler, self._mailbox = healer, scaler, mailbox
         self._tell, self._private = tell, private
-        self._orders: list[int] = []
+        self._orders: dict[int, Order] = {}
         self._autoscalers: dict[Role, Autoscaler] = {}
         self._looked_at = 0.0
         self._ray_fails_since: float | None = None
@@ -61,12 +61,17 @@ class Supervisor:
         return problem
 
     def _step(self, timeout_s: float) -> str | None:
-        refs = [*self._healer.awaited(), self._mailbox.next]
-        there = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]
-        if self._mailbox.next in there:
-            there.remove(self._mailbox.next)
+        if self._mailbox.next is None:
+            self._mailbox.open()
+        refs = self._healer.awaited()
+        asked = [] if self._mailbox.next is None else [self._mailbox.next]
+        there = ray.wait(refs + asked, num_returns=len(refs + asked), timeout=timeout_s)[0]
+        if asked and asked[0] in there:
+            there.remove(asked[0])
             if (taken := self._mailbox.take()) is not None:
                 self._take(*taken)
+            else:
+                self._orders.clear()  # their numbers were the dead one's
         problem = self._healer.happened(there)
         self._healer.look()
         self._autoscale()
@@ -86,7 +91,10 @@ class Supervisor:
     # ---- orders --------------------------------------------------------------------------------
 
     def _take(self, number: int, order: Order) -> None:
-        problems = self._refused(order)
+        try:
+            problems = self._refused(order)
+        except RayError as error:
+            problems = [f"Ray did not answer ({type(error).__name__}); ask again"]
         if problems:
             self._mailbox.over(number, "refused", problems)
             return
@@ -98,7 +106,7 @@ class Supervisor:
             self._tell("asked to apply a changed file", "")
             self._scaler.apply(self._kept_counts(order.deployment))
             self._follow_sections()
-        self._orders.append(number)
+        self._orders[number] = order
 
     def _refused(self, order: Order) -> list[str]:
         running = self._scaler.wanted
@@ -124,8 +132,8 @@ class Supervisor:
     def _answer(self) -> None:
         if self._orders and self._scaler.settled:
             problem, self._scaler.problem = self._scaler.problem, None
-            for number in self._orders:
-                if problem is None:
+            for number, order in self._orders.items():
+                if problem is None or isinstance(order, Scale):
                     self._mailbox.over(number, "done")
                 else:
                     self._mailbox.over(number, "taken back", [problem])
