@@ -174,15 +174,11 @@ def heal(
 @app.command()
 def scale(
     clients: Annotated[int, typer.Option(min=1, help="That ask all the while.")] = 2,
-    wave: Annotated[
-        int, typer.Option(help="So often they come and go instead; the autoscaler follows.")
-    ] = 0,
-    half: Annotated[float, typer.Option(help="Seconds that they stay, and stay away.")] = 120.0,
 ) -> None:
     """Scale up, down, and replace all engines under load: nobody may notice."""
     from disagg.bench import scale as bench
 
-    raise typer.Exit(bench.run_wave(clients, wave, half) if wave else bench.run(clients))
+    raise typer.Exit(bench.run(clients))
 
 
 @app.command()

@@ -7,6 +7,7 @@ Everything ends with the context.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,7 +64,7 @@ class RayNodes:
             os.environ[ADDRESS_ENV] = self._before
         for process in reversed(self._started):
             _end(process)
-        subprocess.run(["rm", "-rf", str(self._folder)], check=False)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self) -> None:
         """Start a node; returns when it is one. The first is the head."""

@@ -2,8 +2,7 @@
 
 `disagg serve`, `disagg scale` and `disagg apply` run as a user runs them, in processes of their
 own, while clients ask all the while and compare every answer with a single engine's. Nobody may
-notice: no error, no wrong token. With `--wave` the load itself comes and goes, and the decode
-pool's autoscaler must follow it, with one decision for each edge.
+notice: no error, no wrong token.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from disagg.errors import DisaggError
 START_S, ORDER_S, STOP_S = 300.0, 600.0, 30.0
 _SETTLE_S = 5.0
 _BLOCKS, _OTHER_BLOCKS = 512, 448
-_FOLLOWING = {"max_replicas": 2, "target_queue": 1, "cooldown_s": 20}
+_NAME = f"bench-scale-{os.getpid()}"
 _DISAGG = [sys.executable, "-m", "disagg.cli"]
 
 
@@ -74,43 +73,7 @@ def run(clients: int) -> int:
     return 0 if unnoticed and not load.counts["wrong"] else 1
 
 
-_NAME = f"bench-scale-{os.getpid()}"
-
-
-def run_wave(clients: int, waves: int, half_s: float) -> int:
-    """`waves` times `clients` for `half_s` and none for `half_s`. Returns the exit status."""
-    console = Console(highlight=False, soft_wrap=True)
-    make_model(MODEL)
-    blocks = ("--num-gpu-blocks-override", str(_BLOCKS))
-    with (
-        tempfile.TemporaryDirectory(prefix="disagg-") as folder,
-        VllmServer("the single engine", MODEL.absolute(), args=blocks) as single,
-    ):
-        file, log, port = Path(folder, "a.yaml"), Path(folder, "serve.log"), free_port()
-        file.write_text(yaml.safe_dump(_deployment(port, _BLOCKS, _FOLLOWING)))
-        with _served(console, file, log):
-            single.wait_ready()
-            load = Load(f"http://127.0.0.1:{port}", single)
-            found = [_half(console, load, log, n, half_s) for n in (clients, 0) * waves]
-    load.report(console)
-    followed = found == [["1 -> 2"], ["2 -> 1"]] * waves
-    console.print("followed" if followed else f"did not follow: {found}", markup=False)
-    return 0 if followed and set(load.counts) == {"right"} else 1
-
-
-def _half(console: Console, load: Load, log: Path, clients: int, seconds: float) -> list[str]:
-    """The autoscaler's changes during half a wave."""
-    console.print(f"{clients} clients for {seconds:g} s")
-    before = len(log.read_text().splitlines())
-    with load.clients(clients):
-        time.sleep(seconds)
-    lines = [line for line in log.read_text().splitlines()[before:] if "autoscaler: " in line]
-    for line in lines:
-        console.print(f"  {line}", markup=False)
-    return [line.partition("autoscaler: decode ")[2].partition(":")[0] for line in lines]
-
-
-def _deployment(port: int, blocks: int, autoscale: Any = None) -> dict[str, Any]:
+def _deployment(port: int, blocks: int) -> dict[str, Any]:
     # More engines than cores: they take turns.
     pool = {"replicas": 1, "resources": {"num_cpus": 0}}
     return {
@@ -125,7 +88,7 @@ def _deployment(port: int, blocks: int, autoscale: Any = None) -> dict[str, Any]
             }
         },
         "prefill": pool,
-        "decode": {**pool, "autoscale": autoscale},
+        "decode": pool,
         "router": {"port": port, "access_log": False, "pairing": {"local_prefill_tokens": 0}},
     }
 

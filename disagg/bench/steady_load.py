@@ -34,7 +34,6 @@ class Load:
     @contextmanager
     def clients(self, count: int) -> Iterator[None]:
         """So many of them while inside."""
-        self._over.clear()
         threads = [threading.Thread(target=self._client, args=(n,)) for n in range(count)]
         for thread in threads:
             thread.start()
