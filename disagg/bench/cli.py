@@ -174,11 +174,15 @@ def heal(
 @app.command()
 def scale(
     clients: Annotated[int, typer.Option(min=1, help="That ask all the while.")] = 2,
+    waves: Annotated[
+        int, typer.Option(min=0, help="So often they come and go; the autoscaler must follow.")
+    ] = 0,
+    half: Annotated[float, typer.Option(help="Seconds that they stay, and stay away.")] = 100.0,
 ) -> None:
     """Scale up, down, and replace all engines under load: nobody may notice."""
     from disagg.bench import scale as bench
 
-    raise typer.Exit(bench.run(clients))
+    raise typer.Exit(bench.run_waves(clients, waves, half) if waves else bench.run(clients))
 
 
 @app.command()

@@ -2,7 +2,8 @@
 
 `disagg serve`, `disagg scale` and `disagg apply` run as a user runs them, in processes of their
 own, while clients ask all the while and compare every answer with a single engine's. Nobody may
-notice: no error, no wrong token.
+notice: no error, no wrong token. With `--waves` the load itself comes and goes, and the decode
+pool's autoscaler must follow it with one change an edge.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from disagg.errors import DisaggError
 START_S, ORDER_S, STOP_S = 300.0, 600.0, 30.0
 _SETTLE_S = 5.0
 _BLOCKS, _OTHER_BLOCKS = 512, 448
+_FOLLOWING = {"max_replicas": 2, "target_queue": 1, "cooldown_s": 30}
+_LONG = 200  # tokens: the load is to be seen
+_LOG = "serve.log"
 _NAME = f"bench-scale-{os.getpid()}"
 _DISAGG = [sys.executable, "-m", "disagg.cli"]
 
@@ -49,31 +53,65 @@ class Row:
 def run(clients: int) -> int:
     """Run it. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
-    make_model(MODEL)
-    blocks = ("--num-gpu-blocks-override", str(_BLOCKS))
-    with (
-        tempfile.TemporaryDirectory(prefix="disagg-") as folder,
-        VllmServer("the single engine", MODEL.absolute(), args=blocks) as single,
-    ):
-        file, changed, port = Path(folder, "a.yaml"), Path(folder, "b.yaml"), free_port()
-        file.write_text(yaml.safe_dump(_deployment(port, _BLOCKS)))
+    with _scene(console) as (folder, port, single):
+        changed = folder / "b.yaml"
         changed.write_text(yaml.safe_dump(_deployment(port, _OTHER_BLOCKS)))
-        with _served(console, file, Path(folder, "serve.log")):
-            single.wait_ready()
-            load = Load(f"http://127.0.0.1:{port}", single)
-            with load.clients(clients):
-                rows = [
-                    _order(console, load, ["scale", "--name", _NAME, "prefill=2", "decode=2"]),
-                    _order(console, load, ["scale", "--name", _NAME, "prefill=1", "decode=1"]),
-                    _order(console, load, ["apply", str(changed)]),
-                ]
+        load = Load(f"http://127.0.0.1:{port}", single)
+        with load.clients(clients):
+            rows = [
+                _order(console, load, ["scale", "--name", _NAME, "prefill=2", "decode=2"]),
+                _order(console, load, ["scale", "--name", _NAME, "prefill=1", "decode=1"]),
+                _order(console, load, ["apply", str(changed)]),
+            ]
     Console(width=max(console.width, 100), highlight=False).print(_table(rows))
     load.report(console)
     unnoticed = all(row.answers and not row.errors for row in rows)
     return 0 if unnoticed and not load.counts["wrong"] else 1
 
 
-def _deployment(port: int, blocks: int) -> dict[str, Any]:
+def run_waves(clients: int, waves: int, half_s: float) -> int:
+    """`waves` times `clients` for `half_s` and none for `half_s`. Returns the exit status."""
+    console = Console(highlight=False, soft_wrap=True)
+    with _scene(console, _FOLLOWING) as (folder, port, single):
+        load = Load(f"http://127.0.0.1:{port}", single, tokens=_LONG)
+        log = folder / _LOG
+        changes = [_half(console, load, log, n, half_s) for n in (clients, 0) * waves]
+    load.report(console)
+    followed = changes == [["1 -> 2"], ["2 -> 1"]] * waves
+    console.print("followed" if followed else f"did not follow: {changes}", markup=False)
+    return 0 if followed and set(load.counts) == {"right"} else 1
+
+
+@contextmanager
+def _scene(console: Console, autoscale: Any = None) -> Iterator[tuple[Path, int, VllmServer]]:
+    """A folder, the router's port, and the single engine; all serve."""
+    make_model(MODEL)
+    blocks = ("--num-gpu-blocks-override", str(_BLOCKS))
+    with (
+        tempfile.TemporaryDirectory(prefix="disagg-") as name,
+        VllmServer("the single engine", MODEL.absolute(), args=blocks) as single,
+    ):
+        folder, port = Path(name), free_port()
+        file = folder / "a.yaml"
+        file.write_text(yaml.safe_dump(_deployment(port, _BLOCKS, autoscale)))
+        with _served(console, file, folder / _LOG):
+            single.wait_ready()
+            yield folder, port, single
+
+
+def _half(console: Console, load: Load, log: Path, clients: int, seconds: float) -> list[str]:
+    """The autoscaler's changes during half a wave."""
+    console.print(f"{clients} clients for {seconds:g} s")
+    before = len(log.read_text().splitlines())
+    with load.clients(clients):
+        time.sleep(seconds)
+    lines = [line for line in log.read_text().splitlines()[before:] if "autoscaler: " in line]
+    for line in lines:
+        console.print(f"  {line}", markup=False)
+    return [line.partition("autoscaler: decode ")[2].partition(":")[0] for line in lines]
+
+
+def _deployment(port: int, blocks: int, autoscale: Any = None) -> dict[str, Any]:
     # More engines than cores: they take turns.
     pool = {"replicas": 1, "resources": {"num_cpus": 0}}
     return {
@@ -88,7 +126,7 @@ def _deployment(port: int, blocks: int) -> dict[str, Any]:
             }
         },
         "prefill": pool,
-        "decode": pool,
+        "decode": {**pool, "autoscale": autoscale},
         "router": {"port": port, "access_log": False, "pairing": {"local_prefill_tokens": 0}},
     }
 

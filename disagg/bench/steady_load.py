@@ -22,11 +22,13 @@ from disagg.bench.vllm_server import VllmServer, completion
 class Load:
     """Clients that ask and compare, each answer before its next question.
 
-    url: of a router. single: an engine to compare with. counts: right, wrong, error.
+    url: of a router. single: an engine to compare with. tokens: of an answer. counts: right,
+    wrong, error.
     """
 
     url: str
     single: VllmServer
+    tokens: int = 24
     counts: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -34,6 +36,7 @@ class Load:
     @contextmanager
     def clients(self, count: int) -> Iterator[None]:
         """So many of them while inside."""
+        self._over.clear()
         threads = [threading.Thread(target=self._client, args=(n,)) for n in range(count)]
         for thread in threads:
             thread.start()
@@ -56,7 +59,7 @@ class Load:
             length = generator.choice([20, 130, 400, 900])
             prompt = [generator.randrange(300, 1000) for _ in range(length)]
             # A stream whose client asks for token ids is not moved to another engine.
-            asked = completion(prompt, max_tokens=24, return_token_ids=False)
+            asked = completion(prompt, max_tokens=self.tokens, return_token_ids=False)
             body = {"model": "tiny", **asked}
             try:
                 text = self._streamed(body) if generator.random() < 0.5 else self._whole(body)
@@ -65,7 +68,7 @@ class Load:
                 self.errors.append(f"{type(error).__name__}: {str(error)[:200]}")
                 time.sleep(0.2)
                 continue
-            right = self.single.complete(prompt, max_tokens=24)["choices"][0]["text"]
+            right = self.single.complete(prompt, max_tokens=self.tokens)["choices"][0]["text"]
             self.counts["right" if text == right else "wrong"] += 1
 
     def _whole(self, body: dict[str, Any]) -> str:

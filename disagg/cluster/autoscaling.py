@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from statistics import median_low
+from typing import TypeVar
 
 from disagg.config import AutoscaleSection
 
 LOOK_S = 2.0
-_SURE_S = 5.0  # a burst that is over sooner needs no engine that takes a minute to start
+_SURE_S = 10.0  # half of it is a burst, which needs no engine that takes a minute to start
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,13 @@ class Decision:
 
 
 class Autoscaler:
-    """Of one pool. Grows to what was needed throughout some seconds, and shrinks to the most that
-    was needed throughout `cooldown_s`."""
+    """Of one pool. Grows to what is needed now, and shrinks to the most that was needed throughout
+    `cooldown_s`. What is needed is judged by the median of some seconds: requests come and go
+    between two looks, and neither an empty moment nor a burst says much."""
 
     def __init__(self, settings: AutoscaleSection) -> None:
         self.settings = settings
+        self._seen: deque[tuple[float, PoolLoad]] = deque()
         self._needed: deque[tuple[float, int]] = deque()
         self._began: float | None = None
         self._changed_at = float("-inf")
@@ -52,19 +58,22 @@ class Autoscaler:
         settings = self.settings
         if self._began is None:
             self._began = now
-        needed = self.needed(load)
-        self._needed.append((now, needed))
-        keep_s = max(settings.cooldown_s, _SURE_S)
-        while self._needed[0][0] < now - keep_s:
-            self._needed.popleft()
+        _note(self._seen, now, load, _SURE_S)
+        usual = PoolLoad(
+            load.engines,
+            median_low(load.requests for _, load in self._seen),
+            median_low(load.kv_usage for _, load in self._seen),
+        )
+        needed = self.needed(usual)
+        _note(self._needed, now, needed, settings.cooldown_s)
 
-        at_least = min(self._since(now - _SURE_S))
-        if at_least > replicas and now - self._began >= _SURE_S:
-            return self._decide(now, at_least, load, replicas)
+        if needed > replicas and now - self._began >= _SURE_S:
+            return self._decide(now, needed, usual, f"{needed} are needed")
+        at_most = max(needed for _, needed in self._needed)
         quiet = now - max(self._began, self._changed_at) >= settings.cooldown_s
-        at_most = max(self._since(now - settings.cooldown_s))
         if at_most < replicas and quiet:
-            return self._decide(now, at_most, load, replicas)
+            why = f"at most {at_most} were needed for {settings.cooldown_s:g} s"
+            return self._decide(now, at_most, usual, why)
         return None
 
     def needed(self, load: PoolLoad) -> int:
@@ -75,17 +84,18 @@ class Autoscaler:
         wanted = max(by_queue, by_cache)
         return min(max(wanted, settings.min_replicas), settings.max_replicas)
 
-    def _since(self, when: float) -> list[int]:
-        return [needed for at, needed in self._needed if at >= when]
-
-    def _decide(self, now: float, replicas: int, load: PoolLoad, before: int) -> Decision:
+    def _decide(self, now: float, replicas: int, usual: PoolLoad, why: str) -> Decision:
         self._changed_at = now
         settings = self.settings
-        way = "at least" if replicas > before else "at most"
-        over_s = _SURE_S if replicas > before else settings.cooldown_s
         return Decision(
             replicas,
-            f"{load.requests:g} requests (target_queue {settings.target_queue:g} an engine) and "
-            f"{load.kv_usage:.2f} KV caches (target_kv_usage {settings.target_kv_usage:g}) on "
-            f"{load.engines} engines; {replicas} were needed, {way}, for {over_s:g} s",
+            f"{usual.requests:g} requests (target_queue {settings.target_queue:g} an engine) and "
+            f"{usual.kv_usage:.2f} KV caches (target_kv_usage {settings.target_kv_usage:g}) on "
+            f"{usual.engines} engines, the median of {_SURE_S:g} s; {why}",
         )
+
+
+def _note(seen: deque[tuple[float, _T]], now: float, what: _T, keep_s: float) -> None:
+    seen.append((now, what))
+    while seen[0][0] < now - keep_s:
+        seen.popleft()
