@@ -1,9 +1,9 @@
 """`disagg bench heal`: kills engines and the router under load, and watches them come back.
 
 Two prefill and two decode engines answer clients that never stop, every answer is compared with a
-single engine's, and one process after the other gets a SIGKILL. With two of each role nobody may
-notice, but for the router's own death, which ends what it was relaying. With `--nodes` Ray has
-several nodes, and one of them dies as a whole.
+single engine's, and one process after the other gets a SIGKILL, the supervisor too, just before an
+engine. With two of each role nobody may notice, but for the router's own death, which ends what it
+was relaying. With `--nodes` Ray has several nodes, and one of them dies as a whole.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from disagg.config import Deployment, ResourcesSection
 
 VICTIMS = ("worker of prefill-0", "core of decode-0", "actor of prefill-1", "actor of decode-1")
 ROUTER, NODE = "router", "node of prefill-1"
+_FIRST = "supervisor, then "
+SUPERVISOR = f"{_FIRST}core of prefill-0"
 BACK_S = 240.0
 _LOOK_S, _SETTLE_S = 0.1, 5.0
 _BLOCKS = 512
@@ -50,10 +52,10 @@ class Row:
 def run(clients: int, rounds: int, nodes: int) -> int:
     """Run it. Returns the exit status."""
     if nodes < 3:
-        return _run(clients, [*(VICTIMS * rounds), ROUTER], None)
+        return _run(clients, [*(VICTIMS * rounds), SUPERVISOR, ROUTER], None)
     # As on larger clusters, the head has no engine. What is left has room for all of them.
     with RayNodes(nodes - 1, cpus=4) as cluster:
-        return _run(clients, [*(VICTIMS * rounds), NODE, ROUTER], cluster)
+        return _run(clients, [*(VICTIMS * rounds), SUPERVISOR, NODE, ROUTER], cluster)
 
 
 def _run(clients: int, victims: Sequence[str], cluster: RayNodes | None) -> int:
@@ -115,19 +117,21 @@ def _death(
         names = _neighbours(running, names[0])
         cluster.kill_node_of(_pid(running, names[0]))
     else:
-        _process(running, victim).kill()
+        process = _process(running, victim.removeprefix(_FIRST))
+        if victim.startswith(_FIRST):
+            psutil.Process(running.supervisor_pid).kill()
+        process.kill()
     if victim == ROUTER:
         out_s = _heal_until(running, lambda: _state(running) is None)
         _heal_until(running, lambda: _state(running) is not None)
         whole_s = time.monotonic() - began
-        own_start_s = 0.0
     else:
         _heal_until(running, lambda: not any(_is_up(running, name) for name in names))
         out_s = time.monotonic() - began
         _heal_until(running, lambda: all(_is_up(running, name) for name in names))
         whole_s = time.monotonic() - began
-        own_start_s = max(e.startup_s for e in running.engines if e.name in names)
     _heal_until(running, _clock(_SETTLE_S))
+    own_start_s = max((e.startup_s for e in running.engines if e.name in names), default=0.0)
     since = load.counts - before
     answers = since["right"] + since["wrong"]
     shown = victim if len(names) == 1 else f"node of {' and '.join(names)}"

@@ -1,13 +1,13 @@
-"""Where `disagg scale` and `disagg apply` reach a deployment: a small named actor.
+"""Orders for a deployment, and what is said of them; how a command finds the deployment on Ray.
 
-Whoever can reach Ray can reach it, and nobody else: who may run code there may change what runs.
-It holds an order until the driver has taken it, and what is said of it until it is read. Decides
-nothing. If it dies, whoever waits for an answer hears that; what was ordered goes on.
+Whoever can reach Ray can reach the supervisor's actor, and nobody else: who may run code there may
+change what runs. Decides nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import queue
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from disagg.config import Deployment, Role
 
-NAME = "control"
+NAME = "supervisor"
 TELL_S = 2.0
 _KEPT = 1000
 
@@ -68,27 +67,26 @@ class _Given:
 
 
 class Control:
-    """The actor: a mailbox between commands and the driver."""
+    """Between commands, on the actor's event loop, and the supervisor, in its thread.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    If the actor dies, whoever waits for an answer hears that; what was ordered goes on.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._orders: list[_Given] = []
-        self._waiting: asyncio.Queue[int] = asyncio.Queue()
+        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._lines: deque[str] = deque(maxlen=_KEPT)
         self._said = 0
         self._changed = asyncio.Event()
 
-    async def name(self) -> str:
-        """The deployment's name."""
-        return self._name
+    # ---- commands, on the loop -----------------------------------------------------------------
 
-    # ---- commands ------------------------------------------------------------------------------
-
-    async def give(self, order: Order) -> tuple[int, int]:
+    def give(self, order: Order) -> tuple[int, int]:
         """The order's number, and from where on to `follow` it."""
         self._orders.append(_Given(order))
         number = len(self._orders) - 1
-        self._waiting.put_nowait(number)
+        self._waiting.put(number)
         return number, self._said
 
     async def follow(self, number: int, after: int, wait_s: float) -> News:
@@ -104,84 +102,44 @@ class Control:
         lines = list(self._lines)[len(self._lines) - fresh :]
         return News(lines, self._said, given.outcome)
 
-    # ---- the driver ----------------------------------------------------------------------------
+    # ---- the supervisor, from any thread -------------------------------------------------------
 
-    async def take(self) -> tuple[int, Order]:
-        """The next order, when there is one."""
-        number = await self._waiting.get()
+    def take(self) -> tuple[int, Order] | None:
+        """The next order, if there is one."""
+        try:
+            number = self._waiting.get_nowait()
+        except queue.Empty:
+            return None
         return number, self._orders[number].order
 
-    async def say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         """Something happened."""
+        self._loop.call_soon_threadsafe(self._say, line)
+
+    def over(self, number: int, word: Word, problems: Sequence[str] = ()) -> None:
+        """All that comes of this order has come."""
+        self._loop.call_soon_threadsafe(self._over, number, Outcome(word, tuple(problems)))
+
+    def _say(self, line: str) -> None:
         self._lines.append(line)
         self._said += 1
-        self._wake()
+        self._changed.set()
 
-    async def over(self, number: int, outcome: Outcome) -> None:
-        """All that comes of this order has come."""
+    def _over(self, number: int, outcome: Outcome) -> None:
         self._orders[number].outcome = outcome
-        self._wake()
-
-    def _wake(self) -> None:
         self._changed.set()
 
 
-class Mailbox:
-    """The driver's end. The actor is started again if it dies."""
-
-    def __init__(self, name: str, node_id: str) -> None:
-        self._name, self._node_id = name, node_id
-        self._actor: Any = None
-        self.next: Any = None
-        """Ray's promise of an order."""
-
-    def open(self) -> None:
-        """Start the actor. `next` stays None while Ray has not let go of the last one's name."""
-        here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
-        options = {"name": NAME, "num_cpus": 0, "scheduling_strategy": here}
-        try:
-            self._actor = ray.remote(Control).options(**options).remote(self._name)
-        except ValueError:
-            return
-        self.next = self._actor.take.remote()
-
-    def take(self) -> tuple[int, Order] | None:
-        """The order that `next` is there with; None if the actor died instead: `open` it again."""
-        try:
-            taken: tuple[int, Order] = ray.get(self.next)
-        except RayError:
-            self.close()
-            return None
-        self.next = self._actor.take.remote()
-        return taken
-
-    def say(self, line: str) -> None:
-        """For whoever follows an order. Does not wait."""
-        if self._actor is not None:
-            self._actor.say.remote(line)
-
-    def over(self, number: int, word: Word, problems: Sequence[str] = ()) -> None:
-        """Answer an order. Does not wait."""
-        if self._actor is not None:
-            self._actor.over.remote(number, Outcome(word, tuple(problems)))
-
-    def close(self) -> None:
-        """End the actor; who follows an order hears that the deployment stopped."""
-        if self._actor is not None:
-            ray.kill(self._actor)
-            self._actor = self.next = None
-
-
 def deployments() -> dict[str, tuple[str, Any]]:
-    """By run: the name of each deployment on the Ray that we are connected to, and its control."""
+    """By run: the name and the supervisor of each deployment on the Ray we are connected to."""
     found: dict[str, tuple[str, Any]] = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["name"] != NAME:
             continue
         try:
-            control: Any = ray.get_actor(NAME, namespace=actor["namespace"])
-            name: str = ray.get(control.name.remote(), timeout=TELL_S)
+            supervisor: Any = ray.get_actor(NAME, namespace=actor["namespace"])
+            name: str = ray.get(supervisor.name.remote(), timeout=TELL_S)
         except (ValueError, RayError, GetTimeoutError, AttributeError):
             continue  # it ends just now, or is somebody else's of the same name
-        found[actor["namespace"]] = name, control
+        found[actor["namespace"]] = name, supervisor
     return found

@@ -10,19 +10,17 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from disagg import credentials
 from disagg.cluster import pools, ray_session
-from disagg.cluster.control import Mailbox
 from disagg.cluster.folders import PortLock, RunFolder, sweep, user_folder
-from disagg.cluster.healing import Healer
-from disagg.cluster.router_life import Router, bad_port
-from disagg.cluster.scaling import Scaler
+from disagg.cluster.owner import Owner
+from disagg.cluster.router_life import Router, RouterSpec, bad_port
 from disagg.cluster.signals import StopSignals, kept
-from disagg.cluster.supervisor import Supervisor
+from disagg.cluster.supervisor_actor import Inheritance
 from disagg.config import Deployment, RouterSection
 from disagg.engine.spec import EngineInfo
 from disagg.errors import StartupError
@@ -32,20 +30,25 @@ from disagg.router.server import url_of
 class RunningDeployment:
     """A deployment whose endpoint answers. `stop` it, or use it as a context manager."""
 
-    def __init__(self, url: str, dashboard_url: str | None, supervisor: Supervisor) -> None:
+    def __init__(self, url: str, dashboard_url: str | None, owner: Owner) -> None:
         self.url = url
         self.dashboard_url = dashboard_url
-        self._supervisor = supervisor
+        self._owner = owner
         self._undo = ExitStack()
 
     @property
-    def engines(self) -> list[EngineInfo]:
+    def engines(self) -> Sequence[EngineInfo]:
         """The engines that serve: names, roles, URLs, what the model resolved to."""
-        return self._supervisor.engines
+        return self._owner.engines
+
+    @property
+    def supervisor_pid(self) -> int | None:
+        """The process that heals and scales; None between its death and the next one."""
+        return self._owner.supervisor_pid
 
     def look_after(self, timeout_s: float) -> str | None:
-        """Watch for up to `timeout_s`, heal and scale; see `Supervisor.step`."""
-        return self._supervisor.step(timeout_s)
+        """Watch for up to `timeout_s`; see `Owner.step`. To be called again and again."""
+        return self._owner.step(timeout_s)
 
     def stop(self) -> None:
         """Stop everything that `start` started. A second call does nothing."""
@@ -68,7 +71,7 @@ def start(
     """Start a deployment; returns when its endpoint answers.
 
     `progress` is told, about twice a second, what is going on; `tell`, later, what died and came
-    back (see `Supervisor`). Raises ConfigError or StartupError; whatever it raises (`signals` may
+    back (see `Owner`). Raises ConfigError or StartupError; whatever it raises (`signals` may
     interrupt it), nothing stays behind.
     """
     with ExitStack() as undo:
@@ -104,36 +107,40 @@ def _start(
     undo.callback(session.stop)
     if session.private and (problems := pools.shortfalls(deployment)):
         raise StartupError(problems[0])
-    router = Router(
+    wanted_router = RouterSpec(
         deployment.name,
         deployment.router,
         session.node_id,
         api_keys,
         engine_key,
-        strict=deployment.transfer.strict,
+        deployment.transfer.strict,
     )
+    router = Router(wanted_router)
     undo.callback(router.kill)
     router.launch()
     run = pools.Run(run_id, str(storage.path), session.single_node, secret, engine_key)
-    mailbox = Mailbox(deployment.name, session.node_id)
-
-    def told(what: str, log_tail: str) -> None:
-        tell(what, log_tail)
-        mailbox.say(what)
-
     engines = pools.launch(run.specs(deployment))
-    healer = Healer(engines, router, deployment.engine, told)
-    undo.callback(healer.stop)
-    pools.wait_ready(engines, deployment.engine.startup_timeout_s, progress)
+    owner = Owner(deployment.name, session.node_id, router, tell)
+    owner.hold(engines)
+    undo.callback(owner.stop_engines)
+    ready = pools.wait_ready(engines, deployment.engine.startup_timeout_s, progress)
     progress("starting the router")
-    router.start(healer.engines, {})
+    router.start(ready, {})
     undo.callback(router.stop, deployment.router.limits.drain_s)
-    mailbox.open()
-    undo.callback(mailbox.close)
-    scaler = Scaler(healer, deployment, run.spec, told)
-    supervisor = Supervisor(healer, scaler, mailbox, told, private=session.private)
-    url = url_of(deployment.router, router.port)
-    return RunningDeployment(url, session.dashboard_url, supervisor)
+    undo.callback(owner.close)
+    owner.begin(
+        Inheritance(
+            run,
+            wanted=deployment,
+            before=None,
+            engines=[engine.held for engine in engines],
+            router=router.spec,
+            router_actor=router.actor,
+            private=session.private,
+        )
+    )
+    url = url_of(deployment.router, router.spec.section.port)
+    return RunningDeployment(url, session.dashboard_url, owner)
 
 
 def _silent(_: str, __: str) -> None:

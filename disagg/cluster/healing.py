@@ -2,8 +2,8 @@
 
 What died is out of the router's rotation first. An engine is started again after a pause that
 grows with each death in a row, and is given up after `engine.max_restarts` of them. Runs step by
-step in the driver, and never starts or stops an engine that is well: how many there should be is
-decided in `scaling`.
+step in the supervisor, and never starts or stops an engine that is well: how many there should be
+is decided in `scaling`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from disagg.cluster import pools
+from disagg.cluster.engines import Engine, NotNow, outcome_of, too_slow, why_ended
 from disagg.cluster.router_life import Router
 from disagg.config import EngineSection, Role
 from disagg.engine.spec import EngineFailure, EngineInfo, EngineSpec
@@ -25,6 +28,7 @@ LOOK_S = 2.0
 _STEADY_S = 300.0  # what served as long did not die of how it was started
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _ROUTER_RESTARTS = 5
+_ADOPT_S = 5.0
 
 
 @dataclass(eq=False)
@@ -32,7 +36,7 @@ class Place:
     """An engine's place in its pool. deaths: in a row. again_at: monotonic, None unless it waits
     for its next start. why: it does not serve. leaving_at: since when it gets nothing new."""
 
-    engine: pools.Engine
+    engine: Engine
     deaths: int = 0
     up_at: float = 0.0
     again_at: float | None = None
@@ -74,19 +78,23 @@ class Place:
 class Healer:
     """Looks after engines that serve and the router in front of them.
 
-    `tell` gets a line of what happened, and the log's last lines where there are any.
+    `tell` gets a line of what happened, and the log's last lines where there are any. `create`
+    makes an engine's actor; `gone` hears the name of one that was ended for good.
     """
 
     def __init__(
         self,
-        engines: Sequence[pools.Engine],
+        engines: Sequence[Engine],
         router: Router,
         settings: EngineSection,
         tell: Callable[[str, str], None],
+        create: pools.Create,
+        gone: Callable[[str], None],
     ) -> None:
-        self.places = [Place(engine, up_at=time.monotonic()) for engine in engines]
+        self.places = [Place(engine, why="starts") for engine in engines]
         self.settings = settings
         self._router, self._tell = router, tell
+        self._create, self._gone = create, gone
         self._router_deaths, self._router_up_at = 0, time.monotonic()
 
     @property
@@ -94,6 +102,18 @@ class Healer:
         """Those that serve."""
         up = (place.engine.info for place in self.places if place.serves)
         return [info for info in up if info is not None]
+
+    def adopt(self) -> None:
+        """Take note of what serves already, and tell the router, which may not know it all."""
+        by_start = {place.engine.started: place for place in self.places}
+        starts = list(by_start)
+        for ref in ray.wait(starts, num_returns=len(starts), timeout=_ADOPT_S)[0]:
+            place = by_start[ref]
+            outcome = outcome_of(place.engine, ref)
+            if isinstance(outcome, EngineInfo):
+                place.engine.serves(outcome)
+                place.why, place.up_at = None, time.monotonic()
+        self._tell_router()
 
     def awaited(self) -> list[Any]:
         """What `happened` wants to hear of."""
@@ -119,8 +139,8 @@ class Healer:
         started = []
         for spec in specs:
             try:
-                (engine,) = pools.launch([spec], [place.engine for place in self.places])
-            except ValueError:  # Ray has not let go of the last one's name
+                (engine,) = pools.launch([spec], self._present(), create=self._create)
+            except NotNow:
                 continue
             self.places.append(Place(engine, why="starts"))
             started.append(spec.name)
@@ -136,11 +156,11 @@ class Healer:
         """End an engine for good."""
         self.places.remove(place)
         pools.stop([place.engine], GRACE_S if place.engine.info else 0.0, STOP_S)
+        self._gone(place.name)
         self._tell_router()
 
-    def stop(self) -> None:
-        """End all engines. Raises nothing."""
-        pools.stop([place.engine for place in self.places], GRACE_S, STOP_S)
+    def _present(self, but: Place | None = None) -> list[Engine]:
+        return [place.engine for place in self.places if place is not but]
 
     # ---- engines -------------------------------------------------------------------------------
 
@@ -148,11 +168,11 @@ class Healer:
         """A start or a life has."""
         engine = place.engine
         if engine.info is not None:
-            self._died(place, pools.why_ended(engine), "died")
+            self._died(place, why_ended(engine), "died")
             return
-        outcome = pools.outcome(engine, ref)
+        outcome = outcome_of(engine, ref)
         if isinstance(outcome, EngineFailure):
-            self._died(place, outcome, "did not start")
+            self._died(place, outcome, "died" if engine.served else "did not start")
             return
         engine.serves(outcome)
         place.why, place.up_at = None, time.monotonic()
@@ -183,12 +203,11 @@ class Healer:
     def _look(self, place: Place) -> None:
         now, settings = time.monotonic(), self.settings
         if place.again_at is not None and now >= place.again_at:
-            others = [other.engine for other in self.places if other is not place]
-            last = place.engine
+            last, others = place.engine, self._present(place)
             avoid = last.node_id if last.vanished else None
             try:
-                place.engine = pools.launch([last.spec], others, avoid)[0]
-            except ValueError:  # Ray has not let go of the last one's name
+                place.engine = pools.launch([last.spec], others, avoid, self._create)[0]
+            except NotNow:
                 place.again_at = now + _PAUSE_S
                 return
             place.again_at = None
@@ -196,7 +215,7 @@ class Healer:
             return
         elif place.engine.info is None:
             if now - place.engine.launched_at > settings.startup_timeout_s:
-                late = pools.too_slow(place.engine, settings.startup_timeout_s)
+                late = too_slow(place.engine, settings.startup_timeout_s)
                 self._died(place, late, "did not start")
             elif (stage := place.engine.stage()) != place.stage:
                 place.stage = stage
@@ -233,7 +252,7 @@ class Healer:
                 self._router.launch()
                 self._router.start(self.engines, self._down())
                 break
-            except (ConfigError, StartupError, ValueError) as error:
+            except (ConfigError, StartupError, NotNow) as error:
                 self._router.kill()
                 if last:
                     return f"the router died and did not start again: {error}"

@@ -1,14 +1,16 @@
-"""The router's actor as the driver sees it: launched, told of engines, launched again, stopped."""
+"""The router's actor as who looks after it sees it: launched, told of engines, stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from disagg.cluster.engines import NotNow
 from disagg.cluster.router_actor import RouterActor
 from disagg.config import RouterSection
 from disagg.credentials import ApiKey
@@ -20,55 +22,69 @@ TELL_S = 5.0
 STOP_S = 4.0
 
 
+@dataclass(frozen=True)
+class RouterSpec:
+    """A router to start. The section's port is the one it has, once it had one."""
+
+    deployment: str
+    section: RouterSection
+    node_id: str
+    api_keys: Sequence[ApiKey]
+    engine_key: str
+    strict: bool
+
+
+Create = Callable[[RouterSpec], Any]
+"""Makes a router's actor. Raises NotNow."""
+
+
+def create(spec: RouterSpec) -> Any:
+    """A `Create`. Ray ends the actor when this process ends."""
+    here = NodeAffinitySchedulingStrategy(spec.node_id, soft=False)
+    options = {"name": "router", "num_cpus": 0, "scheduling_strategy": here}
+    try:
+        return ray.remote(RouterActor).options(**options).remote(spec.deployment, spec.section)
+    except ValueError as error:  # Ray has not let go of the last one's name
+        raise NotNow(str(error)) from error
+
+
 class Router:
     """A deployment's router: one at a time, always on the same port of the same node."""
 
-    def __init__(
-        self,
-        deployment: str,
-        section: RouterSection,
-        node_id: str,
-        api_keys: Sequence[ApiKey],
-        engine_key: str,
-        *,
-        strict: bool,
-    ) -> None:
-        self._deployment, self._section, self._node_id = deployment, section, node_id
-        self._given = (api_keys, engine_key, strict)
-        self._actor: Any = None
-        self._serves = False
+    def __init__(self, spec: RouterSpec, create: Create = create) -> None:
+        self.spec = spec
+        self.actor: Any = None
         self.ended: Any = None
         """Ray's promise of its end."""
-
-    @property
-    def port(self) -> int:
-        """Where it listens, from `launch` on."""
-        return self._section.port
+        self._create = create
+        self._serves = False
 
     def launch(self) -> None:
-        """Start the process and take the port. Raises ConfigError or StartupError."""
-        here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
-        self._actor = (
-            ray.remote(RouterActor)
-            .options(name="router", num_cpus=0, scheduling_strategy=here)
-            .remote(self._deployment, self._section)
-        )
-        bound = _outcome(self._actor.bind.remote())
+        """Start the process and take the port. Raises ConfigError, StartupError or NotNow."""
+        self.actor = self._create(self.spec)
+        bound = _outcome(self.actor.bind.remote())
         if isinstance(bound, str):
             raise bad_port(bound)
-        self._section = self._section.model_copy(update={"port": bound})
+        section = self.spec.section.model_copy(update={"port": bound})
+        self.spec = replace(self.spec, section=section)
 
     def start(self, engines: Sequence[EngineInfo], down: Mapping[str, str]) -> None:
         """Serve with these. Raises StartupError."""
-        _outcome(self._actor.start.remote(list(engines), dict(down), *self._given))
-        self.ended = self._actor.ended.remote()
+        given = (self.spec.api_keys, self.spec.engine_key, self.spec.strict)
+        _outcome(self.actor.start.remote(list(engines), dict(down), *given))
+        self.adopt(self.actor)
+
+    def adopt(self, actor: Any) -> None:
+        """Look after this one, which serves."""
+        self.actor = actor
+        self.ended = actor.ended.remote()
         self._serves = True
 
     def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, str]) -> None:
         """Tell it of other engines. One that cannot hear it is about to end, or hears it when
         it starts again."""
         if self._serves:
-            ray.wait([self._actor.replace.remote(list(engines), dict(down))], timeout=TELL_S)
+            ray.wait([self.actor.replace.remote(list(engines), dict(down))], timeout=TELL_S)
 
     def why_ended(self) -> str:
         """After `ended`."""
@@ -81,13 +97,13 @@ class Router:
     def kill(self) -> None:
         """End the process, if there is one."""
         self._serves = False
-        if self._actor is not None:
-            ray.kill(self._actor)
+        if self.actor is not None:
+            ray.kill(self.actor)
 
     def stop(self, grace_s: float) -> None:
         """Accept nothing new, let running requests go on for `grace_s`."""
         if self._serves:
-            ray.wait([self._actor.stop.remote(grace_s)], timeout=grace_s + STOP_S)
+            ray.wait([self.actor.stop.remote(grace_s)], timeout=grace_s + STOP_S)
 
 
 def bad_port(problem: str) -> ConfigError:

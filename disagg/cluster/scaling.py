@@ -26,15 +26,17 @@ class Scaler:
     def __init__(
         self,
         healer: Healer,
-        deployment: Deployment,
+        wanted: Deployment,
+        before: Deployment | None,
         spec: Callable[[Deployment, Role, int], EngineSpec],
         tell: Callable[[str, str], None],
     ) -> None:
-        self.wanted = deployment
+        self.wanted = wanted
+        self.before = before
+        """What a change that is under way would be taken back to."""
         self.problem: str | None = None
         """Why the last change was taken back."""
         self._healer, self._spec, self._tell = healer, spec, tell
-        self._before: Deployment | None = None
         self._idle_since: dict[str, float] = {}
         self._waits = False
 
@@ -46,12 +48,12 @@ class Scaler:
     def scale(self, replicas: Mapping[Role, int]) -> None:
         """As many engines from now on."""
         self.wanted = self.wanted.with_replicas(replicas)
-        if self._before is not None:
-            self._before = self._before.with_replicas(replicas)
+        if self.before is not None:
+            self.before = self.before.with_replicas(replicas)
 
     def apply(self, deployment: Deployment) -> None:
         """Engines as in this deployment from now on; see `changes` for what cannot change."""
-        self._before, self.problem, self._waits = self.wanted, None, False
+        self.before, self.problem, self._waits = self.wanted, None, False
         self.wanted = deployment
         self._healer.settings = deployment.engine
 
@@ -75,8 +77,8 @@ class Scaler:
         for place in list(self._healer.places):
             if place.leaving_at is not None:
                 self._drain(place)
-        if self._before is not None and self.settled:
-            self._before = None
+        if self.before is not None and self.settled:
+            self.before = None
 
     def _step(self, role: Role) -> None:
         places, wanted = self._staying(role), self.wanted.pool(role).replicas
@@ -111,11 +113,11 @@ class Scaler:
     def _taken_back(self, role: Role, places: list[Place], old: list[Place]) -> bool:
         """Whether the change was given up, because an engine as wanted does not start."""
         failed = [p for p in places if p not in old and p.deaths and not p.up_at]
-        if self._before is None or not failed:
+        if self.before is None or not failed:
             return False
         self.problem = f"engine {failed[0].name} {failed[0].why}".partition("; starting")[0]
         self._tell(f"the change is taken back: {self.problem}", "")
-        self.wanted, self._before = self._before, None
+        self.wanted, self.before = self.before, None
         self._healer.settings = self.wanted.engine
         for place in failed:
             self._healer.remove(place)

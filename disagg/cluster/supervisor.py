@@ -1,6 +1,7 @@
 """What looks after a deployment while it serves: healing, scaling, and orders from outside.
 
-Runs step by step in the driver, whose end is the deployment's end.
+Runs step by step in its actor's thread (`supervisor_actor`), and holds nothing that its successor
+could not find out.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from ray.exceptions import RayError
 
 from disagg.cluster import changes, pools
 from disagg.cluster.autoscaling import LOOK_S, Autoscaler, PoolLoad
-from disagg.cluster.control import Mailbox, Order, Scale
+from disagg.cluster.control import Control, Order, Scale
 from disagg.cluster.healing import Healer
 from disagg.cluster.scaling import Scaler
 from disagg.config import Deployment, Role
-from disagg.engine.spec import EngineInfo
 
 RAY_FAILS_S = 60.0
 _PAUSE_S = 0.5
@@ -30,23 +30,18 @@ class Supervisor:
         self,
         healer: Healer,
         scaler: Scaler,
-        mailbox: Mailbox,
+        control: Control,
         tell: Callable[[str, str], None],
         *,
         private: bool,
     ) -> None:
-        self._healer, self._scaler, self._mailbox = healer, scaler, mailbox
+        self._healer, self._scaler, self._control = healer, scaler, control
         self._tell, self._private = tell, private
         self._orders: dict[int, Order] = {}
         self._autoscalers: dict[Role, Autoscaler] = {}
         self._looked_at = 0.0
         self._ray_fails_since: float | None = None
         self._follow_sections()
-
-    @property
-    def engines(self) -> list[EngineInfo]:
-        """Those that serve."""
-        return self._healer.engines
 
     def step(self, timeout_s: float) -> str | None:
         """Look for up to `timeout_s` and do what is due.
@@ -61,17 +56,10 @@ class Supervisor:
         return problem
 
     def _step(self, timeout_s: float) -> str | None:
-        if self._mailbox.next is None:
-            self._mailbox.open()
         refs = self._healer.awaited()
-        asked = [] if self._mailbox.next is None else [self._mailbox.next]
-        there = ray.wait(refs + asked, num_returns=len(refs + asked), timeout=timeout_s)[0]
-        if asked and asked[0] in there:
-            there.remove(asked[0])
-            if (taken := self._mailbox.take()) is not None:
-                self._take(*taken)
-            else:
-                self._orders.clear()  # their numbers were the dead one's
+        there = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]
+        while (taken := self._control.take()) is not None:
+            self._take(*taken)
         problem = self._healer.happened(there)
         self._healer.look()
         self._autoscale()
@@ -96,7 +84,7 @@ class Supervisor:
         except RayError as error:
             problems = [f"Ray did not answer ({type(error).__name__}); ask again"]
         if problems:
-            self._mailbox.over(number, "refused", problems)
+            self._control.over(number, "refused", problems)
             return
         if isinstance(order, Scale):
             counts = ", ".join(f"{role}={count}" for role, count in order.replicas.items())
@@ -134,9 +122,9 @@ class Supervisor:
             problem, self._scaler.problem = self._scaler.problem, None
             for number, order in self._orders.items():
                 if problem is None or isinstance(order, Scale):
-                    self._mailbox.over(number, "done")
+                    self._control.over(number, "done")
                 else:
-                    self._mailbox.over(number, "taken back", [problem])
+                    self._control.over(number, "taken back", [problem])
             self._orders.clear()
 
     # ---- the autoscalers -----------------------------------------------------------------------

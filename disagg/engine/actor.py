@@ -35,7 +35,7 @@ TAIL_LINES = 40
 
 
 class EngineActor:
-    """Hosts one engine from `start` to `stop`; started once, never again."""
+    """Hosts one engine from `start` to `stop`; started once, whoever asks for it."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -67,11 +67,12 @@ class EngineActor:
         )
 
     async def start(self) -> EngineInfo | EngineFailure:
-        """Start the engine; returns when it serves or has failed."""
-        self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        """Start the engine, or join its start; returns when it serves or has failed."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            threading.Thread(target=self._run, name="engine", daemon=True).start()
         await self._changed.wait()
-        if self._info:
+        if self._info and self._showing is None:
             self._showing = asyncio.create_task(self._show_metrics())
         outcome = self._info or self._failure
         assert outcome is not None

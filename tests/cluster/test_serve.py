@@ -189,6 +189,12 @@ def actor_of(served: Served, name: str) -> psutil.Process:
     return listening(int(shown[-1]))
 
 
+def actor_named(served: Served, name: str) -> psutil.Process:
+    """By its class, which Ray makes the process's title."""
+    below = psutil.Process(served.process.pid).children(recursive=True)
+    return next(process for process in below if f"ray::{name}" in " ".join(process.cmdline()))
+
+
 def core_of(served: Served, name: str) -> psutil.Process:
     """The engine's process that computes."""
     # Told by how it was started: vLLM's title for it does not always come off.
@@ -275,7 +281,11 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     served.until(lambda: "503" in states(port)["prefill-0"], 15)
     assert complete(port)["usage"]["completion_tokens"] == 4, "decode computes alone"
 
-    actor_of(served, "decode-0").kill()
+    decode = actor_of(served, "decode-0")
+    actor_named(served, "SupervisorActor").kill()
+    decode.kill()
+    served.until_shown("the supervisor died")
+    served.until_shown("the supervisor is back")
     served.until_shown("engine decode-0 died")
     assert states(port)["decode-0"] == "starts again"
     with pytest.raises(urllib.error.HTTPError) as refused:

@@ -1,0 +1,213 @@
+"""The driver's part while a deployment serves: owns the actors, and brings back the supervisor.
+
+Ray ends an actor with the process that made it. All are made here, at the supervisor's wish, so
+that its death is nobody else's, and so that nothing outlives this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from disagg.cluster import pools, router_life
+from disagg.cluster.control import NAME
+from disagg.cluster.engines import Engine, Held, NotNow, engine_of
+from disagg.cluster.router_life import Router
+from disagg.cluster.supervisor_actor import (
+    Changed,
+    Event,
+    Gone,
+    Hopeless,
+    Inheritance,
+    MakeEngine,
+    MakeRouter,
+    Said,
+    SupervisorActor,
+)
+from disagg.engine.spec import EngineInfo
+from disagg.errors import StartupError
+
+_GRACE_S, _STOP_S = 3.0, 4.0
+_REPORT_S, _LATE_S = 5.0, 30.0
+# A step may wait for processes that do not end, one after the other.
+_STUCK_S = 300.0
+_BEGIN_S = 60.0
+_PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.5, 30.0, 300.0
+
+
+class Owner:
+    """Of one deployment's actors. `tell` gets what happened, and log lines where there are any.
+
+    Made before the engines start, so that the supervisor's process is there when they serve.
+    """
+
+    def __init__(
+        self, deployment: str, node_id: str, router: Router, tell: Callable[[str, str], None]
+    ) -> None:
+        self.engines: Sequence[EngineInfo] = ()
+        """Those that serve."""
+        self._name, self._node_id = deployment, node_id
+        self._router, self._tell = router, tell
+        self._given: Inheritance | None = None
+        self._held: dict[str, Engine] = {}
+        self._deaths = 0
+        self._up_at = self._again_at = 0.0
+        self._died_at: float | None = None
+        self._pid: Any = None
+        self._next: Any = None
+        self._asked_at = 0.0
+        self._actor: Any = self._created()
+
+    @property
+    def supervisor_pid(self) -> int | None:
+        """The supervisor's process, if there is one."""
+        if self._pid is None:
+            return None
+        pid: int = ray.get(self._pid, timeout=_BEGIN_S)
+        return pid
+
+    def hold(self, engines: Sequence[Engine]) -> None:
+        """End these with everything else."""
+        self._held = {engine.name: engine for engine in engines}
+
+    def begin(self, given: Inheritance) -> None:
+        """Have these looked after; returns when they are. Raises StartupError."""
+        self._given = given
+        self._begin()
+        deadline = time.monotonic() + _BEGIN_S
+        while not self.engines:
+            problem = self.step(_PAUSE_S)
+            if problem is not None or time.monotonic() > deadline:
+                raise StartupError(problem or f"the supervisor did not begin in {_BEGIN_S:g} s")
+
+    def step(self, timeout_s: float) -> str | None:
+        """Do for up to `timeout_s` what the supervisor wants.
+
+        Returns why the deployment cannot go on, or None.
+        """
+        if self._actor is None:
+            self._again(timeout_s)
+            return None
+        try:
+            if not ray.wait([self._next], timeout=timeout_s)[0]:
+                if time.monotonic() - self._asked_at > _LATE_S:
+                    self._lost(f"it gave no answer for {_LATE_S:g} s")
+                return None
+            report = ray.get(self._next)
+            self._ask()
+        except RayError as error:
+            self._lost(type(error).__name__)
+            return None
+        if self._died_at is not None:
+            took_s = time.monotonic() - self._died_at
+            self._died_at, self._up_at = None, time.monotonic()
+            self._tell(f"the supervisor is back after {took_s:.1f} s", "")
+        problems = [self._do(event) for event in report.events]
+        if report.silent_s > _STUCK_S:
+            self._lost(f"it did nothing for {_STUCK_S:g} s")
+        return next((problem for problem in problems if problem), None)
+
+    def close(self) -> None:
+        """End the supervisor, so that it brings back nothing that is about to be ended."""
+        if self._actor is not None:
+            ray.kill(self._actor)
+            self._actor = None
+
+    def stop_engines(self) -> None:
+        """End all engines. Raises nothing."""
+        pools.stop(list(self._held.values()), _GRACE_S, _STOP_S)
+
+    # ---- what the supervisor says --------------------------------------------------------------
+
+    def _do(self, event: Event) -> str | None:
+        match event:
+            case Said():
+                self._tell(event.what, event.log_tail)
+            case Changed():
+                assert self._given is not None
+                self.engines = event.serving
+                for info in event.serving:
+                    if (held := self._held.get(info.name)) is not None:
+                        held.served = True
+                self._given = replace(self._given, wanted=event.wanted, before=event.before)
+            case Gone():
+                self._held.pop(event.name, None)
+            case MakeEngine():
+                self._made(event.number, self._engine(event))
+            case MakeRouter():
+                self._made(event.number, self._new_router(event))
+            case Hopeless():
+                return event.why
+        return None
+
+    def _engine(self, order: MakeEngine) -> Any:
+        name = order.spec.name
+        if (last := self._held.get(name)) is not None:
+            ray.kill(last.actor)  # dead already, or made when nobody waited for it any more
+        try:
+            actor = pools.create(order.spec, order.node_id)
+        except NotNow:
+            return None
+        self._held[name] = engine_of(Held(order.spec, actor, order.node_id))
+        return actor
+
+    def _new_router(self, order: MakeRouter) -> Any:
+        ray.kill(self._router.actor)
+        try:
+            self._router.actor = router_life.create(order.spec)
+        except NotNow:
+            return None
+        return self._router.actor
+
+    def _made(self, number: int, actor: Any) -> None:
+        if self._actor is not None:
+            self._actor.made.remote(number, actor)
+
+    # ---- its life ------------------------------------------------------------------------------
+
+    def _created(self) -> Any | None:
+        """None while Ray has not let go of the last one's name."""
+        here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
+        options = {"name": NAME, "num_cpus": 0, "scheduling_strategy": here}
+        try:
+            return ray.remote(SupervisorActor).options(**options).remote(self._name)
+        except ValueError:
+            return None
+
+    def _begin(self) -> None:
+        assert self._given is not None
+        held = [engine.held for engine in self._held.values()]
+        given = replace(self._given, engines=held, router_actor=self._router.actor)
+        self._pid = self._actor.begin.remote(given)
+        self._up_at = time.monotonic()
+        self._ask()
+
+    def _ask(self) -> None:
+        self._next, self._asked_at = self._actor.report.remote(_REPORT_S), time.monotonic()
+
+    def _lost(self, why: str) -> None:
+        """It died, or is as good as dead; the engines do not notice."""
+        now = time.monotonic()
+        self._deaths = 1 if now - self._up_at > _STEADY_S else self._deaths + 1
+        pause_s = min(_PAUSE_S * 2.0 ** (self._deaths - 1), _LONGEST_PAUSE_S)
+        self._again_at = now + pause_s
+        self._died_at = self._died_at or now
+        self._tell(f"the supervisor died: {why}; starting it again in {pause_s:g} s", "")
+        ray.kill(self._actor)
+        self._actor = self._pid = None
+
+    def _again(self, timeout_s: float) -> None:
+        time.sleep(max(0.0, min(timeout_s, self._again_at - time.monotonic())))
+        if time.monotonic() < self._again_at:
+            return
+        self._actor = self._created()
+        if self._actor is None:
+            self._again_at = time.monotonic() + _PAUSE_S
+        else:
+            self._begin()
