@@ -252,6 +252,12 @@ class PairingSection(Section):
     local_prefill_tokens: int = Field(
         64, ge=0, description="Decode computes up to so many tokens itself: no hand-over"
     )
+    prefill_backlog_tokens: int = Field(
+        0,
+        ge=0,
+        description="With so many before it on each prefill engine, and fewer on decode, decode "
+        "computes a prompt itself; 0: never",
+    )
 
 
 class RouterSection(Section):

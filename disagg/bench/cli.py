@@ -245,6 +245,9 @@ def serve(
     local_prefill_tokens: Annotated[
         int, typer.Option(min=0, help="In `apart`, decode reads up to so long a prompt itself.")
     ] = 256,
+    prefill_backlog_tokens: Annotated[
+        int, typer.Option(min=0, help="In `apart`, and any, if prefill has so many before it.")
+    ] = 0,
     batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")
     ] = None,
@@ -270,6 +273,7 @@ def serve(
         repeat_share=repeat_share,
         targets=Targets(ttft_target, itl_target),
         local_prefill_tokens=local_prefill_tokens,
+        prefill_backlog_tokens=prefill_backlog_tokens,
         batched_tokens=batched_tokens,
         seed=seed,
         trace=trace,

@@ -61,7 +61,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `local_prefill_tokens`: of `apart`; `trace` replaces rates and mix.
+    """What to measure. `local_prefill_tokens`, `prefill_backlog_tokens`: of `apart`; `trace`
+    replaces rates and mix.
 
     `batched_tokens`: vLLM's `max_num_batched_tokens` of all engines; its own default if None.
     """
@@ -73,6 +74,7 @@ class Plan:
     repeat_share: float
     targets: Targets
     local_prefill_tokens: int
+    prefill_backlog_tokens: int
     batched_tokens: int | None
     seed: int
     trace: Path | None = None
@@ -173,6 +175,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "seed": plan.seed,
         "targets": {"ttft_s": plan.targets.first_s, "itl_s": plan.targets.gap_s},
         "local_prefill_tokens": plan.local_prefill_tokens,
+        "prefill_backlog_tokens": plan.prefill_backlog_tokens,
         "max_num_batched_tokens": plan.batched_tokens,
     }
 
@@ -233,7 +236,9 @@ class _Scene:
             return [*ours, "--decode-policy", "least_loaded", *(w for pair in urls for w in pair)]
         prefill, decode = self._apart
         local = 0 if way == APART_ALL else self._plan.local_prefill_tokens
+        backlog = 0 if way == APART_ALL else self._plan.prefill_backlog_tokens
         ours += ["--local-prefill-tokens", str(local)]
+        ours += ["--prefill-backlog-tokens", str(backlog)]
         return [*ours, "--prefill", prefill.url, "--decode", decode.url]
 
 

@@ -7,6 +7,7 @@ those where the most of the other role are.
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ import ray
 from ray._private.state import available_resources_per_node
 
 from disagg.config import PoolSection, Role
+
+_ANSWERS_S = 1.0
 
 
 @dataclass
@@ -26,12 +29,22 @@ class Node:
     free: dict[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
     engines: Counter[Role] = field(default_factory=Counter)
+    port: int = 0
+    """Where its raylet listens."""
 
     def take(self, asked: Mapping[str, float], role: Role) -> None:
         """An engine more, which Ray need not know of yet."""
         for name, amount in asked.items():
             self.free[name] = self.free.get(name, 0.0) - amount
         self.engines[role] += 1
+
+    def answers(self) -> bool:
+        """Whether its raylet takes connections; Ray itself knows of a death a minute later."""
+        try:
+            socket.create_connection((self.address, self.port), _ANSWERS_S).close()
+        except OSError:
+            return False
+        return True
 
     def fits(self, asked: Mapping[str, float], labels: Mapping[str, str]) -> bool:
         """Whether it has that much, and these labels."""
@@ -48,6 +61,7 @@ def nodes() -> list[Node]:
             node["NodeManagerAddress"],
             dict(free.get(node["NodeID"], {})),
             node.get("Labels") or {},
+            port=node["NodeManagerPort"],
         )
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]

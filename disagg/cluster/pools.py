@@ -118,6 +118,8 @@ def launch(
     `present`: the other engines. `avoid`: a node that may be dead before Ray knows it.
     """
     nodes = populated(present)
+    if any(node.node_id == avoid and node.answers() for node in nodes):
+        avoid = None
     return [_launch(spec, nodes, avoid, create) for spec in wanted]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.config import Deployment
+from disagg.engine.forking import FORK_ENV
 from disagg.engine.polling import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.engine.spec import EngineSpec
 
@@ -123,6 +124,7 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, int(pool.resources.num_cpus))),
             POLL_SLEEP_ENV: POLL_SLEEP_US,
+            FORK_ENV: "1",
         }
     given = {SECRET_ENV: spec.secret, KEY_ENV: spec.engine_key}
     return env | deployment.engine.env | pool.env | given

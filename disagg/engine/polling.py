@@ -5,8 +5,6 @@ that spends a core nobody misses. Where the same cores must compute, it is worse
 on two cores and Linux 6.18, requests stalled for tenths of a second, up to seconds, and no longer
 did when the loop slept 50 us instead (docs/benchmarks.md). Why is not proven; that kernel's
 scheduler is thought to charge each yield to the process that makes it.
-
-vLLM calls `install` in each of its processes, as a general plugin (see pyproject.toml).
 """
 
 from __future__ import annotations

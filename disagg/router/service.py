@@ -54,6 +54,7 @@ class Service:
         self._metrics, self._settings = metrics, settings
         traffic = Traffic(metrics)
         pairer = Pairer(topology, settings.pairing, traffic, health, fits)
+        self._pairer, self._traffic = pairer, traffic
         self._admission = Admission(pairer, traffic, settings.limits, metrics)
         self._prefill = PrefillLeg(
             legs_client,
@@ -123,7 +124,8 @@ class Service:
                 self._prefill.skip(reason, record)
             else:
                 request.partner = seat.engine
-                result = await self._prefill.run(request, headers, record)
+                with self._traffic.elsewhere(seat):
+                    result = await self._prefill.run(request, headers, record)
                 if isinstance(result, Response):
                     seat.leave()
                     return result
@@ -193,7 +195,18 @@ class Service:
         if request.tokens <= most:
             return "short_prompt"
         known = self._held.tokens(request.prefix_keys, seat.engine.name)
-        return "prefix_known" if request.tokens - known <= most else None
+        if request.tokens - known <= most:
+            return "prefix_known"
+        return "prefill_busy" if self._prefill_is_busy(request, seat) else None
+
+    def _prefill_is_busy(self, request: RequestInfo, seat: Seat) -> bool:
+        """Whether the prompt would be read sooner, and disturb little, where it is decoded."""
+        allowed = self._settings.pairing.prefill_backlog_tokens
+        if not allowed:
+            return False
+        ahead = self._pairer.ahead("prefill", request)
+        others = self._traffic.cost_now(seat.engine) - seat.cost
+        return ahead is not None and ahead >= allowed and others < ahead
 
     def _prefix_keys(self, request: RequestInfo) -> list[int]:
         return request.prefix_keys if self._settings.pairing.local_prefill_tokens else []

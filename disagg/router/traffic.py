@@ -7,7 +7,8 @@ that differ by chance, and choices stay sensible.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from disagg.config import Role
@@ -20,9 +21,11 @@ _REQUEST_TOKENS = 256
 
 @dataclass
 class Seat:
-    """A request's place at an engine, until `leave`, which may be called again."""
+    """A request's place at an engine, until `leave`, which may be called again. cost: of this
+    request, in prompt tokens."""
 
     engine: EngineEndpoint
+    cost: int
     _leave: Callable[[], None] | None
 
     def leave(self) -> None:
@@ -40,6 +43,7 @@ class Traffic:
         self._cost: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
         self._by_role: Counter[Role] = Counter()
+        self._elsewhere: Counter[str] = Counter()
 
     def take(
         self, engine: EngineEndpoint, tokens: int, left: Callable[[Role], None] | None = None
@@ -60,11 +64,24 @@ class Traffic:
                 left(engine.role)
 
         count(1)
-        return Seat(engine, leave)
+        return Seat(engine, cost, leave)
 
     def cost(self, engine: EngineEndpoint) -> int:
         """What the engine has to do now, in prompt tokens."""
         return self._cost[engine.name]
+
+    def cost_now(self, engine: EngineEndpoint) -> int:
+        """The same, without what is not there yet."""
+        return self._cost[engine.name] - self._elsewhere[engine.name]
+
+    @contextmanager
+    def elsewhere(self, seat: Seat) -> Iterator[None]:
+        """While inside, another engine reads the prompt of the request that has this seat."""
+        self._elsewhere[seat.engine.name] += seat.cost
+        try:
+            yield
+        finally:
+            self._elsewhere[seat.engine.name] -= seat.cost
 
     def requests(self, engine: EngineEndpoint) -> int:
         """How many requests have a seat there."""

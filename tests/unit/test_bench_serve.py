@@ -361,6 +361,7 @@ def plan(**changes: Any) -> serve.Plan:
         "repeat_share": 0,
         "targets": TARGETS,
         "local_prefill_tokens": 64,
+        "prefill_backlog_tokens": 0,
         "batched_tokens": None,
         "seed": 1,
     }

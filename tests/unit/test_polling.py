@@ -40,7 +40,7 @@ def seconds_of_100_yields() -> dict[str, float]:
 
 
 def test_vllm_finds_it() -> None:
-    assert "disagg_polling" in entry_points(group="vllm.general_plugins").names
+    assert "disagg" in entry_points(group="vllm.general_plugins").names
 
 
 def test_sleeps_when_asked(seconds_of_100_yields: dict[str, float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from typing import Any
 
@@ -16,6 +17,13 @@ def node(name: str, cpus: float, labels: dict[str, str] | None = None, **engines
 
 def pool(cpus: float = 1, **labels: str) -> PoolSection:
     return PoolSection.model_validate({"resources": {"num_cpus": cpus, "labels": labels}})
+
+
+def test_a_node_whose_raylet_is_gone_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        alive = Node("1", "127.0.0.1", {}, port=listening.getsockname()[1])
+        assert alive.answers()
+    assert not alive.answers()
 
 
 def test_pairs_share_a_node_and_roles_spread() -> None:

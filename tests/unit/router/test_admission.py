@@ -134,6 +134,25 @@ def test_what_decode_holds_is_not_handed_over_again(make: Make) -> None:
     assert metric(setup, 'disagg_router_local_total{reason="prefix_known"}') == 2
 
 
+def test_decode_helps_when_prefill_is_busy(make: Make, gate: threading.Event) -> None:
+    pairing = {"local_prefill_tokens": 64, "prefill_backlog_tokens": 2000}
+    setup = make(section={"pairing": pairing})
+    setup.prefill.gate = setup.decode.gate = gate
+    # Nothing is before the first, 1,256 tokens before the second, 2,512 before the others. While
+    # the third is read by decode, decode has less to do than prefill, and takes the fourth; then it
+    # has not.
+    with ThreadPoolExecutor(5) as pool:
+        answers = []
+        for number in range(5):
+            asked = pool.submit(complete, setup, list(range(number, number + 1000)))
+            answers.append(asked)
+            until(lambda: len(setup.prefill.bodies) + len(setup.decode.bodies) == len(answers))
+        assert (len(setup.prefill.bodies), len(setup.decode.bodies)) == (3, 2)
+        gate.set()
+        assert [answer.result().status_code for answer in answers] == [200] * 5
+    assert metric(setup, 'disagg_router_local_total{reason="prefill_busy"}') == 2
+
+
 def test_failed_answers_are_not_remembered(make: Make) -> None:
     setup = make(section={"pairing": {"local_prefill_tokens": 64}})
     setup.decode.status = 400
