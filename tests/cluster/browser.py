@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +21,14 @@ from typing import IO, Any
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 _LOOK_S = 0.2
+# Chromium takes descriptors 3 and 4 for its pipes; a shell knows no others above 9.
+_START = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3]]
+os.dup2(pipes[0], 3)
+os.dup2(pipes[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 class Moving(Exception):
@@ -114,10 +123,9 @@ def browser() -> Iterator[Page]:
     (their_in, our_out), (our_in, their_out) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = [*_OPTIONS, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-        # Chromium takes descriptors 3 and 4 for it.
-        shell = ["sh", "-c", f'exec "$@" 3<&{their_in} 4>&{their_out}', "sh"]
+        start = [sys.executable, "-c", _START, str(their_in), str(their_out)]
         process = subprocess.Popen(
-            [*shell, CHROMIUM, *options],
+            [*start, CHROMIUM, *options],
             pass_fds=(their_in, their_out),
             stderr=subprocess.DEVNULL,
         )

@@ -35,7 +35,7 @@ from disagg.connector.offload.settings import OffloadSettings
 from disagg.store.base import Key, Slot
 from disagg.store.directory import Directory
 from disagg.store.host_pool import HostPool
-from disagg.transport.blocks import BlockCache, Bytes
+from disagg.transport.blocks import BlockCache, Bytes, copy_all
 
 logger = logging.getLogger(__name__)
 
@@ -171,9 +171,11 @@ class OffloadWorker:
         per = self._settings.blocks_per_chunk
         try:
             ready()
+            pairs: list[tuple[Bytes, Bytes]] = []
             for number, slot in enumerate(store.slots):
                 ids = store.block_ids[number * per : (number + 1) * per]
-                num_bytes += self._out_of_blocks(ids, self._bytes(slot))
+                num_bytes += self._out_of_blocks(ids, self._bytes(slot), pairs)
+            copy_all(pairs)
         except Exception as error:
             logger.exception("storing blocks failed")
             failed, reason = {slot.key for slot in store.slots}, type(error).__name__
@@ -192,17 +194,21 @@ class OffloadWorker:
             if slot.key in load.from_files
         }
         at, per = -load.skip, self._settings.blocks_per_chunk
+        pairs: list[tuple[Bytes, Bytes]] = []
         try:
             for slot in load.slots:
                 failed = slot.key
                 if slot.key in reads:
+                    copy_all(pairs)
+                    pairs.clear()
                     left = max(0.0, deadline - time.monotonic())
                     reason = reads[slot.key].result(timeout=left)
                     if reason:
                         break
                 ids = load.block_ids[max(at, 0) : at + per]
-                num_bytes += self._into_blocks(self._bytes(slot), per - len(ids), ids)
+                num_bytes += self._into_blocks(self._bytes(slot), per - len(ids), ids, pairs)
                 at += per
+            copy_all(pairs)
         except TooLate:
             reason = "deadline"
         except Exception as error:
@@ -248,24 +254,41 @@ class OffloadWorker:
 
     # ---- bytes -----------------------------------------------------------------------------
 
-    def _out_of_blocks(self, block_ids: Sequence[int], slot: Bytes) -> int:
-        """All regions of these blocks, region after region. Returns the bytes copied."""
+    def _out_of_blocks(
+        self, block_ids: Sequence[int], slot: Bytes, pairs: list[tuple[Bytes, Bytes]]
+    ) -> int:
+        """All regions of these blocks, region after region: copied from a device; of host memory
+        what is to be copied goes to `pairs`. Returns the bytes."""
         cache, at = self.cache, 0
         selection = cache.whole(block_ids)
         for index in range(len(cache.regions)):
             for piece in cache.gather(index, selection):
-                slot[at : at + len(piece)] = piece
+                into = slot[at : at + len(piece)]
+                if cache.on_host:
+                    pairs.append((into, piece))
+                else:
+                    into[:] = piece
                 at += len(piece)
         return at
 
-    def _into_blocks(self, slot: Bytes, skip: int, block_ids: Sequence[int]) -> int:
+    def _into_blocks(
+        self,
+        slot: Bytes,
+        skip: int,
+        block_ids: Sequence[int],
+        pairs: list[tuple[Bytes, Bytes]],
+    ) -> int:
         """The reverse, without the first `skip` blocks of the slot."""
         cache, at, moved = self.cache, 0, 0
         selection = cache.whole(block_ids)
         for index, region in enumerate(cache.regions):
             block = region.memory[0].numel()
             size, begin = len(block_ids) * block, at + skip * block
-            cache.scatter(index, selection, slot[begin : begin + size])
+            data = slot[begin : begin + size]
+            if cache.on_host:
+                pairs += cache.pairs(index, selection, data)
+            else:
+                cache.scatter(index, selection, data)
             at, moved = begin + size, moved + size
         return moved
 

@@ -67,7 +67,7 @@ def test_gather_and_scatter(layout: str, selection: Selection) -> None:
         assert np.prod(shape, dtype=int) * 2 == len(expected)
         assert len(source.staging(index, selection)) == len(expected)
         before = target.regions[index].memory.clone()
-        target.scatter(index, selection, np.frombuffer(expected, np.uint8))
+        target.scatter(index, selection, np.frombuffer(bytearray(expected), np.uint8))
         assert naive(target, index, selection) == expected
         changed = (target.regions[index].memory != before).any(-1).numpy()
         assert not (changed & ~_selected(target, selection)).any(), "it wrote outside"
