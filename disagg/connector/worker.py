@@ -35,7 +35,7 @@ from disagg.transport import handoff, sharding
 from disagg.transport.base import Deadline, FetchJob, Receiver, Sender
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.client import Endpoint, Peers
-from disagg.transport.host_memory import prefer_huge_pages
+from disagg.transport.host_memory import collapse
 from disagg.transport.lease import LeaseTable
 from disagg.transport.protocol import Part, Welcome
 from disagg.transport.registry import Means, make_receivers, make_senders
@@ -92,7 +92,7 @@ class WorkerHalf:
         ask_for_amx(self._config.device_config.device_type)
         cache = geometry.block_cache(kv_caches)
         fingerprint = geometry.fingerprint(self._config, self._kv_cache, cache)
-        prefer_huge_pages(cache.host_memory())
+        collapse(cache.host_memory())
         names, storage = self._settings.transports, self._settings.storage()
         means = Means(self._settings.host, self._secret, storage)
         logger.info(

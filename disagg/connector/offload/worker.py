@@ -36,6 +36,7 @@ from disagg.store.base import Key, Slot
 from disagg.store.directory import Directory
 from disagg.store.host_pool import HostPool
 from disagg.transport.blocks import BlockCache, Bytes, copy_all
+from disagg.transport.host_memory import collapse
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class OffloadWorker:
         self._cache = cache = geometry.block_cache(kv_caches)
         slot_bytes = cache.block_bytes * self._settings.blocks_per_chunk
         slots = self._slots
+        collapse(cache.host_memory())
         self._pool = HostPool(slots, slot_bytes, None if cache.on_host else _pin)
         self._files = self._open_files(cache, self._evicted.put)
         logger.info(

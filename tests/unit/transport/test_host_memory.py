@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import mmap
+import platform
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from disagg.transport.host_memory import prefer_huge_pages
+from disagg.transport.host_memory import collapse, prefer_huge_pages
 
 MIB = 1 << 20
+LINUX = tuple(int(part) for part in platform.release().split(".")[:2])
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -36,6 +38,20 @@ def test_fresh_memory_gets_huge_pages() -> None:
     assert prefer_huge_pages([memory])
     memory[:] = 7
     assert huge_kib(memory.ctypes.data + memory.nbytes // 2) > 0
+
+
+@pytest.mark.skipif(
+    not ENABLED.exists() or "[never]" in ENABLED.read_text(), reason="no huge pages here"
+)
+@pytest.mark.skipif(LINUX < (6, 1), reason="this kernel cannot")
+def test_memory_that_was_written_to_is_moved() -> None:
+    mapping = mmap.mmap(-1, 32 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = np.frombuffer(mapping, np.uint8)
+    memory[:] = np.arange(memory.nbytes, dtype=np.uint32).astype(np.uint8)
+    before = memory.copy()
+    collapse([memory, memory[5:100], memory[:0]]).join(20)
+    assert huge_kib(memory.ctypes.data + memory.nbytes // 2) > 0
+    assert np.array_equal(memory, before)
 
 
 def test_content_stays_and_small_pieces_are_let_be() -> None:
