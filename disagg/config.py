@@ -255,8 +255,8 @@ class PairingSection(Section):
     prefill_backlog_tokens: int = Field(
         0,
         ge=0,
-        description="With so many before it on each prefill engine, and fewer on decode, decode "
-        "computes a prompt itself; 0: never",
+        description="With so many before it on each prefill engine, decode computes a prompt "
+        "itself, if it has fewer to; 0: never",
     )
 
 

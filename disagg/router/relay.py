@@ -65,6 +65,8 @@ class Relayed:
         async def pass_on(data: bytes) -> None:
             nonlocal chunks
             chunks += 1
+            if chunks == 1:
+                self._opened.seat.has_read()
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:

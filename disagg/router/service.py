@@ -122,10 +122,10 @@ class Service:
             reason = self._local_reason(request, seat)
             if reason is not None:
                 self._prefill.skip(reason, record)
+                seat.reads(request.tokens)
             else:
                 request.partner = seat.engine
-                with self._traffic.elsewhere(seat):
-                    result = await self._prefill.run(request, headers, record)
+                result = await self._prefill.run(request, headers, record)
                 if isinstance(result, Response):
                     seat.leave()
                     return result
@@ -200,13 +200,13 @@ class Service:
         return "prefill_busy" if self._prefill_is_busy(request, seat) else None
 
     def _prefill_is_busy(self, request: RequestInfo, seat: Seat) -> bool:
-        """Whether the prompt would be read sooner, and disturb little, where it is decoded."""
+        """Whether the prompt would be read sooner where it is decoded."""
         allowed = self._settings.pairing.prefill_backlog_tokens
         if not allowed:
             return False
         ahead = self._pairer.ahead("prefill", request)
-        others = self._traffic.cost_now(seat.engine) - seat.cost
-        return ahead is not None and ahead >= allowed and others < ahead
+        helps_already = self._traffic.reading(seat.engine) >= allowed
+        return ahead is not None and ahead >= allowed and not helps_already
 
     def _prefix_keys(self, request: RequestInfo) -> list[int]:
         return request.prefix_keys if self._settings.pairing.local_prefill_tokens else []

@@ -7,8 +7,7 @@ that differ by chance, and choices stay sensible.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from disagg.config import Role
@@ -21,15 +20,27 @@ _REQUEST_TOKENS = 256
 
 @dataclass
 class Seat:
-    """A request's place at an engine, until `leave`, which may be called again. cost: of this
-    request, in prompt tokens."""
+    """A request's place at an engine, until `leave`, which may be called again."""
 
     engine: EngineEndpoint
-    cost: int
     _leave: Callable[[], None] | None
+    _read: Callable[[int], None]
+    _tokens: int = 0
+
+    def reads(self, tokens: int) -> None:
+        """The engine has to read so long a prompt itself, until `has_read` or `leave`."""
+        self._tokens += tokens
+        self._read(tokens)
+
+    def has_read(self) -> None:
+        """The answer has begun."""
+        tokens, self._tokens = self._tokens, 0
+        if tokens:
+            self._read(-tokens)
 
     def leave(self) -> None:
         """The engine has nothing more to do with the request."""
+        self.has_read()
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()
@@ -43,7 +54,7 @@ class Traffic:
         self._cost: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
         self._by_role: Counter[Role] = Counter()
-        self._elsewhere: Counter[str] = Counter()
+        self._reading: Counter[str] = Counter()
 
     def take(
         self, engine: EngineEndpoint, tokens: int, left: Callable[[Role], None] | None = None
@@ -63,25 +74,19 @@ class Traffic:
             if left is not None:
                 left(engine.role)
 
+        def read(tokens: int) -> None:
+            self._reading[engine.name] += tokens
+
         count(1)
-        return Seat(engine, cost, leave)
+        return Seat(engine, leave, read)
 
     def cost(self, engine: EngineEndpoint) -> int:
         """What the engine has to do now, in prompt tokens."""
         return self._cost[engine.name]
 
-    def cost_now(self, engine: EngineEndpoint) -> int:
-        """The same, without what is not there yet."""
-        return self._cost[engine.name] - self._elsewhere[engine.name]
-
-    @contextmanager
-    def elsewhere(self, seat: Seat) -> Iterator[None]:
-        """While inside, another engine reads the prompt of the request that has this seat."""
-        self._elsewhere[seat.engine.name] += seat.cost
-        try:
-            yield
-        finally:
-            self._elsewhere[seat.engine.name] -= seat.cost
+    def reading(self, engine: EngineEndpoint) -> int:
+        """What it has to read itself where another engine could have, in prompt tokens."""
+        return self._reading[engine.name]
 
     def requests(self, engine: EngineEndpoint) -> int:
         """How many requests have a seat there."""

@@ -138,9 +138,8 @@ def test_decode_helps_when_prefill_is_busy(make: Make, gate: threading.Event) ->
     pairing = {"local_prefill_tokens": 64, "prefill_backlog_tokens": 2000}
     setup = make(section={"pairing": pairing})
     setup.prefill.gate = setup.decode.gate = gate
-    # Nothing is before the first, 1,256 tokens before the second, 2,512 before the others. While
-    # the third is read by decode, decode has less to do than prefill, and takes the fourth; then it
-    # has not.
+    # Nothing is before the first, 1,256 tokens before the second, 2,512 before the others. Decode
+    # takes two of these, and has 2,000 to read then.
     with ThreadPoolExecutor(5) as pool:
         answers = []
         for number in range(5):
