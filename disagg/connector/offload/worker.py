@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 TO_HOST, FROM_HOST = "GPU_to_CPU", "CPU_to_GPU"
 TO_FILE, FROM_FILE = "CPU_to_STORAGE", "STORAGE_to_CPU"
 _READERS = 4
+_SPLIT_BYTES = 16 << 20  # less than this is copied by one thread sooner than by two
 # What is stored now is wanted later: it must not take a core from what is computed now.
 _NICE = 10
 OnEvicted: TypeAlias = Callable[[list[Key]], None]
@@ -69,6 +70,7 @@ class OffloadWorker:
         self._store_pool = ThreadPoolExecutor(1, "kv-store", initializer=_be_nice)
         self._write_pool = ThreadPoolExecutor(2, "kv-write", initializer=_be_nice)
         self._load_pool = ThreadPoolExecutor(2, "kv-load")
+        self._copy_pool = ThreadPoolExecutor(2, "kv-copy")
         self._read_pool = ThreadPoolExecutor(_READERS, "kv-read")
         self._loads: dict[int, str] = {}
         self._closed = threading.Event()
@@ -95,7 +97,7 @@ class OffloadWorker:
         """What was not stored by now is forgotten."""
         self._closed.set()
         pools = (self._store_pool, self._write_pool, self._load_pool, self._read_pool)
-        for pool in pools:
+        for pool in (*pools, self._copy_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- each step -------------------------------------------------------------------------
@@ -201,7 +203,7 @@ class OffloadWorker:
             for slot in load.slots:
                 failed = slot.key
                 if slot.key in reads:
-                    copy_all(pairs)
+                    self._copy(pairs)
                     pairs.clear()
                     left = max(0.0, deadline - time.monotonic())
                     reason = reads[slot.key].result(timeout=left)
@@ -210,7 +212,7 @@ class OffloadWorker:
                 ids = load.block_ids[max(at, 0) : at + per]
                 num_bytes += self._into_blocks(self._bytes(slot), per - len(ids), ids, pairs)
                 at += per
-            copy_all(pairs)
+            self._copy(pairs)
         except TooLate:
             reason = "deadline"
         except Exception as error:
@@ -221,6 +223,18 @@ class OffloadWorker:
         gone = frozenset([failed or b""]) if reason else frozenset[Key]()
         seconds = time.monotonic() - began
         self._ended.put(Done(load.job, FROM_HOST, num_bytes, seconds, gone, reason))
+
+    def _copy(self, pairs: list[tuple[Bytes, Bytes]]) -> None:
+        """One thread cannot fill the memory's lanes; somebody waits for this."""
+        half = len(pairs) // 2
+        if sum(len(data) for _, data in pairs) < _SPLIT_BYTES:
+            copy_all(pairs)
+            return
+        other = self._copy_pool.submit(copy_all, pairs[half:])
+        try:
+            copy_all(pairs[:half])
+        finally:
+            other.result()  # the blocks are vLLM's again when this is reported
 
     def _read(self, job: int, slot: Slot) -> str:
         """Fill a slot from its file; returns why that failed. Reports exactly once."""
