@@ -19,6 +19,7 @@ from disagg.cluster import pools, router_life
 from disagg.cluster.control import NAME
 from disagg.cluster.engines import Engine, Held, NotNow, engine_of
 from disagg.cluster.router_life import Router
+from disagg.cluster.supervisor import RAY_FAILS_S
 from disagg.cluster.supervisor_actor import (
     Changed,
     Event,
@@ -37,7 +38,7 @@ _GRACE_S, _STOP_S = 3.0, 4.0
 _REPORT_S, _LATE_S = 5.0, 30.0
 # A step may wait for processes that do not end, one after the other.
 _STUCK_S = 300.0
-_BEGIN_S = 60.0
+_BEGIN_S = 120.0
 _PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.5, 30.0, 300.0
 
 
@@ -59,8 +60,10 @@ class Owner:
         self._deaths = 0
         self._up_at = self._again_at = 0.0
         self._died_at: float | None = None
+        self._ray_fails_since: float | None = None
         self._pid: Any = None
         self._next: Any = None
+        self._reported = False
         self._asked_at = 0.0
         self._actor: Any = self._created()
 
@@ -91,15 +94,26 @@ class Owner:
 
         Returns why the deployment cannot go on, or None.
         """
+        try:
+            problem = self._step(timeout_s)
+        except RayError as error:  # Ray itself is busy with a death; the next time will do
+            return self._ray_failed(error)
+        self._ray_fails_since = None
+        return problem
+
+    def _step(self, timeout_s: float) -> str | None:
         if self._actor is None:
             self._again(timeout_s)
             return None
         try:
             if not ray.wait([self._next], timeout=timeout_s)[0]:
-                if time.monotonic() - self._asked_at > _LATE_S:
-                    self._lost(f"it gave no answer for {_LATE_S:g} s")
+                # The first answer waits for a process that starts, maybe beside engines that do.
+                late_s = _LATE_S if self._reported else _BEGIN_S
+                if time.monotonic() - self._asked_at > late_s:
+                    self._lost(f"it gave no answer for {late_s:g} s")
                 return None
             report = ray.get(self._next)
+            self._reported = True
             self._ask()
         except RayError as error:
             self._lost(type(error).__name__)
@@ -112,6 +126,13 @@ class Owner:
         if report.silent_s > _STUCK_S:
             self._lost(f"it did nothing for {_STUCK_S:g} s")
         return next((problem for problem in problems if problem), None)
+
+    def _ray_failed(self, error: RayError) -> str | None:
+        now = time.monotonic()
+        self._ray_fails_since = self._ray_fails_since or now
+        time.sleep(_PAUSE_S)
+        lasting = now - self._ray_fails_since > RAY_FAILS_S
+        return f"Ray did not answer for {RAY_FAILS_S:g} s: {error}" if lasting else None
 
     def close(self) -> None:
         """End the supervisor, so that it brings back nothing that is about to be ended."""
@@ -152,7 +173,7 @@ class Owner:
             ray.kill(last.actor)  # dead already, or made when nobody waited for it any more
         try:
             actor = pools.create(order.spec, order.node_id)
-        except NotNow:
+        except (NotNow, RayError):
             return None
         self._held[name] = engine_of(Held(order.spec, actor, order.node_id))
         return actor
@@ -161,7 +182,7 @@ class Owner:
         ray.kill(self._router.actor)
         try:
             self._router.actor = router_life.create(order.spec)
-        except NotNow:
+        except (NotNow, RayError):
             return None
         return self._router.actor
 
@@ -185,7 +206,7 @@ class Owner:
         held = [engine.held for engine in self._held.values()]
         given = replace(self._given, engines=held, router_actor=self._router.actor)
         self._pid = self._actor.begin.remote(given)
-        self._up_at = time.monotonic()
+        self._up_at, self._reported = time.monotonic(), False
         self._ask()
 
     def _ask(self) -> None:
