@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 
 import pytest
 
 from disagg.engine import forking
 
 METHOD, BIND = "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND"
-
-
-def method_after(environment: dict[str, str]) -> str:
-    """What vLLM would do in one of its processes."""
-    os.environ.update(environment)
+# vLLM's processes are children of multiprocessing.
+INSTALL = f"""
+import multiprocessing, os
+from disagg.engine import forking
+def process():
     forking.install()
-    return os.environ[METHOD]
+    print(os.environ["{METHOD}"], flush=True)
+child = multiprocessing.get_context("fork").Process(target=process)
+child.start()
+child.join()
+"""
 
 
 @pytest.mark.parametrize(
@@ -24,9 +29,10 @@ def method_after(environment: dict[str, str]) -> str:
     [("1", "nobind", "fork"), ("0", "nobind", "spawn"), ("1", "auto", "spawn")],
 )
 def test_in_a_process_of_vllms(fork: str, bind: str, method: str) -> None:
-    environment = {forking.FORK_ENV: fork, BIND: bind, METHOD: "spawn"}
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(method_after, (environment,)) == method
+    env = os.environ | {forking.FORK_ENV: fork, BIND: bind, METHOD: "spawn"}
+    command = [sys.executable, "-c", INSTALL]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [method]
 
 
 def test_not_in_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
