@@ -169,6 +169,8 @@ def is_refused(url: str) -> bool:
         socket.create_connection((host, int(port)), timeout=5).close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:
+        return False  # it came just when the socket was closed
     return False
 
 
