@@ -99,11 +99,14 @@ def beside(handover: dict[str, object], tier: dict[str, object]) -> dict[str, ob
 
 
 @contextmanager
-def running(servers: Sequence[VllmServer]) -> Iterator[None]:
-    """They start together, and all end."""
+def running(
+    servers: Sequence[VllmServer], meanwhile: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """They start together, and all end. `meanwhile`: what is to be done while they start."""
     try:
         for server in servers:
             server.launch()
+        meanwhile()
         for server in servers:
             server.wait_ready()
         yield

@@ -24,7 +24,7 @@ from disagg.transport.blocks import BlockCache, Region
 from disagg.transport.client import Peers
 from disagg.transport.protocol import Part
 from disagg.transport.shared_storage import SharedStorageReceiver, Storage
-from engine.conftest import running, transfer
+from engine.conftest import Fleet, running, transfer
 
 LAYERS, HEADS, BLOCK, CONTENT = 4, 2, 128, 2 * 64 * 2  # K and V, head dim, bytes of a bfloat16
 SECRET = "of these tests, thirty-two bytes"
@@ -36,6 +36,7 @@ def pair(
     model: Path,
     vllm_server: Callable[..., VllmServer],
     tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> Iterator[list[VllmServer]]:
     """The first is started as users start it."""
     logs = tmp_path_factory.mktemp("logs")
@@ -44,7 +45,12 @@ def pair(
         start(name, model, logs / name, transfer("kv_both"), dtype="bfloat16", env=env)
         for name, start in (("first", VllmServer), ("second", vllm_server))
     ]
-    with running(servers):
+
+    def meanwhile() -> None:
+        fleet: Fleet = request.getfixturevalue("fleet")
+        fleet.wake()  # nobody: they start beside the slow one, and wait
+
+    with running(servers, meanwhile):
         yield servers
 
 
