@@ -348,6 +348,7 @@ def test_rays_dashboard_shows_who_does_what(beside: tuple[Served, int]) -> None:
             page.open(page.look(f"{row}.querySelector('a').href"))
             page.until_shown("STDOUT")
             page.click("stdout")
+            page.until_shown(":actor_name:")  # a field that is there before the lines is replaced
             page.type("looked-up", "Keyword")
             page.until_shown('"id":"looked-up"')
 
