@@ -92,8 +92,8 @@ def test_one_process_never_passes_the_cap(tmp_path: Path, make: MakeSpace) -> No
     directory = open_directory(tmp_path, space=space)
     for number in range(60):
         assert write(directory, number) == ["written"]
-        used = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-        assert used <= 10 * FILE
+        # Counted, not asked for their sizes: one may be evicted just now.
+        assert len(list(tmp_path.rglob("*.safetensors"))) <= 10
         wait_until(lambda: space.used <= 9 * FILE)
     left = present(tmp_path, range(60))
     assert left == list(range(60 - len(left), 60))
