@@ -88,7 +88,7 @@ class Receiver(Protocol):
         """Whether this worker can fetch from the producer that made the offer."""
 
     def request(self, job: FetchJob) -> bytes:
-        """The detail that `Sender.send` is given."""
+        """The detail that `Sender.send` is given. Changes nothing: it may never be sent."""
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
         """Fill the job's blocks; returns the number of bytes moved."""

@@ -13,6 +13,7 @@ import hmac
 import os
 import socket
 import struct
+from collections.abc import Sequence
 
 from disagg.errors import PeerLost, PeerRefused
 from disagg.transport.base import Deadline
@@ -66,9 +67,15 @@ class Channel:
 
     def send(self, body: bytes, deadline: Deadline) -> None:
         """Send one frame."""
-        mac = _mac(self._send_key, self._sent, body)
-        self._sent += 1
-        _send(self._sock, _HEADER.pack(len(body), mac) + body, deadline)
+        self.send_all([body], deadline)
+
+    def send_all(self, bodies: Sequence[bytes], deadline: Deadline) -> None:
+        """Send a frame for each, together."""
+        frames = bytearray()
+        for body in bodies:
+            frames += _HEADER.pack(len(body), _mac(self._send_key, self._sent, body)) + body
+            self._sent += 1
+        _send(self._sock, frames, deadline)
 
     def receive(self, deadline: Deadline | None) -> bytes:
         """One frame's body; without a deadline it waits until the peer speaks or goes."""
@@ -118,7 +125,7 @@ def _mac(key: bytes, number: int, body: bytes) -> bytes:
     return mac.digest()
 
 
-def _send(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
+def _send(sock: socket.socket, data: bytes | bytearray, deadline: Deadline) -> None:
     try:
         sock.settimeout(deadline.left())
         sock.sendall(data)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -42,19 +42,24 @@ class Connection:
     welcome: p.Welcome
     usable: dict[str, bool] = field(default_factory=dict)
     settled: bool = True  # fit for another handoff
+    in_use: bool = False  # a lease, by us
 
     def ask(self, request: p.Request, answer: type[A], deadline: Deadline) -> A:
         """Send one request and wait for its answer; raises what a `Failed` says."""
-        settled, self.settled = self.settled, False
-        got = _exchange(self.channel, request, deadline)
-        match request, got:
-            case p.Acquire(), p.Acquired():
-                pass
-            case p.Release(), p.Done():
-                self.settled = True
-            case _:
-                self.settled = settled
-        return _expect(answer, got, request)
+        return expect(answer, self.exchange([request], deadline)[0], request)
+
+    def exchange(self, requests: Sequence[p.Request], deadline: Deadline) -> list[p.Answer]:
+        """Send these at once, and wait for all their answers, which may say `Failed`."""
+        self.settled = False
+        answers = _exchange(self.channel, requests, deadline)
+        for pair in zip(requests, answers, strict=True):
+            match pair:
+                case p.Acquire(), p.Acquired():
+                    self.in_use = True
+                case p.Release(), p.Done():
+                    self.in_use = False
+        self.settled = not self.in_use
+        return answers
 
 
 class Peers:
@@ -104,8 +109,8 @@ class Peers:
     def _open(self, endpoint: Endpoint, deadline: Deadline) -> Connection:
         channel = Channel.connect(endpoint.host, endpoint.port, self._secret, deadline)
         try:
-            got = _exchange(channel, self._hello, deadline)
-            welcome = _expect(p.Welcome, got, self._hello)
+            got = _exchange(channel, [self._hello], deadline)[0]
+            welcome = expect(p.Welcome, got, self._hello)
         except PeerLost as error:
             channel.close()
             raise PeerLost(f"closed at hello, is the secret the same? ({error})") from error
@@ -115,16 +120,8 @@ class Peers:
         return Connection(channel, endpoint, welcome)
 
 
-def _exchange(channel: Channel, request: p.Request, deadline: Deadline) -> p.Answer:
-    channel.send(p.encode(request), deadline)
-    try:
-        answer: p.Answer = p.decode_answer(channel.receive(deadline))
-    except msgspec.DecodeError as error:
-        raise PeerRefused(f"answer not understood: {error}") from error
-    return answer
-
-
-def _expect(answer: type[A], got: p.Answer, request: p.Request) -> A:
+def expect(answer: type[A], got: p.Answer, request: p.Request) -> A:
+    """`got`, if it is this answer to the request; raises what a `Failed` says."""
     if isinstance(got, answer):
         return got
     if not isinstance(got, p.Failed):
@@ -134,3 +131,13 @@ def _expect(answer: type[A], got: p.Answer, request: p.Request) -> A:
     if got.reason == PeerRefused.reason:
         raise PeerRefused(got.message)
     raise TransferError(got.message, reason=got.reason)
+
+
+def _exchange(
+    channel: Channel, requests: Sequence[p.Request], deadline: Deadline
+) -> list[p.Answer]:
+    channel.send_all([p.encode(request) for request in requests], deadline)
+    try:
+        return [p.decode_answer(channel.receive(deadline)) for _ in requests]
+    except msgspec.DecodeError as error:
+        raise PeerRefused(f"answer not understood: {error}") from error

@@ -240,6 +240,20 @@ def test_a_lease_serves_once(pair: Pair) -> None:
     assert untouched(pair, [1])
 
 
+def test_a_lease_that_is_gone_costs_no_connection(pair: Pair) -> None:
+    """The fetch that was asked with it is answered, too; the answers stay in step."""
+    pair.grant(0, [1])
+    pair.fetch(0, [1])
+    for lease in (1, 2):
+        with pytest.raises(LeaseGone):
+            pair.fetch(0, [2])
+        pair.grant(lease, [5])
+        pair.fetch(lease, [6 + lease])
+        assert same(pair, [5], [6 + lease])
+    assert pair.server.connections() == 1
+    assert pair.files() == []
+
+
 def test_expired_lease_is_gone(pair: Pair) -> None:
     pair.grant(0, [1], seconds=0.05)
     time.sleep(0.1)
