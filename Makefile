@@ -55,7 +55,7 @@ check: $(INSTALLED)
 # themselves.
 test: $(INSTALLED)
 	@failed=0; \
-	$(BIN)/pytest -n 2 tests/unit tests/transport || failed=1; \
+	$(BIN)/pytest -n 2 -m "not slow" tests/unit tests/transport || failed=1; \
 	$(BIN)/pytest -m "not slow" tests/engine tests/cluster || failed=1; \
 	exit $$failed
 
@@ -67,7 +67,7 @@ soak: $(INSTALLED)
 	@$(BIN)/disagg bench router-faults
 	@$(BIN)/disagg bench heal --nodes 3 --clients 1
 	@$(BIN)/disagg bench scale
-	@DISAGG_TEST_PRESSURE=500 $(BIN)/pytest -m "slow or soak" tests/engine tests/cluster
+	@DISAGG_TEST_PRESSURE=500 $(BIN)/pytest -m "slow or soak" tests
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from disagg import checks, config
+from disagg.bench.http import client
 from disagg.bench.openai_stream import stream
 from disagg.bench.vllm_server import VllmServer, completion, token_ids
 from disagg.checkpoint import make_model
@@ -152,7 +152,7 @@ class Handoffs:
 def _handoffs(url: str) -> Handoffs:
     """As the router's /metrics show it."""
     seconds, by_transport = 0.0, dict[str, float]()
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=10).text):
+    for family in text_string_to_metric_families(client().get(f"{url}/metrics", timeout=10).text):
         for sample in family.samples:
             if sample.labels.get("role") != "decode":
                 continue

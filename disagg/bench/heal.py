@@ -20,6 +20,7 @@ from rich.table import Table
 
 from disagg import checks
 from disagg.bench.demo import MODEL, cpu_deployment
+from disagg.bench.http import client
 from disagg.bench.ray_nodes import RayNodes
 from disagg.bench.steady_load import Load
 from disagg.bench.vllm_server import VllmServer
@@ -185,7 +186,7 @@ def _clock(seconds: float) -> Callable[[], bool]:
 
 def _state(running: RunningDeployment) -> dict[str, str] | None:
     try:
-        answer = httpx.get(f"{running.url}/ready", timeout=5)
+        answer = client().get(f"{running.url}/ready", timeout=5)
         engines: dict[str, str] = answer.json()["engines"]
     except (httpx.HTTPError, ValueError, KeyError):
         return None

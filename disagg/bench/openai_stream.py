@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+from disagg.bench.http import client
 
 ANSWER_S = 300.0
 
 
 def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The JSON of each event. Raises `httpx.HTTPError` or RuntimeError with the error's text."""
-    with httpx.stream("POST", url, json=body, timeout=ANSWER_S) as answer:
+    with client().stream("POST", url, json=body, timeout=ANSWER_S) as answer:
         if answer.status_code != 200:
             raise RuntimeError(f"{answer.status_code}: {answer.read().decode()}")
         for line in answer.iter_lines():

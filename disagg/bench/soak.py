@@ -20,6 +20,7 @@ from rich.console import Console
 
 from disagg import checks
 from disagg.bench.demo import MODEL, cpu_deployment
+from disagg.bench.http import client
 from disagg.bench.sabotage import Saboteur
 from disagg.bench.vllm_server import VllmServer, completion, token_ids
 from disagg.checkpoint import make_model
@@ -84,7 +85,7 @@ def _deployment(transports: Sequence[TransportName]) -> Deployment:
 def _print_metrics(console: Console, url: str) -> None:
     """How the hand-overs ended, as the engines counted."""
     shown = ("disagg_handoffs_total", "disagg_kv_load_failures_total", "disagg_leases_total")
-    for line in httpx.get(f"{url}/metrics", timeout=10).text.splitlines():
+    for line in client().get(f"{url}/metrics", timeout=10).text.splitlines():
         if line.startswith(shown):
             console.print(line)
 
@@ -119,7 +120,7 @@ def load(
 def _one(url: str, single: VllmServer, plan: Plan) -> str:
     body = {"model": "tiny", **completion(plan.prompt)}
     try:
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=plan.patience_s or 300)
+        answer = client().post(f"{url}/v1/completions", json=body, timeout=plan.patience_s or 300)
     except httpx.TimeoutException:
         return "left" if plan.patience_s else "error"
     except httpx.HTTPError:
@@ -134,7 +135,7 @@ def held_after_quiet(url: str) -> list[str]:
     """Metric lines that are not zero although all is over."""
     deadline = time.monotonic() + QUIET_S
     while True:
-        lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
+        lines = client().get(f"{url}/metrics", timeout=10).text.splitlines()
         gauges = ("disagg_leases_held{", "disagg_router_in_flight{")
         held = [line for line in lines if line.startswith(gauges) and not line.endswith(" 0.0")]
         if not held or time.monotonic() > deadline:

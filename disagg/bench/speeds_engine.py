@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from disagg.bench.http import client
 from disagg.bench.openai_stream import ANSWER_S, stream
 from disagg.bench.speeds_fit import MoveSample, PromptSample, StepSample
 from disagg.bench.vllm_server import completion
@@ -114,7 +115,7 @@ class Engine:
             raise StartupError(f"--{self.role}: {self.url}: {error}") from error
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        answer = httpx.post(
+        answer = client().post(
             f"{self.url}{_PATH}", json={"model": self.model, **body}, timeout=ANSWER_S
         )
         if answer.status_code != 200:
@@ -124,7 +125,7 @@ class Engine:
 
     def _get(self, path: str) -> httpx.Response:
         try:
-            answer = httpx.get(f"{self.url}{path}", timeout=10)
+            answer = client().get(f"{self.url}{path}", timeout=10)
             answer.raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise StartupError(f"--{self.role}: {self.url}{path}: {error}") from error

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer, completion
 
 
@@ -72,7 +73,7 @@ class Load:
             self.counts["right" if text == right else "wrong"] += 1
 
     def _whole(self, body: dict[str, Any]) -> str:
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+        answer = client().post(f"{self.url}/v1/completions", json=body, timeout=120)
         if answer.status_code != 200:
             raise ValueError(f"{answer.status_code}: {answer.text}")
         text: str = answer.json()["choices"][0]["text"]
@@ -82,7 +83,7 @@ class Load:
         text, done = "", False
         asked = {**body, "stream": True}
         url = f"{self.url}/v1/completions"
-        with httpx.stream("POST", url, json=asked, timeout=120) as answer:
+        with client().stream("POST", url, json=asked, timeout=120) as answer:
             for line in answer.iter_lines():
                 data = line.removeprefix("data: ")
                 if data == "[DONE]":

@@ -23,6 +23,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from disagg.bench.http import client
 from disagg.engine.polling import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.errors import StartupError
 from disagg.router.legs import REMOTE_DECODE
@@ -112,7 +113,7 @@ class VllmServer:
             if self.process.poll() is not None:
                 raise StartupError(f"{self.name} ended while starting", self.tail())
             try:
-                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
+                if client().get(f"{self.url}/health", timeout=2).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass  # not listening yet
@@ -163,7 +164,7 @@ class VllmServer:
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 180) -> httpx.Response:
         """POST a JSON body."""
-        return httpx.post(f"{self.url}{path}", json={"model": "tiny", **body}, timeout=timeout)
+        return client().post(f"{self.url}{path}", json={"model": "tiny", **body}, timeout=timeout)
 
     def complete(self, prompt: Any, **options: Any) -> dict[str, Any]:
         """A greedy completion of 16 tokens unless told otherwise; must be 200."""
@@ -179,7 +180,7 @@ class VllmServer:
 
     def metrics(self, prefix: str = "disagg_") -> dict[str, float]:
         """Samples by `name{labels}`, without vLLM's own labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        text = client().get(f"{self.url}/metrics", timeout=10).text
         samples = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer, completion, token_ids
 from disagg.connector.hidden_states import (
     HiddenStatesError,
@@ -182,7 +183,7 @@ def test_an_id_neither_leaves_the_folder_nor_collides(
         body["kv_transfer_params"] = {"hidden_states_path": "/tmp/elsewhere.safetensors"}
         headers = {"X-Request-Id": request_id}
         url = f"{engine.url}/v1/completions"
-        answer = httpx.post(url, json=body, headers=headers, timeout=60)
+        answer = client().post(url, json=body, headers=headers, timeout=60)
         path: str = answer.raise_for_status().json()["kv_transfer_params"]["hidden_states_path"]
         return path
 

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from disagg.bench.http import client
 from disagg.bench.vllm_server import completion, free_port, token_ids
 from engine.conftest import LEASE_S, Fleet, routed
 from engine.waiting import eventually
@@ -33,7 +34,7 @@ def router(fleet: Fleet) -> Iterator[str]:
 
 def ask(url: str, prompt: Any, **options: Any) -> dict[str, Any]:
     body = {"model": "tiny", **completion(prompt, **options)}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    answer = client().post(f"{url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result
@@ -68,8 +69,8 @@ def test_several_prompts_in_one_request(fleet: Fleet, router: str, prompt: Promp
 def test_errors_are_vllms_own(fleet: Fleet, router: str) -> None:
     for body in ({"max_tokens": -1}, {"prompt": [[]]}, {"temperature": "hot"}, {"model": "other"}):
         sent = {"model": "tiny", "prompt": "x", **body}
-        ours = httpx.post(f"{router}/v1/completions", json=sent, timeout=60)
-        theirs = httpx.post(f"{fleet.single.url}/v1/completions", json=sent, timeout=60)
+        ours = client().post(f"{router}/v1/completions", json=sent, timeout=60)
+        theirs = client().post(f"{fleet.single.url}/v1/completions", json=sent, timeout=60)
         assert ours.status_code == theirs.status_code >= 400
         assert set(ours.json()["error"]) == set(theirs.json()["error"])
 
@@ -78,7 +79,7 @@ def test_what_only_decode_refuses_gives_the_lease_back(
     fleet: Fleet, router: str, prompt: Prompt
 ) -> None:
     body = {"model": "tiny", "prompt": prompt(900), "logprobs": 1000}
-    answer = httpx.post(f"{router}/v1/completions", json=body, timeout=120)
+    answer = client().post(f"{router}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 400
     assert eventually(lambda: nothing_held(fleet), LEASE_S + 10)
 
@@ -91,7 +92,7 @@ def test_200_requests_cancelled_at_random(fleet: Fleet, router: str, prompt: Pro
         body = {"model": "tiny", **completion(ids, max_tokens=64, stream=generator.random() < 0.5)}
         patience = generator.choice([0.01, 0.05, 0.2, 0.6])
         try:
-            with httpx.stream(
+            with client().stream(
                 "POST", f"{router}/v1/completions", json=body, timeout=patience
             ) as answer:
                 deadline = time.monotonic() + patience
@@ -167,7 +168,7 @@ def vllm_router(fleet: Fleet, tmp_path: Path) -> Iterator[str]:
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+        return client().get(f"{url}/health", timeout=2).status_code == 200
     except httpx.HTTPError:
         return False
 

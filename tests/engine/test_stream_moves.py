@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
+from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer
 from engine.conftest import Fleet, routed
 
@@ -66,7 +66,7 @@ def requests() -> list[tuple[str, dict[str, Any]]]:
 
 def stream(url: str, path: str, body: dict[str, Any], seen: Streamed) -> None:
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{url}{path}", json=body, timeout=120) as answer:
+    with client().stream("POST", f"{url}{path}", json=body, timeout=120) as answer:
         assert answer.status_code == 200
         for line in answer.iter_lines():
             if not line:
@@ -114,7 +114,7 @@ def test_all_streams_end_as_undisturbed(fleet: Fleet, dying: str, heir: str, wha
             kill(decodes[0], what)
             for job in running:
                 job.result(120)
-        metrics = httpx.get(f"{url}/metrics", timeout=10).text
+        metrics = client().get(f"{url}/metrics", timeout=10).text
     moved = {
         line.split('"')[1]: float(line.rpartition(" ")[2])
         for line in metrics.splitlines()

@@ -51,11 +51,12 @@ def test_blocks(make_pair: MakePair, sources: list[int], targets: list[int]) -> 
         Shape(blocks=3, heads=1, tokens=1, content=3, layers=1),
         Shape(blocks=16, heads=2, tokens=16, content=64, layers=2),
         Shape(blocks=1024, heads=2, tokens=16, content=128, layers=16),
+        Shape(blocks=64, heads=8, tokens=128, content=256, layers=16),
         pytest.param(
             Shape(blocks=256, heads=8, tokens=128, content=256, layers=16), marks=pytest.mark.slow
         ),
     ],
-    ids=["1B", "9B", "64KiB", "64MiB", "1GiB"],
+    ids=["1B", "9B", "64KiB", "64MiB", "256MiB", "1GiB"],
 )
 def test_sizes(make_pair: MakePair, shape: Shape) -> None:
     pair = make_pair(shape)

@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from disagg.bench.http import client
+
 from .conftest import PARAMS, Setup
 
 Make = Callable[..., Setup]
@@ -18,11 +20,11 @@ Make = Callable[..., Setup]
 
 def complete(setup: Setup, prompt: Any = "x", timeout: float = 20) -> httpx.Response:
     body = {"model": "m", "prompt": prompt}
-    return httpx.post(f"{setup.url}/v1/completions", json=body, timeout=timeout)
+    return client().post(f"{setup.url}/v1/completions", json=body, timeout=timeout)
 
 
 def metric(setup: Setup, name: str) -> float:
-    lines = httpx.get(f"{setup.url}/metrics", timeout=10).text.splitlines()
+    lines = client().get(f"{setup.url}/metrics", timeout=10).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
@@ -164,7 +166,7 @@ def test_failed_answers_are_not_remembered(make: Make) -> None:
 def test_without_prefill_decode_serves_alone(make: Make) -> None:
     setup = make(section={"probe_interval_s": 0.1, "pairing": {"local_prefill_tokens": 0}})
     setup.loop.run(setup.prefill.stop())
-    until(lambda: httpx.get(f"{setup.url}/ready", timeout=10).status_code == 503)
+    until(lambda: client().get(f"{setup.url}/ready", timeout=10).status_code == 503)
     until(lambda: complete(setup).status_code == 200)
     until(
         lambda: (

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from disagg.bench.http import client
 from disagg.credentials import ApiKey
 from disagg.router.drain import Drain
 from disagg.router.siblings import together
@@ -19,27 +20,27 @@ Make = Callable[..., Setup]
 
 
 def post(setup: Setup, **headers: str) -> httpx.Response:
-    return httpx.post(f"{setup.url}/v1/completions", json=BODY, headers=headers, timeout=20)
+    return client().post(f"{setup.url}/v1/completions", json=BODY, headers=headers, timeout=20)
 
 
 def test_a_drain_is_begun_and_taken_back(setup: Setup) -> None:
     drain = f"{setup.url}/disagg/drain"
-    assert httpx.get(drain).json() == {"draining": False, "in_flight": 0}
-    assert httpx.post(drain).json() == {"draining": True, "in_flight": 0}
+    assert client().get(drain).json() == {"draining": False, "in_flight": 0}
+    assert client().post(drain).json() == {"draining": True, "in_flight": 0}
     refused = post(setup)
     assert refused.status_code == 503
     assert refused.headers["retry-after"]
-    assert httpx.get(f"{setup.url}/ready").json() == {"ready": False, "draining": True}
-    assert httpx.get(f"{setup.url}/health").status_code == 200
-    assert httpx.get(f"{setup.url}/metrics").status_code == 200
-    assert httpx.delete(drain).json() == {"draining": False, "in_flight": 0}
+    assert client().get(f"{setup.url}/ready").json() == {"ready": False, "draining": True}
+    assert client().get(f"{setup.url}/health").status_code == 200
+    assert client().get(f"{setup.url}/metrics").status_code == 200
+    assert client().delete(drain).json() == {"draining": False, "in_flight": 0}
     assert post(setup).status_code == 200
-    assert "draining" not in httpx.get(f"{setup.url}/ready").json()
+    assert "draining" not in client().get(f"{setup.url}/ready").json()
 
 
 @pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "via", "origin"])
 def test_what_came_through_a_proxy_or_a_web_page_is_refused(setup: Setup, header: str) -> None:
-    answer = httpx.post(f"{setup.url}/disagg/drain", headers={header: "http://elsewhere"})
+    answer = client().post(f"{setup.url}/disagg/drain", headers={header: "http://elsewhere"})
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == "there is no such path"
     assert post(setup).status_code == 200
@@ -48,9 +49,9 @@ def test_what_came_through_a_proxy_or_a_web_page_is_refused(setup: Setup, header
 def test_where_there_are_keys_one_must_be_shown(make: Make) -> None:
     setup = make(api_keys=[ApiKey("ann", "right")])
     drain, key = f"{setup.url}/disagg/drain", {"authorization": "Bearer right"}
-    assert httpx.post(drain).status_code == 401
+    assert client().post(drain).status_code == 401
     assert post(setup, **key).status_code == 200
-    assert httpx.post(drain, headers=key).json()["draining"]
+    assert client().post(drain, headers=key).json()["draining"]
     assert post(setup, **key).status_code == 503
 
 

@@ -16,6 +16,8 @@ import httpx
 import pytest
 from aiohttp import web
 
+from disagg.bench.http import client
+
 from .conftest import Loop, Setup
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -132,21 +134,21 @@ def test_two_models_behind_one_address(make: Make, gateway: Callable[..., str]) 
     for setup, name in ((one, "tiny"), (other, "wide")):
         setup.prefill.model = setup.decode.model = name
     url = gateway(f"{one.url}/", other.url, "http://127.0.0.1:1")
-    listed = httpx.get(f"{url}/v1/models").json()["data"]
+    listed = client().get(f"{url}/v1/models").json()["data"]
     assert sorted(model["id"] for model in listed) == ["tiny", "wide"]
     for setup, name in ((one, "tiny"), (other, "wide"), (other, "wide")):
         before = len(setup.decode.bodies)
         body = {"model": name, "prompt": "x", "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
+        with client().stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
             assert answer.status_code == 200
             assert answer.headers["content-type"].startswith("text/event-stream")
             assert answer.read().count(b"data: ") >= setup.decode.chunks
         assert len(setup.decode.bodies) == before + 1
         assert setup.decode.bodies[-1]["model"] == name
-    refused = httpx.post(f"{url}/v1/completions", json={"model": "other", "prompt": "x"})
+    refused = client().post(f"{url}/v1/completions", json={"model": "other", "prompt": "x"})
     assert refused.status_code == 404
     assert refused.json()["error"]["message"] == "no model 'other'; there are: tiny, wide"
-    assert httpx.post(f"{url}/v1/completions", content=b"[]").status_code == 400
+    assert client().post(f"{url}/v1/completions", content=b"[]").status_code == 400
 
 
 def test_who_leaves_the_gateway_leaves_the_engine(make: Make, gateway: Callable[..., str]) -> None:
@@ -154,9 +156,9 @@ def test_who_leaves_the_gateway_leaves_the_engine(make: Make, gateway: Callable[
     url = gateway(setup.url)
     setup.decode.gate = threading.Event()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json={"model": "m", "prompt": "x"}, timeout=0.5)
+        client().post(f"{url}/v1/completions", json={"model": "m", "prompt": "x"}, timeout=0.5)
     assert setup.decode.left.wait(10)
     loop = setup.loop
     loop.run(setup.server.stop(1))
-    answer = httpx.post(f"{url}/v1/completions", json={"model": "m", "prompt": "x"}, timeout=20)
+    answer = client().post(f"{url}/v1/completions", json={"model": "m", "prompt": "x"}, timeout=20)
     assert answer.status_code == 503

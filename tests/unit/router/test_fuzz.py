@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import schemathesis
@@ -27,6 +26,8 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+
+from disagg.bench.http import client
 
 from .conftest import Setup
 
@@ -133,7 +134,7 @@ def refused(answer: bytes) -> int:
 
 
 def in_flight(setup: Setup) -> float:
-    lines = httpx.get(f"{setup.url}/metrics", timeout=WAIT_S).text.splitlines()
+    lines = client().get(f"{setup.url}/metrics", timeout=WAIT_S).text.splitlines()
     shown = [line for line in lines if line.startswith("disagg_router_in_flight{")]
     return sum(float(line.rpartition(" ")[2]) for line in shown)
 
@@ -150,7 +151,7 @@ def setup(make: Make, caplog: pytest.LogCaptureFixture) -> Iterator[Setup]:
     """A router that still serves after all that a test does to it, and has not stumbled."""
     setup = make()
     yield setup
-    assert httpx.post(f"{setup.url}/v1/completions", content=BODY).status_code == 200
+    assert client().post(f"{setup.url}/v1/completions", content=BODY).status_code == 200
     assert wait_for(lambda: in_flight(setup) == 0)
     assert not any(record.exc_info for record in caplog.get_records("call"))
 
@@ -281,7 +282,7 @@ def test_a_body_of_100_mb_is_refused_and_not_kept(make: Make, framing: str) -> N
         answer = connection.recv(4096)
     assert refused(answer) == 413
     assert most - before < 32 << 20
-    assert wait_for(lambda: httpx.get(f"{setup.url}/health").status_code == 200)
+    assert wait_for(lambda: client().get(f"{setup.url}/health").status_code == 200)
 
 
 # ---- clients that take their time ----------------------------------------------------------

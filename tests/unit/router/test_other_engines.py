@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from disagg.bench.http import client
 from disagg.config import RouterSection
 from disagg.router.processes import Processes, claim
 from disagg.router.server import RouterPlan
@@ -23,7 +24,7 @@ Make = Callable[..., Setup]
 
 def complete(url: str, **body: Any) -> httpx.Response:
     asked = {"model": "m", "prompt": "x", **body}
-    return httpx.post(f"{url}/v1/completions", json=asked, timeout=20)
+    return client().post(f"{url}/v1/completions", json=asked, timeout=20)
 
 
 def replace(setup: Setup, engines: Sequence[EngineEndpoint], **down: str) -> None:
@@ -42,7 +43,7 @@ def test_requests_go_to_whoever_is_there(make: Make) -> None:
     for _ in range(8):
         assert complete(setup.url).status_code == 200
     assert (len(setup.decode.bodies), len(setup.others[1].bodies)) == (8, 8)
-    ready = httpx.get(f"{setup.url}/ready")
+    ready = client().get(f"{setup.url}/ready")
     assert ready.status_code == 200
     assert ready.json()["engines"] == {
         "prefill-0": "up",
@@ -57,7 +58,7 @@ def test_without_decode_503_and_without_prefill_decode_alone(setup: Setup) -> No
     refused = complete(setup.url)
     assert refused.status_code == 503
     assert refused.headers["retry-after"]
-    assert httpx.get(f"{setup.url}/ready").status_code == 503
+    assert client().get(f"{setup.url}/ready").status_code == 503
     replace(setup, [decode])
     assert complete(setup.url).status_code == 200
     assert setup.prefill.bodies == []
@@ -70,19 +71,19 @@ def test_engines_that_do_it_all_are_ready_without_prefill(make: Make) -> None:
     setup = make(others=["decode"])
     prefill, *plain = setup.endpoints
     replace(setup, plain)
-    assert httpx.get(f"{setup.url}/ready").status_code == 200
+    assert client().get(f"{setup.url}/ready").status_code == 200
     for _ in range(4):
         assert complete(setup.url).status_code == 200
     assert setup.prefill.bodies == []
     # One that is away is still waited for.
     replace(setup, plain, **{prefill.name: "starts again"})
-    assert httpx.get(f"{setup.url}/ready").status_code == 503
+    assert client().get(f"{setup.url}/ready").status_code == 503
 
 
 def test_a_stream_outlives_its_engines_place(setup: Setup) -> None:
     setup.decode.chunks, setup.decode.chunk_s = 5, 0.1
     body = {"model": "m", "prompt": "x", "stream": True}
-    with httpx.stream("POST", f"{setup.url}/v1/completions", json=body, timeout=20) as answer:
+    with client().stream("POST", f"{setup.url}/v1/completions", json=body, timeout=20) as answer:
         lines = answer.iter_lines()
         next(lines)
         replace(setup, setup.endpoints[:1])
@@ -97,7 +98,7 @@ def test_who_waits_gets_the_new_engine(make: Make) -> None:
         first = pool.submit(complete, setup.url)
         until(lambda: len(setup.decode.bodies) == 1)
         second = pool.submit(complete, setup.url)
-        until(lambda: "disagg_router_queued 1" in httpx.get(f"{setup.url}/metrics").text)
+        until(lambda: "disagg_router_queued 1" in client().get(f"{setup.url}/metrics").text)
         replace(setup, setup.endpoints)
         assert second.result(10).status_code == 200
         assert len(setup.others[1].bodies) == 1
@@ -111,7 +112,7 @@ def test_one_that_comes_back_under_its_name_has_a_clean_record(setup: Setup) -> 
     setup.loop.run(setup.prefill.stop())
     for _ in range(4):
         assert complete(setup.url).status_code == 200
-    until(lambda: httpx.get(f"{setup.url}/ready").status_code == 503)
+    until(lambda: client().get(f"{setup.url}/ready").status_code == 503)
     again = FakeEngine("prefill")
     setup.loop.run(again.start())
     replace(setup, [EngineEndpoint(prefill.name, "prefill", again.url), decode])
@@ -149,7 +150,9 @@ def test_all_processes_hear_of_it_and_so_do_later_ones(
         for _ in range(20):  # a connection each, so that both processes get some
             assert complete(url).status_code == 200
         assert (len(first.bodies), len(second.bodies)) == (0, 20)
+        before = set(router._open)
         loop.run(_close_all(router))
+        until(lambda: len(router._open - before) == 2)
         until(lambda: is_up(url))
         for _ in range(20):
             assert complete(url).status_code == 200
@@ -165,6 +168,6 @@ async def _close_all(router: Processes) -> None:
 
 def is_up(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health").status_code == 200
+        return client().get(f"{url}/health").status_code == 200
     except httpx.HTTPError:
         return False

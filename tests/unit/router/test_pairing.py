@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from disagg.bench.http import client
 from disagg.config import PairingSection
 from disagg.router import prompts
 from disagg.router.fits import Fits
@@ -168,11 +169,11 @@ def test_engines_that_do_not_fit_are_not_paired(traffic: Traffic, health: Health
 
 def complete(setup: Setup) -> httpx.Response:
     body = {"model": "m", "prompt": "x", "stream": False}
-    return httpx.post(f"{setup.url}/v1/completions", json=body, timeout=20)
+    return client().post(f"{setup.url}/v1/completions", json=body, timeout=20)
 
 
 def metric(setup: Setup, name: str) -> float:
-    lines = httpx.get(f"{setup.url}/metrics", timeout=10).text.splitlines()
+    lines = client().get(f"{setup.url}/metrics", timeout=10).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 

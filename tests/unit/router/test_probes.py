@@ -8,6 +8,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from disagg.bench.http import client
 from disagg.router.record import Record
 from disagg.router.tracing import Trace
 
@@ -17,7 +18,7 @@ Make = Callable[..., Setup]
 
 
 def ready(setup: Setup) -> httpx.Response:
-    return httpx.get(f"{setup.url}/ready", timeout=10)
+    return client().get(f"{setup.url}/ready", timeout=10)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -53,7 +54,7 @@ def test_some_failures_among_successes_are_no_reason(make: Make) -> None:
 
 def test_trace_context_of_clients_reaches_both_engines(setup: Setup) -> None:
     given = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    httpx.post(
+    client().post(
         f"{setup.url}/v1/completions",
         json={"model": "m", "prompt": "x"},
         headers={"traceparent": given},

@@ -23,6 +23,8 @@ import httpx
 import psutil
 import pytest
 
+from disagg.bench.http import client
+
 from .conftest import FakeEngine, Loop, certificate
 
 START_S, END_S, POLL_S = 60.0, 30.0, 0.02
@@ -122,8 +124,8 @@ def start(loop: Loop, tmp_path: Path) -> Iterator[Callable[..., Router]]:
             loop.run(engine.stop())
 
 
-def complete(url: str, **options: Any) -> httpx.Response:
-    return httpx.post(
+def complete(url: str, through: httpx.Client | None = None, **options: Any) -> httpx.Response:
+    return (through or client()).post(
         f"{url}/v1/completions", json={**STREAM, "stream": False}, timeout=20, **options
     )
 
@@ -142,7 +144,9 @@ class Stream:
 
     def _read(self, url: str) -> None:
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=STREAM, timeout=20) as answer:
+            with client().stream(
+                "POST", f"{url}/v1/completions", json=STREAM, timeout=20
+            ) as answer:
                 for line in answer.iter_lines():
                     self.lines.append(line)
         except httpx.HTTPError as error:
@@ -186,10 +190,10 @@ def test_tls_and_keys(start: Callable[..., Router], tmp_path: Path) -> None:
         env={"INNER": "of-the-engines"},
     )
     assert router.url.startswith("https://127.0.0.1:")
-    trusting = ssl.create_default_context(cafile=cert)
-    assert complete(router.url, verify=trusting).status_code == 401
+    trusting = httpx.Client(verify=ssl.create_default_context(cafile=cert))
+    assert complete(router.url, trusting).status_code == 401
     ann = {"authorization": "Bearer of-ann", "x-request-id": "1"}
-    assert complete(router.url, verify=trusting, headers=ann).status_code == 200
+    assert complete(router.url, trusting, headers=ann).status_code == 200
     for engine in (router.prefill, router.decode):
         assert [sent["authorization"] for sent in engine.headers] == ["Bearer of-the-engines"]
     until(lambda: len(router.log) == 2)
@@ -213,7 +217,7 @@ def test_tls_and_keys(start: Callable[..., Router], tmp_path: Path) -> None:
 
 def served_by(url: str) -> set[str]:
     """The processes that have counted a completion so far."""
-    text = httpx.get(f"{url}/metrics", timeout=10).text
+    text = client().get(f"{url}/metrics", timeout=10).text
     lines = [line for line in text.splitlines() if line.startswith("disagg_router_requests_total{")]
     return {line.partition('process="')[2].partition('"')[0] for line in lines}
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from disagg.bench.http import client
 from disagg.credentials import ApiKey
 
 from .conftest import Setup
@@ -38,7 +39,7 @@ def lines(make: Make) -> Iterator[list[dict[str, Any]]]:
 
 def post(setup: Setup, body: Any = None, **headers: str) -> httpx.Response:
     url = f"{setup.url}/v1/completions"
-    return httpx.post(url, json=BODY if body is None else body, headers=headers, timeout=20)
+    return client().post(url, json=BODY if body is None else body, headers=headers, timeout=20)
 
 
 def logged(lines: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

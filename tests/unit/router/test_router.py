@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from disagg.bench.http import client
 from disagg.config import RouterSection
 from disagg.credentials import ApiKey
 from disagg.router.main import RouterServer, bind, create_app
@@ -23,11 +24,11 @@ Make = Callable[..., Setup]
 
 
 def post(setup: Setup, body: Any, path: str = "/v1/completions", **options: Any) -> httpx.Response:
-    return httpx.post(f"{setup.url}{path}", json=body, timeout=20, **options)
+    return client().post(f"{setup.url}{path}", json=body, timeout=20, **options)
 
 
 def metric(setup: Setup, sample: str) -> float:
-    for line in httpx.get(f"{setup.url}/metrics", timeout=10).text.splitlines():
+    for line in client().get(f"{setup.url}/metrics", timeout=10).text.splitlines():
         if line.startswith(sample + " "):
             return float(line.rpartition(" ")[2])
     return 0.0
@@ -190,7 +191,7 @@ def test_client_leaves_before_the_first_byte(setup: Setup, leg: str, stream: boo
     engine = getattr(setup, leg)
     engine.first_byte_s = 20
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{setup.url}/v1/completions", json={**BODY, "stream": stream}, timeout=0.5)
+        client().post(f"{setup.url}/v1/completions", json={**BODY, "stream": stream}, timeout=0.5)
     assert wait_for(engine.left.is_set, 2)
     if leg == "decode":
         assert wait_for(lambda: setup.prefill.released == [PARAMS])
@@ -201,7 +202,7 @@ def test_client_leaves_before_the_first_byte(setup: Setup, leg: str, stream: boo
 def test_client_leaves_in_mid_stream(setup: Setup) -> None:
     setup.decode.chunk_s, setup.decode.chunks = 0.05, 1000
     url = f"{setup.url}/v1/completions"
-    with httpx.stream("POST", url, json={**BODY, "stream": True}, timeout=10) as answer:
+    with client().stream("POST", url, json={**BODY, "stream": True}, timeout=10) as answer:
         next(answer.iter_raw())
     assert wait_for(setup.decode.left.is_set, 2)
     assert wait_for(lambda: metric(setup, 'disagg_router_in_flight{role="decode"}') == 0)
@@ -236,7 +237,7 @@ def test_many_clients_share_the_client_and_leave_nothing(setup: Setup) -> None:
     ids=range(8),
 )
 def test_bad_body(setup: Setup, body: bytes) -> None:
-    answer = httpx.post(f"{setup.url}/v1/completions", content=body)
+    answer = client().post(f"{setup.url}/v1/completions", content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "BadRequestError"
 
@@ -244,7 +245,7 @@ def test_bad_body(setup: Setup, body: bytes) -> None:
 def test_bodies_nested_as_deeply_as_can_be_read(setup: Setup) -> None:
     for depth in range(800, 1100, 10):
         body = b'{"prompt": "x", "a": ' + b"[" * depth + b"]" * depth + b"}"
-        answer = httpx.post(f"{setup.url}/v1/completions", content=body)
+        answer = client().post(f"{setup.url}/v1/completions", content=body)
         assert answer.status_code in (200, 400)
         served = int(answer.status_code == 200)
         assert (len(setup.prefill.bodies), len(setup.decode.bodies)) == (served, served)
@@ -267,21 +268,21 @@ def test_api_keys(make: Make) -> None:
     assert post(setup, BODY, headers={"authorization": "Bearer second"}).status_code == 200
     for engine in (setup.prefill, setup.decode):
         assert engine.headers[0]["authorization"] == "Bearer inner"
-    assert httpx.get(f"{setup.url}/v1/models").status_code == 401
+    assert client().get(f"{setup.url}/v1/models").status_code == 401
     for path in ("/health", "/ready", "/metrics"):
-        assert httpx.get(f"{setup.url}{path}").status_code == 200
+        assert client().get(f"{setup.url}{path}").status_code == 200
 
 
 def test_other_paths_go_to_decode_as_they_are(setup: Setup) -> None:
-    answer = httpx.post(f"{setup.url}/tokenize?a=1&b=%20", content=b"raw")
+    answer = client().post(f"{setup.url}/tokenize?a=1&b=%20", content=b"raw")
     assert answer.json() == {"path": "/tokenize?a=1&b=%20", "method": "POST", "text": "raw"}
-    assert httpx.get(f"{setup.url}/v1/models").json()["path"] == "/v1/models"
-    assert httpx.get(f"{setup.url}/v1/missing").status_code == 404
+    assert client().get(f"{setup.url}/v1/models").json()["path"] == "/v1/models"
+    assert client().get(f"{setup.url}/v1/missing").status_code == 404
 
 
 def passed(setup: Setup, body: bytes, kind: str | None = "application/json") -> httpx.Response:
     headers = {"content-type": kind} if kind else {}
-    return httpx.post(f"{setup.url}/v1/responses", content=body, headers=headers)
+    return client().post(f"{setup.url}/v1/responses", content=body, headers=headers)
 
 
 KEY = "kv_transfer_params"
@@ -438,16 +439,16 @@ def test_an_incomplete_answer_does_not_look_complete(
 ) -> None:
     setup = make()
     with pytest.raises(httpx.RemoteProtocolError):
-        httpx.get(f"{setup.url}/cut")
+        client().get(f"{setup.url}/cut")
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_what_an_answer_says_of_itself_is_kept(setup: Setup) -> None:
-    answer = httpx.get(f"{setup.url}/gzip", headers={"cookie": "mine=1", "expect": "x"})
+    answer = client().get(f"{setup.url}/gzip", headers={"cookie": "mine=1", "expect": "x"})
     assert answer.text == "packed"
     assert answer.headers.get_list("set-cookie") == ["a=1", "b=2"]
-    assert httpx.get(f"{setup.url}/gzip").headers["seen-cookie"] == ""
-    empty = httpx.get(f"{setup.url}/empty")
+    assert client().get(f"{setup.url}/gzip").headers["seen-cookie"] == ""
+    empty = client().get(f"{setup.url}/empty")
     assert (empty.status_code, empty.content) == (204, b"")
     assert "transfer-encoding" not in empty.headers
 
@@ -477,16 +478,16 @@ def test_engines_own_paths_are_not_for_clients(setup: Setup, path: str) -> None:
 
 
 def test_ready_is_not_health(setup: Setup) -> None:
-    assert httpx.get(f"{setup.url}/ready").json()["ready"] is True
+    assert client().get(f"{setup.url}/ready").json()["ready"] is True
     setup.loop.run(setup.prefill.stop())
-    answer = httpx.get(f"{setup.url}/ready")
+    answer = client().get(f"{setup.url}/ready")
     assert answer.status_code == 503
     assert answer.json()["engines"]["prefill-0"] != "up"
-    assert httpx.get(f"{setup.url}/health").status_code == 200
+    assert client().get(f"{setup.url}/health").status_code == 200
 
 
 def test_metrics_of_all_engines(setup: Setup) -> None:
-    text = httpx.get(f"{setup.url}/metrics").text
+    text = client().get(f"{setup.url}/metrics").text
     for role in ("prefill", "decode"):
         assert f'disagg_leases_held{{engine="{role}-0",role="{role}"}} 2.0' in text
         assert (
@@ -497,7 +498,7 @@ def test_metrics_of_all_engines(setup: Setup) -> None:
     assert text.count("# TYPE disagg_leases_held gauge") == 1
     assert "vllm:other" not in text
     setup.loop.run(setup.decode.stop())
-    text = httpx.get(f"{setup.url}/metrics").text
+    text = client().get(f"{setup.url}/metrics").text
     assert 'disagg_router_engine_up{engine="decode-0",role="decode"} 0.0' in text
     assert 'disagg_router_engine_up{engine="prefill-0",role="prefill"} 1.0' in text
 

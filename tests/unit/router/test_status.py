@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
+
+from disagg.bench.http import client
 
 from .conftest import Setup
 from .test_admission import complete, until
@@ -20,7 +21,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def state_of(setup: Setup) -> dict[str, Any]:
-    state: dict[str, Any] = httpx.get(f"{setup.url}/ui/state", timeout=10).json()
+    state: dict[str, Any] = client().get(f"{setup.url}/ui/state", timeout=10).json()
     return state
 
 
@@ -57,7 +58,7 @@ def test_failures_name_the_request_and_no_address(setup: Setup) -> None:
     answer = complete(setup)
     assert answer.status_code == 503
     until(lambda: state_of(setup)["failures"] != [])
-    text = httpx.get(f"{setup.url}/ui/state", timeout=10).text
+    text = client().get(f"{setup.url}/ui/state", timeout=10).text
     failure = json.loads(text)["failures"][0]
     assert failure["status"] == 503
     assert failure["id"] == answer.headers["x-request-id"]
@@ -99,7 +100,7 @@ def test_the_command(setup: Setup) -> None:
 
 
 def test_the_page_asks_nobody_else(setup: Setup) -> None:
-    page = httpx.get(f"{setup.url}/ui", timeout=10)
+    page = client().get(f"{setup.url}/ui", timeout=10)
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     for outside in ("http:", "https:", "src=", "@import", "url("):
