@@ -20,6 +20,7 @@ there, and another transport is taken.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import itertools
 import logging
@@ -126,6 +127,16 @@ class ProcessMemorySender:
             _prctl(_PR_SET_PTRACER, ctypes.c_ulong(0))
 
 
+def _spans(total: int, lanes: int) -> list[tuple[int, int]]:
+    """A large part for each lane and then a small one, for some begin late or are slow."""
+    if lanes == 1:
+        return [(0, total)]
+    sizes = [total * 3 // (4 * lanes)] * lanes
+    ends = [sum(sizes[: lane + 1]) for lane in range(lanes)]
+    ends += [ends[-1] + (total - ends[-1]) * (lane + 1) // lanes for lane in range(lanes)]
+    return list(itertools.pairwise([0, *ends]))
+
+
 class _Remote:
     """A producer's process and the geometry of its cache."""
 
@@ -185,23 +196,24 @@ class ProcessMemoryReceiver:
         if job.blocks.unit != theirs.unit or not np.array_equal(near.per_region, far.per_region):
             raise DataCorrupt("the two sides do not mean the same selection", reason="range")
         lanes = max(1, min(_LANES, near.total // _LANE_BYTES))
-        bounds = [near.total * lane // lanes for lane in range(lanes + 1)]
-        spans = list(itertools.pairwise(bounds))
+        spans = iter(_spans(near.total, lanes))
 
-        def run(span: tuple[int, int]) -> None:
-            read_span(remote.pid, near, far, span, job.deadline)
+        def run() -> None:
+            try:
+                for span in spans:
+                    read_span(remote.pid, near, far, span, job.deadline)
+            finally:
+                collections.deque(spans, 0)  # after an error nobody begins another
 
-        helped = {self._helpers.submit(run, span): span for span in spans[1:]}
+        helped = [self._helpers.submit(run) for _ in range(lanes - 1)]
         try:
-            run(spans[0])
-            for future, span in helped.items():
-                if future.cancel():  # the helpers are busy with other fetches
-                    run(span)
-                else:
-                    future.result()
+            run()
         finally:
             # Whatever happened, nobody may write to these blocks any more.
-            wait([future for future in helped if not future.cancel()])
+            started = [future for future in helped if not future.cancel()]
+            wait(started)
+        for future in started:
+            future.result()
         return near.total
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""`ray job submit` from a folder, an order by another job, and `ray job stop`."""
+"""`ray job submit` from a folder by one who has only Ray, an order by another job, and
+`ray job stop`."""
 
 from __future__ import annotations
 
@@ -13,27 +14,47 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 import yaml
 
 from disagg.bench.ray_nodes import RayNodes
 from disagg.bench.vllm_server import free_port
 from disagg.checkpoint import make_model
 
-RAY = str(Path(sys.executable).with_name("ray"))
 START_S, GONE_S = 240, 30
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * START_S + 60)]
 
 
-class Jobs:
-    """Ray's command line, as on a machine that has nothing but Ray."""
+@pytest.fixture(scope="module")
+def ray_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command of an environment that has Ray, and neither vLLM nor us."""
+    venv = tmp_path_factory.mktemp("client") / "venv"
+    uv, python = [sys.executable, "-m", "uv"], venv / "bin" / "python"
+    subprocess.run([*uv, "venv", "-q", "--python", sys.executable, venv], check=True, timeout=60)
+    wanted = f"ray[default]=={ray.__version__}"
+    subprocess.run([*uv, "pip", "install", "-q", "--python", python, wanted], check=True)
+    listed = subprocess.run(
+        [*uv, "pip", "freeze", "--python", python], check=True, capture_output=True, text=True
+    ).stdout
+    assert not any(name in listed for name in ("vllm", "torch", "disagg")), listed
+    return venv / "bin" / "ray"
 
-    def __init__(self, url: str) -> None:
+
+class Jobs:
+    """Ray's command line."""
+
+    def __init__(self, command: Path, url: str) -> None:
+        self._command = str(command)
         self._env = {"RAY_ADDRESS": url, "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
 
     def ray(self, *words: str) -> str:
         done = subprocess.run(
-            [RAY, "job", *words], env=self._env, capture_output=True, text=True, timeout=60
+            [self._command, "job", *words],
+            env=self._env,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -69,7 +90,7 @@ def complete(port: int) -> dict[str, Any]:
         return answer
 
 
-def test_submitted_scaled_and_stopped(tmp_path: Path) -> None:
+def test_submitted_scaled_and_stopped(tmp_path: Path, ray_alone: Path) -> None:
     make_model(tmp_path / "tiny")
     port = free_port()
     content = {
@@ -87,7 +108,7 @@ def test_submitted_scaled_and_stopped(tmp_path: Path) -> None:
     }
     (tmp_path / "d.yaml").write_text(yaml.safe_dump(content))
     with RayNodes(1, cpus=4, dashboard=True) as cluster:
-        jobs = Jobs(cluster.dashboard_url)
+        jobs = Jobs(ray_alone, cluster.dashboard_url)
         jobs.submit("serve", tmp_path, "serve", "d.yaml")
         jobs.until_shown("serve", "Ready: ")
         assert complete(port)["usage"]["completion_tokens"] == 4

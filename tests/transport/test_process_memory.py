@@ -270,3 +270,12 @@ def test_a_kernel_without_yama_refuses_and_that_is_fine() -> None:
     if process_memory._PTRACE_SCOPE.exists():
         pytest.skip("this kernel has Yama")
     assert process_memory._let_anyone_read() is False
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4])
+@pytest.mark.parametrize("total", [1, 31, 16 << 20, (16 << 20) + 5])
+def test_lanes_read_every_byte_once(total: int, lanes: int) -> None:
+    spans = process_memory._spans(total, lanes)
+    assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])]
+    assert spans[-1][1] == total
+    assert all(begin <= end for begin, end in spans)
