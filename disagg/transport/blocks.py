@@ -11,7 +11,7 @@ same layout (the fingerprint sees to it); they may differ in H (tensor parallel 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -186,6 +186,17 @@ class BlockCache:
             offsets = (offsets[:, None] + np.arange(size) * stride).reshape(-1)
         return _merged(offsets, length)
 
+    def all_runs(self, selection: Selection) -> list[Runs]:
+        """`runs` of every region."""
+        found: dict[tuple[int, ...], Runs] = {}  # layers have one geometry, as a rule
+        every = []
+        for index, region in enumerate(self.regions):
+            geometry = (*region.memory.shape, *region.memory.stride())
+            if geometry not in found:
+                found[geometry] = self.runs(index, selection)
+            every.append(found[geometry])
+        return every
+
     def _heads(self, index: int, selection: Selection) -> tuple[int, int]:
         return selection.heads or (0, self.regions[index].memory.shape[1])
 
@@ -194,12 +205,14 @@ class BlockCache:
     def views(self, index: int, selection: Selection) -> list[Bytes] | None:
         """The selection of region `index` as the cache's own host memory, in wire order; None
         where the cache is device memory."""
+        return self.cut(index, self.runs(index, selection)) if self.on_host else None
+
+    def cut(self, index: int, runs: Runs) -> list[Bytes]:
+        """These runs of region `index` of a cache in host memory."""
         host = self._host[index]
-        if host is None:
-            return None
-        offsets, lengths = self.runs(index, selection)
-        ends = offsets + lengths
-        return [host[at:end] for at, end in zip(offsets.tolist(), ends.tolist(), strict=True)]
+        assert host is not None
+        ends = runs.offsets + runs.lengths
+        return [host[at:end] for at, end in zip(runs.offsets.tolist(), ends.tolist(), strict=True)]
 
     def gather(self, index: int, selection: Selection) -> list[Bytes]:
         """Host memory that holds the selection of region `index`: `views`, or a copy."""
@@ -215,19 +228,11 @@ class BlockCache:
 
     def scatter(self, index: int, selection: Selection, data: Bytes) -> None:
         """Copy `data` (uint8, wire order) into the selection of region `index`."""
-        if self._host[index] is None:
+        views = self.views(index, selection)
+        if views is None:
             _copy_to_device(*self._units(index, selection), data)
         else:
-            copy_all(self.pairs(index, selection, data))
-
-    def pairs(self, index: int, selection: Selection, data: Bytes) -> list[tuple[Bytes, Bytes]]:
-        """Each run of the selection of region `index` of a cache in host memory, and its part of
-        `data` (wire order)."""
-        pairs, at = [], 0
-        for view in self.views(index, selection) or ():
-            pairs.append((view, data[at : at + len(view)]))
-            at += len(view)
-        return pairs
+            copy_all(list(zip(views, parts(data, views), strict=True)))
 
     def _units(self, index: int, selection: Selection) -> tuple[torch.Tensor, Ints, Ints]:
         """A view [B, units of a block, axes of a unit in wire order, C], and which of its
@@ -246,6 +251,14 @@ class BlockCache:
         units = np.arange(selection.first, selection.first + selection.count)
         ids = np.asarray(selection.block_ids, dtype=np.int64)
         return split, ids[units // per_block], units % per_block
+
+
+def parts(data: Bytes, like: Sequence[Bytes]) -> Iterator[Bytes]:
+    """`data` in pieces as long as these."""
+    at = 0
+    for piece in like:
+        yield data[at : at + len(piece)]
+        at += len(piece)
 
 
 def copy_all(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:

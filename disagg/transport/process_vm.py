@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from disagg.errors import PeerLost, TransferError
 from disagg.transport.base import Deadline
-from disagg.transport.blocks import BlockCache, Ints, Runs, Selection
+from disagg.transport.blocks import BlockCache, Ints, Selection
 
 _IOV_MAX = 1024
 # A call cannot be interrupted, so it must end soon: 64 MiB take 15 ms.
@@ -35,13 +35,7 @@ class Pieces:
     @classmethod
     def of(cls, cache: BlockCache, addresses: list[int], blocks: Selection) -> Pieces:
         """The selection's pieces, with the regions at these addresses."""
-        found: dict[tuple[int, ...], Runs] = {}  # layers have one geometry, as a rule
-        every: list[Runs] = []
-        for index, region in enumerate(cache.regions):
-            geometry = (*region.memory.shape, *region.memory.stride())
-            if geometry not in found:
-                found[geometry] = cache.runs(index, blocks)
-            every.append(found[geometry])
+        every = cache.all_runs(blocks)
         return cls(
             np.concatenate([at + runs.offsets for at, runs in zip(addresses, every, strict=True)]),
             np.concatenate([runs.lengths for runs in every]),

@@ -91,8 +91,8 @@ def _outgoing(cache: BlockCache, blocks: Selection) -> Iterator[Bytes]:
 
 
 def _host_pieces(cache: BlockCache, blocks: Selection) -> Iterator[Bytes]:
-    for index in range(len(cache.regions)):
-        yield from cache.views(index, blocks) or ()
+    for index, runs in enumerate(cache.all_runs(blocks)):
+        yield from cache.cut(index, runs)
 
 
 def _parts(cache: BlockCache, blocks: Selection) -> Iterator[tuple[int, Selection]]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,7 +36,7 @@ from disagg.connector.offload.settings import OffloadSettings
 from disagg.store.base import Key, Slot
 from disagg.store.directory import Directory
 from disagg.store.host_pool import HostPool
-from disagg.transport.blocks import BlockCache, Bytes, copy_all
+from disagg.transport.blocks import BlockCache, Bytes, copy_all, parts
 from disagg.transport.host_memory import collapse
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ logger = logging.getLogger(__name__)
 TO_HOST, FROM_HOST = "GPU_to_CPU", "CPU_to_GPU"
 TO_FILE, FROM_FILE = "CPU_to_STORAGE", "STORAGE_to_CPU"
 _READERS = 4
-_SPLIT_BYTES = 16 << 20  # less than this is copied by one thread sooner than by two
+# What one call copies, while the next is made ready; of less, one thread is done sooner than two.
+_COPY_BYTES = 16 << 20
 # What is stored now is wanted later: it must not take a core from what is computed now.
 _NICE = 10
 OnEvicted: TypeAlias = Callable[[list[Key]], None]
@@ -189,7 +191,7 @@ class OffloadWorker:
 
     def _load(self, load: Load) -> None:
         """Always reports exactly once: vLLM holds the request's blocks until then."""
-        began, num_bytes, reason = time.monotonic(), 0, ""
+        began, reason = time.monotonic(), ""
         deadline = began + self._settings.load_deadline_s
         failed: Key | None = None
         reads = {
@@ -198,43 +200,31 @@ class OffloadWorker:
             if slot.key in load.from_files
         }
         at, per = -load.skip, self._settings.blocks_per_chunk
-        pairs: list[tuple[Bytes, Bytes]] = []
+        copies = _Copies(self._copy_pool)
         try:
             for slot in load.slots:
                 failed = slot.key
                 if slot.key in reads:
-                    self._copy(pairs)
-                    pairs.clear()
+                    copies.begin()
                     left = max(0.0, deadline - time.monotonic())
                     reason = reads[slot.key].result(timeout=left)
                     if reason:
                         break
                 ids = load.block_ids[max(at, 0) : at + per]
-                num_bytes += self._into_blocks(self._bytes(slot), per - len(ids), ids, pairs)
+                skip = per - len(ids)
+                copies.added(self._into_blocks(self._bytes(slot), skip, ids, copies.pairs))
                 at += per
-            self._copy(pairs)
         except TooLate:
             reason = "deadline"
         except Exception as error:
             logger.exception("loading blocks failed")
             reason = type(error).__name__
+        reason = copies.end() or reason
         if not reason and at < len(load.block_ids):
             reason = "gone"
         gone = frozenset([failed or b""]) if reason else frozenset[Key]()
         seconds = time.monotonic() - began
-        self._ended.put(Done(load.job, FROM_HOST, num_bytes, seconds, gone, reason))
-
-    def _copy(self, pairs: list[tuple[Bytes, Bytes]]) -> None:
-        """One thread cannot fill the memory's lanes; somebody waits for this."""
-        half = len(pairs) // 2
-        if sum(len(data) for _, data in pairs) < _SPLIT_BYTES:
-            copy_all(pairs)
-            return
-        other = self._copy_pool.submit(copy_all, pairs[half:])
-        try:
-            copy_all(pairs[:half])
-        finally:
-            other.result()  # the blocks are vLLM's again when this is reported
+        self._ended.put(Done(load.job, FROM_HOST, copies.num_bytes, seconds, gone, reason))
 
     def _read(self, job: int, slot: Slot) -> str:
         """Fill a slot from its file; returns why that failed. Reports exactly once."""
@@ -277,13 +267,16 @@ class OffloadWorker:
         what is to be copied goes to `pairs`. Returns the bytes."""
         cache, at = self.cache, 0
         selection = cache.whole(block_ids)
+        if cache.on_host:
+            for index, runs in enumerate(cache.all_runs(selection)):
+                views = cache.cut(index, runs)
+                size = int(runs.lengths.sum())
+                pairs += zip(parts(slot[at : at + size], views), views, strict=True)
+                at += size
+            return at
         for index in range(len(cache.regions)):
             for piece in cache.gather(index, selection):
-                into = slot[at : at + len(piece)]
-                if cache.on_host:
-                    pairs.append((into, piece))
-                else:
-                    into[:] = piece
+                slot[at : at + len(piece)] = piece
                 at += len(piece)
         return at
 
@@ -297,16 +290,55 @@ class OffloadWorker:
         """The reverse, without the first `skip` blocks of the slot."""
         cache, at, moved = self.cache, 0, 0
         selection = cache.whole(block_ids)
+        runs = cache.all_runs(selection) if cache.on_host else []
         for index, region in enumerate(cache.regions):
             block = region.memory[0].numel()
             size, begin = len(block_ids) * block, at + skip * block
             data = slot[begin : begin + size]
             if cache.on_host:
-                pairs += cache.pairs(index, selection, data)
+                views = cache.cut(index, runs[index])
+                pairs += zip(views, parts(data, views), strict=True)
             else:
                 cache.scatter(index, selection, data)
             at, moved = begin + size, moved + size
         return moved
+
+
+class _Copies:
+    """Copies of one load, by threads that run while the next ones are made ready."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.pairs: list[tuple[Bytes, Bytes]] = []
+        self.num_bytes = 0
+        self._pool, self._begun = pool, list[Future[None]]()
+        self._waiting = 0
+
+    def added(self, num_bytes: int) -> None:
+        """So much came to `pairs`."""
+        self.num_bytes += num_bytes
+        self._waiting += num_bytes
+        if self._waiting >= _COPY_BYTES:
+            self.begin()
+
+    def begin(self) -> None:
+        """Copy the pairs there are; new ones go to a new list."""
+        if self.pairs:
+            self._begun.append(self._pool.submit(copy_all, self.pairs))
+            self.pairs, self._waiting = [], 0
+
+    def end(self) -> str:
+        """Copy what is left, and wait for all: nothing is written to afterwards. Returns why one
+        failed."""
+        reason = ""
+        last = partial(copy_all, self.pairs)
+        ends: list[Callable[[], None]] = [last, *(copy.result for copy in self._begun)]
+        for copied in ends:
+            try:
+                copied()
+            except Exception as error:
+                logger.exception("copying blocks failed")
+                reason = type(error).__name__
+        return reason
 
 
 def _event_of(cache: BlockCache) -> Callable[[], None]:
