@@ -155,6 +155,20 @@ def beside(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         end(served)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def broken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One whose engines cannot start, which takes them a while to find out."""
+    folder = tmp_path_factory.mktemp("broken")
+    shutil.copytree(model, folder / "model")
+    file = folder / "model" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
+    with temporary() as temp:
+        served = launch(folder, temp, "broken", deployment(folder / "model"))
+        yield served
+        end(served)
+
+
 def deployment(model: Path, port: int = 0) -> dict[str, Any]:
     return {
         "name": "test",
@@ -232,19 +246,14 @@ def test_interrupt_while_loading_leaves_nothing(run: Callable[..., Served], mode
     served.check_nothing_left()
 
 
-def test_engine_that_cannot_start_says_why(
-    run: Callable[..., Served], model: Path, tmp_path: Path
-) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(model, broken)
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
-    served = run(deployment(broken))
-    assert served.process.wait(START_S) == 1
-    last = served.text.strip().splitlines()[-1]
+def test_engine_that_cannot_start_says_why(broken: Served) -> None:
+    if broken.process.poll() is None:
+        broken.note()
+    assert broken.process.wait(START_S) == 1
+    last = broken.text.strip().splitlines()[-1]
     assert "did not start" in last
     assert "NoSuchModel" in last
-    served.check_nothing_left()
+    broken.check_nothing_left()
 
 
 def handed_over(port: int) -> float:
@@ -384,6 +393,8 @@ def test_two_side_by_side_and_one_dies(
     assert "decode-1 serves" in said
     assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), "up")
     living.note()
+    decode = {"deployment": "test", "engine": "decode-0", "role": "decode", "model_name": "tiny"}
+    moved, loaded = handed_over(living_port), {**decode, "outcome": "loaded"}
     said, status = apply(living, tmp_path, deployment(model, dying_port))
     assert status == 2, said
     assert f"router.port: {living_port} -> {dying_port}" in said
@@ -399,13 +410,11 @@ def test_two_side_by_side_and_one_dies(
     assert "decode-1 is idle and goes" in said
     assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0"), "up")
 
-    assert complete(living_port)["usage"]["completion_tokens"] == 4
-    decode = {"deployment": "test", "engine": "decode-0", "role": "decode", "model_name": "tiny"}
-    moved, loaded = handed_over(living_port), {**decode, "outcome": "loaded"}
     living.until(lambda: shown_by_ray(living, "ray_disagg_handoffs_total", **loaded) == moved, 40)
     assert shown_by_ray(living, "ray_vllm_generation_tokens_total", **decode)
     answered = {"deployment": "test", "route": "/v1/completions", "status": "200"}
     assert shown_by_ray(living, "ray_disagg_router_requests_total", **answered)
+    assert complete(living_port)["usage"]["completion_tokens"] == 4
     assert living.end(signal.SIGTERM) < STOP_S
     assert living.process.returncode == 0
     assert living.segments, "an engine has shared memory, or this test looks in the wrong place"
