@@ -203,16 +203,24 @@ def actor_of(served: Served, name: str) -> psutil.Process:
     return listening(int(shown[-1]))
 
 
+def title(process: psutil.Process) -> str:
+    """Its command line, or what it calls itself; nothing if it ends."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def actor_named(served: Served, name: str) -> psutil.Process:
     """By its class, which Ray makes the process's title."""
     below = psutil.Process(served.process.pid).children(recursive=True)
-    return next(process for process in below if f"ray::{name}" in " ".join(process.cmdline()))
+    return next(process for process in below if f"ray::{name}" in title(process))
 
 
 def core_of(served: Served, name: str) -> psutil.Process:
     """The engine's process that computes."""
     # Told by how it was started: vLLM's title for it does not always come off.
-    children = {c: " ".join(c.cmdline()) for c in actor_of(served, name).children()}
+    children = {child: title(child) for child in actor_of(served, name).children()}
     found = [c for c, line in children.items() if "spawn_main" in line or "EngineCore" in line]
     assert len(found) == 1, children
     return found[0]
