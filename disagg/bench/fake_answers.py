@@ -12,6 +12,7 @@ from typing import Any
 
 VOCABULARY = 50_021
 CHAT = "/v1/chat/completions"
+_SPECIAL = 6  # one token of so many is special
 
 
 def token_at(seed: int, position: int) -> int:
@@ -20,8 +21,13 @@ def token_at(seed: int, position: int) -> int:
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """What these tokens say."""
-    return "".join(f" w{token}" for token in tokens)
+    """What these tokens say in an answer, which leaves special ones out."""
+    return "".join(f" w{token}" for token in tokens if token % _SPECIAL)
+
+
+def detokenized(tokens: Sequence[int]) -> str:
+    """What /detokenize says of them, which leaves out none."""
+    return "".join(f" w{token}" if token % _SPECIAL else "<end>" for token in tokens)
 
 
 def compact(content: Any) -> bytes:

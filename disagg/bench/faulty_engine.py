@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
-from disagg.bench.fake_answers import answer, compact, events, text_of
+from disagg.bench.fake_answers import answer, compact, detokenized, events
 
 # hang: no answer. stall: half of one, then silence. reset, die: the same, with the connection
 # reset. close, cut: with it closed. long, short: content-length against the body. chunks: broken
@@ -134,7 +134,7 @@ class FaultyEngine(asyncio.Protocol):
                 self._state.released.add(lease)
             self._whole(200, b"{}")
         elif request.path == "/detokenize":
-            self._whole(200, compact({"prompt": text_of(request.body["tokens"])}))
+            self._whole(200, compact({"prompt": detokenized(request.body["tokens"])}))
         elif not request.path.endswith("completions"):
             self._whole(200, b'{"data":[{"id":"m"}]}' if request.path == "/v1/models" else b"")
         elif (fault := request.fault(self._state)) == "right":

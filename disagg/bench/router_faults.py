@@ -157,7 +157,7 @@ async def _all(scene: Scene, batch: Sequence[Case], clients: int, report: Report
     async def client() -> None:
         for case in left:
             began = time.monotonic()
-            outcome = await _ask(scene, case)
+            outcome = await ask(scene, case)
             report.slowest_s = max(report.slowest_s, time.monotonic() - began)
             if outcome.startswith(WRONG):
                 report.problems.append(f"{case.prefill} {case.decode} {case.path}: {outcome}")
@@ -169,7 +169,8 @@ async def _all(scene: Scene, batch: Sequence[Case], clients: int, report: Report
     await asyncio.gather(*(client() for _ in range(clients)))
 
 
-async def _ask(scene: Scene, case: Case) -> str:
+async def ask(scene: Scene, case: Case) -> str:
+    """How one request ends; see `answer_check.judge`."""
     headers = {
         "x-request-id": f"storm-{case.number}",
         "x-fault": f"prefill={case.prefill},decode={case.decode}",
@@ -202,7 +203,7 @@ async def _recovery(scene: Scene, number: int) -> list[str]:
         if time.monotonic() > deadline:
             return [f"not recovered after {RECOVERY_S:g} s; the last answer was {outcome}"]
         number += 1
-        outcome = await _ask(scene, _case(number, ("right", "right"), generator))
+        outcome = await ask(scene, _case(number, ("right", "right"), generator))
         if outcome.startswith(WRONG):
             return [f"plain request: {outcome}"]
         in_a_row = in_a_row + 1 if outcome == RIGHT else 0

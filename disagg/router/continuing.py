@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _DETOKENIZE_S = 10.0
 # How many tokens may be without text yet: those of a character in the making.
 _MOST_BACK = 8
+_PART_OF_CHARACTER = "\ufffd"
 
 
 class Opens(Protocol):
@@ -114,8 +115,22 @@ class Continuing:
         self, stream: Stream, engine: EngineEndpoint, request: RequestInfo
     ) -> int | None:
         """How many of the last tokens have no text yet; None if the text is not the tokens'."""
+        back = await self._untold(stream, set(), engine, request)
+        if back is not None:
+            return back
+        # Answers leave special tokens out, /detokenize does not.
+        special = {
+            token
+            for token in stream.silent()
+            if _PART_OF_CHARACTER not in await self._text([token], engine, request)
+        }
+        return await self._untold(stream, special, engine, request) if special else None
+
+    async def _untold(
+        self, stream: Stream, left_out: set[int], engine: EngineEndpoint, request: RequestInfo
+    ) -> int | None:
         for back in range(min(_MOST_BACK, len(stream.tokens())) + 1):
-            tokens = stream.tokens(back)
+            tokens = [token for token in stream.tokens(back) if token not in left_out]
             if stream.is_text_of(await self._text(tokens, engine, request) if tokens else ""):
                 return back
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -164,8 +164,15 @@ class Stream(Splitter):
     def is_text_of(self, text: str) -> bool:
         """Whether the text sent ends as this one: else some of it was held back, or not all of
         the tokens were."""
-        sent = "".join(map(_text_of, self._recent))
-        return text.endswith(sent)
+        return text.endswith("".join(map(_text_of, self._choices())))
+
+    def silent(self) -> set[int]:
+        """Recent tokens whose event had no text: special ones, which answers leave out, or the
+        first ones of a character in the making."""
+        ids: list[list[int]] = [
+            choice.get("token_ids") or [] for choice in self._choices() if not _text_of(choice)
+        ]
+        return {each[0] for each in ids if len(each) == 1}
 
     def rest(self, back: int) -> dict[str, Any] | None:
         """The body of the completion that gives all but these tokens; None if that is unknown."""
@@ -240,6 +247,11 @@ class Stream(Splitter):
         kept = {key: value for key, value in choice.items() if key not in left_out}
         return {**kept, "delta": {"content": choice["text"]}, "token_ids": None}
 
+    def _choices(self) -> Iterator[dict[str, Any]]:
+        """The choice of each recent event that has one."""
+        for event in self._recent:
+            yield from ((_content(event) or {}).get("choices") or ())[:1]
+
     def _event(self, content: dict[str, Any]) -> bytes:
         first = _content(self._first) or {}
         names = {key: first[key] for key in ("id", "object", "created", "model") if key in first}
@@ -287,8 +299,5 @@ def _content(event: bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _text_of(event: bytes) -> str:
-    for choice in (_content(event) or {}).get("choices") or ():
-        text = choice.get("text") or (choice.get("delta") or {}).get("content")
-        return text or ""
-    return ""
+def _text_of(choice: Mapping[str, Any]) -> str:
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""

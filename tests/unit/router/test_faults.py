@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import AsyncExitStack
 
 import pytest
 import uvloop
 
 from disagg.bench import router_faults
 from disagg.bench.answer_check import CUT, EVENT, RIGHT, WRONG, Received, judge
-from disagg.bench.fake_answers import CHAT, answer, events
+from disagg.bench.fake_answers import CHAT, answer, detokenized, events, generated
+from disagg.bench.fault_scene import Scene
 from disagg.bench.faulty_engine import DECODE, MID_STREAM, PREFILL
 
 COMPLETION = "/v1/completions"
@@ -28,6 +30,24 @@ def test_every_combination_of_faults() -> None:
     assert not total[WRONG]
     # Faults there were, and not one outcome for all.
     assert all(total[one] for one in (RIGHT, EVENT, CUT, "continued", "error 503", "error 504"))
+
+
+async def streams_whose_engine_dies(count: int) -> set[str]:
+    async with AsyncExitStack() as stack:
+        scene = await Scene.open(stack)
+        body = {"model": "m", "max_tokens": 14, "stream": True}
+        bodies = [{**body, "prompt": [number, *range(20)]} for number in range(count)]
+        cases = [
+            router_faults.Case(number, "right", "die/once", COMPLETION, body)
+            for number, body in enumerate(bodies)
+        ]
+        return {await router_faults.ask(scene, case) for case in cases}
+
+
+def test_special_tokens_are_no_obstacle() -> None:
+    """Answers have no text for them, /detokenize has."""
+    assert "<end>" in detokenized(generated({"prompt": [1, *range(20)], "max_tokens": 7}))
+    assert uvloop.run(streams_whose_engine_dies(12)) == {RIGHT}
 
 
 def test_whole_runs_have_every_combination_equally_often() -> None:
