@@ -251,6 +251,9 @@ def serve(
     batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")
     ] = None,
+    decode_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The same of the decode engine alone.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals, kinds and prompts.")] = 1,
     trace: Annotated[
         Path | None, typer.Option(help="Replay this file instead of rates and mix.")
@@ -275,6 +278,7 @@ def serve(
         local_prefill_tokens=local_prefill_tokens,
         prefill_backlog_tokens=prefill_backlog_tokens,
         batched_tokens=batched_tokens,
+        decode_batched_tokens=decode_batched_tokens,
         seed=seed,
         trace=trace,
         write_trace=write_trace,

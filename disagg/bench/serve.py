@@ -65,6 +65,7 @@ class Plan:
     replaces rates and mix.
 
     `batched_tokens`: vLLM's `max_num_batched_tokens` of all engines; its own default if None.
+    `decode_batched_tokens`: of the decode engine; as the others' if None.
     """
 
     ways: Sequence[str]
@@ -76,6 +77,7 @@ class Plan:
     local_prefill_tokens: int
     prefill_backlog_tokens: int
     batched_tokens: int | None
+    decode_batched_tokens: int | None
     seed: int
     trace: Path | None = None
     write_trace: Path | None = None
@@ -177,6 +179,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "local_prefill_tokens": plan.local_prefill_tokens,
         "prefill_backlog_tokens": plan.prefill_backlog_tokens,
         "max_num_batched_tokens": plan.batched_tokens,
+        "decode_max_num_batched_tokens": plan.decode_batched_tokens,
     }
 
 
@@ -208,6 +211,8 @@ class _Scene:
         self, stack: ExitStack, name: str, config: dict[str, Any] | None, env: dict[str, str]
     ) -> VllmServer:
         most = self._plan.batched_tokens
+        if name == "decode":
+            most = self._plan.decode_batched_tokens or most
         args = () if most is None else ("--max-num-batched-tokens", str(most))
         return stack.enter_context(VllmServer(name, MODEL.absolute(), None, config, args, env=env))
 

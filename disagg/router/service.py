@@ -205,8 +205,7 @@ class Service:
         if not allowed:
             return False
         ahead = self._pairer.ahead("prefill", request)
-        helps_already = self._traffic.reading(seat.engine) >= allowed
-        return ahead is not None and ahead >= allowed and not helps_already
+        return ahead is not None and ahead >= max(allowed, self._traffic.reading(seat.engine) + 1)
 
     def _prefix_keys(self, request: RequestInfo) -> list[int]:
         return request.prefix_keys if self._settings.pairing.local_prefill_tokens else []

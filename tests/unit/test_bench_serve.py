@@ -363,6 +363,7 @@ def plan(**changes: Any) -> serve.Plan:
         "local_prefill_tokens": 64,
         "prefill_backlog_tokens": 0,
         "batched_tokens": None,
+        "decode_batched_tokens": None,
         "seed": 1,
     }
     return serve.Plan(**(settings | changes))

@@ -32,7 +32,7 @@ def config(model: Path, layers: list[Any] | None, **options: Any) -> Any:
         (None, "speculative_config: must use the method extract_hidden_states"),
         ([], r"eagle_aux_hidden_state_layer_ids: \[\] — name each layer once"),
         ([1, 1], "name each layer once"),
-        ([1, 5], r"\[1, 5\] — name each layer once, from 0 \(the embeddings\) to 4"),
+        ([1, 3], r"\[1, 3\] — name each layer once, from 0 \(the embeddings\) to 2"),
         ([-1], "name each layer once"),
         (["1"], "name each layer once"),
     ],
