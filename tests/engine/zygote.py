@@ -8,6 +8,7 @@ standard input ({"args", "env", "log"}), answers its process id, and ends all of
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import multiprocessing
@@ -33,8 +34,11 @@ MODULES = (
 
 def main() -> None:
     """Until standard input ends."""
+    gc.disable()
     for name in MODULES:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would copy all of its pages
+    gc.enable()
     setproctitle.getproctitle()  # it looks for the title's place, which the environment moves
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: who asked for them watches them
     started = []
