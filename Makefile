@@ -55,7 +55,7 @@ check: $(INSTALLED)
 # themselves.
 test: $(INSTALLED)
 	@failed=0; \
-	$(BIN)/pytest -n 2 -m "not slow" tests/unit tests/transport || failed=1; \
+	$(BIN)/pytest -n 3 -m "not slow" tests/unit tests/transport || failed=1; \
 	$(BIN)/pytest -m "not slow" tests/engine tests/cluster || failed=1; \
 	exit $$failed
 

@@ -489,6 +489,7 @@ def test_finish_of_a_done_fetch_is_cheap_and_cuts_nothing(make: Make) -> None:
     pair = make(small(None), small(POISON))
     whole = pair.source.whole([1, 2])
     pair.fetch(whole, whole)
+    soon(lambda: pair.sender._listener.connections() == 1)
     (sock,) = pair.sender._listener._connections.values()
     began = time.monotonic()
     for _ in range(200):
