@@ -157,7 +157,7 @@ def test_32_at_once(pair: Pair, prompt: Prompt) -> None:
     prompts = [prompt(100 + 53 * number) for number in range(32)]
     with ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(lambda ids: pair.hand_over(ids), prompts))
-    references = [pair.single.complete(ids) for ids in prompts]
+        references = list(pool.map(lambda ids: pair.single.complete(ids), prompts))
     wrong = [
         i
         for i, (a, r) in enumerate(zip(answers, references, strict=True))
