@@ -256,7 +256,7 @@ class PairingSection(Section):
         0,
         ge=0,
         description="With so many before it on each prefill engine, decode computes a prompt "
-        "itself, if it has fewer to read than they; 0: never",
+        "itself, if it has fewer to; 0: never",
     )
 
 

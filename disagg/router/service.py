@@ -205,7 +205,8 @@ class Service:
         if not allowed:
             return False
         ahead = self._pairer.ahead("prefill", request)
-        return ahead is not None and ahead >= max(allowed, self._traffic.reading(seat.engine) + 1)
+        helps_already = self._traffic.reading(seat.engine) >= allowed
+        return ahead is not None and ahead >= allowed and not helps_already
 
     def _prefix_keys(self, request: RequestInfo) -> list[int]:
         return request.prefix_keys if self._settings.pairing.local_prefill_tokens else []
