@@ -17,5 +17,4 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """All test modules are imported."""
-    gc.freeze()
     gc.enable()

@@ -1,7 +1,4 @@
-"""`DisaggConnector`: vLLM's connector interface, handed on to the two halves.
-
-It decides nothing. Exactly one half exists in a process: the scheduler's or a worker's.
-"""
+"""`DisaggConnector`: vLLM's connector interface, handed on to the two halves."""
 
 from __future__ import annotations
 
@@ -10,23 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-    PromMetric,
-    PromMetricT,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from disagg.connector.geometry import check_supported, has_windows, kv_heads, splits_blocks
-from disagg.connector.logs import log_as_vllm_does
+from disagg.connector.halves import TwoHalves
 from disagg.connector.messages import StepWork, WorkerAddress
 from disagg.connector.metrics import ConnectorPromMetrics, ConnectorStats
 from disagg.connector.prompt import hasher
@@ -38,7 +28,6 @@ from disagg.connector.worker import WorkerHalf
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -46,21 +35,21 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
+class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
     """Asynchronous pull of KV blocks from prefill to decode engines, under leases."""
+
+    stats_class = ConnectorStats
+    prom_metrics_class = ConnectorPromMetrics
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        log_as_vllm_does()
         check_supported(vllm_config, kv_cache_config)
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
         secret = read_secret()
         engine_id = str(transfer.engine_id)
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             # vLLM's default fails the request; ours is never to lose one. Read after this.
             transfer.kv_load_failure_policy = "fail" if settings.strict else "recompute"
@@ -87,18 +76,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                 rank=get_tensor_model_parallel_rank(),
                 world_size=vllm_config.parallel_config.tensor_parallel_size,
             )
-
-    @property
-    def scheduler(self) -> SchedulerHalf:
-        """The scheduler half; only in the scheduler's process."""
-        assert self._scheduler is not None
-        return self._scheduler
-
-    @property
-    def worker(self) -> WorkerHalf:
-        """The worker half; only in a worker's process."""
-        assert self._worker is not None
-        return self._worker
 
     # ---- scheduler side --------------------------------------------------------------------
 
@@ -152,21 +129,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(work, StepWork)
         self.worker.start(work)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are complete before vLLM schedules their request."""
-
-    def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        **kwargs: Any,
-    ) -> None:
-        """Blocks are read where they are, after the request finished."""
-
-    def wait_for_save(self) -> None:
-        """Nothing is saved during the forward pass."""
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent, received, failed = self.worker.finished()
         return KVConnectorTransferResults(sent, received, failed)
@@ -176,31 +138,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- both ------------------------------------------------------------------------------
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self._scheduler is None:
-            return None
-        stats = self._scheduler.take_stats()
-        return None if stats.is_empty() else stats
+    def take_stats(self) -> KVConnectorStats | None:
+        return None if self._scheduler is None else self._scheduler.take_stats()
 
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
-
-    @classmethod
-    def build_kv_connector_stats(
-        cls, data: dict[str, Any] | None = None
-    ) -> KVConnectorStats | None:
-        return ConnectorStats(data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
-        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 register("DisaggConnector", "disagg.connector")

@@ -37,7 +37,6 @@ def main() -> None:
     gc.disable()
     for name in MODULES:
         importlib.import_module(name)
-    gc.freeze()  # a collection in a fork would copy all of its pages
     gc.enable()
     setproctitle.getproctitle()  # it looks for the title's place, which the environment moves
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: who asked for them watches them

@@ -1,7 +1,6 @@
 """`HiddenStatesConnector`: vLLM's connector interface, handed on to the two halves.
 
-It decides nothing. Exactly one half exists in a process: the scheduler's or a worker's. It loads
-nothing and sends nothing; it keeps a finished request's blocks until its states were read.
+It loads nothing and sends nothing; it keeps a finished request's blocks until its states were read.
 """
 
 from __future__ import annotations
@@ -12,49 +11,41 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-    PromMetric,
-    PromMetricT,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from disagg.connector.halves import TwoHalves
 from disagg.connector.hidden_states.checks import find_place
 from disagg.connector.hidden_states.messages import StepWork, WriterAddress
 from disagg.connector.hidden_states.metrics import HiddenStatesPromMetrics, HiddenStatesStats
 from disagg.connector.hidden_states.scheduler import SchedulerHalf
 from disagg.connector.hidden_states.settings import read_settings
 from disagg.connector.hidden_states.worker import WorkerHalf
-from disagg.connector.logs import log_as_vllm_does
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 
-class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
+class HiddenStatesConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
     """Each request's hidden states and token ids, in a file of their own."""
+
+    stats_class = HiddenStatesStats
+    prom_metrics_class = HiddenStatesPromMetrics
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        log_as_vllm_does()
         place = find_place(vllm_config, kv_cache_config)
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(place.group, place.block_size)
         else:
@@ -64,18 +55,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 block_size=place.block_size,
                 layer_ids=place.layer_ids,
             )
-
-    @property
-    def scheduler(self) -> SchedulerHalf:
-        """The scheduler half; only in the scheduler's process."""
-        assert self._scheduler is not None
-        return self._scheduler
-
-    @property
-    def worker(self) -> WorkerHalf:
-        """The worker half; only in a worker's process."""
-        assert self._worker is not None
-        return self._worker
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -151,50 +130,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing is loaded."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
-
-    def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        **kwargs: Any,
-    ) -> None:
-        """States are read where they are, after the request finished."""
-
-    def wait_for_save(self) -> None:
-        """Nothing is saved during the forward pass."""
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return self.worker.read() or None, None
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self._worker is None:
-            return None
-        stats = self._worker.take_stats()
-        return None if stats.is_empty() else stats
+    def take_stats(self) -> KVConnectorStats | None:
+        return None if self._worker is None else self._worker.take_stats()
 
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
-
-    # ---- in the API process ----------------------------------------------------------------
-
-    @classmethod
-    def build_kv_connector_stats(
-        cls, data: dict[str, Any] | None = None
-    ) -> KVConnectorStats | None:
-        return HiddenStatesStats(data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
-        return HiddenStatesPromMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues
-        )

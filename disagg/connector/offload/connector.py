@@ -1,7 +1,4 @@
-"""`DisaggOffloadConnector`: vLLM's connector interface, handed on to the two halves.
-
-It decides nothing. Exactly one half exists in a process: the scheduler's or a worker's.
-"""
+"""`DisaggOffloadConnector`: vLLM's connector interface, handed on to the two halves."""
 
 from __future__ import annotations
 
@@ -12,21 +9,14 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-    PromMetric,
-    PromMetricT,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from disagg.connector.logs import log_as_vllm_does
+from disagg.connector.halves import TwoHalves
 from disagg.connector.offload import setup
 from disagg.connector.offload.messages import OffloadWork
 from disagg.connector.offload.metrics import OffloadPromMetrics, OffloadStats
@@ -40,7 +30,6 @@ from disagg.transport.blocks import BlockCache
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -48,19 +37,19 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class DisaggOffloadConnector(KVConnectorBase_V1, SupportsHMA):
+class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
     """Blocks kept in host memory and in files, found again by their hashes."""
+
+    stats_class = OffloadStats
+    prom_metrics_class = OffloadPromMetrics
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        log_as_vllm_does()
         setup.check_supported(vllm_config, kv_cache_config)
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
-        self._scheduler: OffloadScheduler | None = None
-        self._worker: OffloadWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             # vLLM's default fails the request; ours is never to lose one. Read after this.
             transfer.kv_load_failure_policy = "recompute"
@@ -81,18 +70,6 @@ class DisaggOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
             slots = setup.slots(settings, kv_cache_config)
             self._worker = OffloadWorker(settings, slots, open_files)
-
-    @property
-    def scheduler(self) -> OffloadScheduler:
-        """The scheduler half; only in the scheduler's process."""
-        assert self._scheduler is not None
-        return self._scheduler
-
-    @property
-    def worker(self) -> OffloadWorker:
-        """The worker half; only in a worker's process."""
-        assert self._worker is not None
-        return self._worker
 
     # ---- scheduler side --------------------------------------------------------------------
 
@@ -162,21 +139,6 @@ class DisaggOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(work, OffloadWork)
         self.worker.start(work)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are complete before vLLM schedules their request."""
-
-    def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        **kwargs: Any,
-    ) -> None:
-        """Blocks are copied when they are full, after the step that filled them."""
-
-    def wait_for_save(self) -> None:
-        """Nothing is saved during the forward pass."""
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed = self.worker.finished()
         return KVConnectorTransferResults(set(), received, failed)
@@ -186,30 +148,11 @@ class DisaggOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- both ------------------------------------------------------------------------------
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self._scheduler is None:
-            return None
-        stats = self._scheduler.take_stats()
-        return None if stats.is_empty() else stats
+    def take_stats(self) -> KVConnectorStats | None:
+        return None if self._scheduler is None else self._scheduler.take_stats()
 
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
         if self._scheduler is not None:
             self._scheduler.shutdown()
-
-    @classmethod
-    def build_kv_connector_stats(
-        cls, data: dict[str, Any] | None = None
-    ) -> KVConnectorStats | None:
-        return OffloadStats(data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
-        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,100 @@
+"""What our connectors have in common: they hand vLLM's calls on to two halves, and decide nothing.
+
+Exactly one half exists in a process: the scheduler's or a worker's. Nothing of ours happens layer
+by layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+from disagg.connector.logs import log_as_vllm_does
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+SchedulerT = TypeVar("SchedulerT")
+WorkerT = TypeVar("WorkerT")
+
+
+class TwoHalves(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
+    """A connector without its halves: who derives from it makes one of them, by its role."""
+
+    stats_class: ClassVar[type[KVConnectorStats]]
+    prom_metrics_class: ClassVar[type[KVConnectorPromMetrics]]
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm_does()
+        self._scheduler: SchedulerT | None = None
+        self._worker: WorkerT | None = None
+
+    @property
+    def scheduler(self) -> SchedulerT:
+        """The scheduler half; only in the scheduler's process."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerT:
+        """The worker half; only in a worker's process."""
+        assert self._worker is not None
+        return self._worker
+
+    def take_stats(self) -> KVConnectorStats | None:
+        """What the half of this process has counted since the last call, if it counts."""
+        raise NotImplementedError
+
+    # ---- vLLM's ----------------------------------------------------------------------------
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete before vLLM schedules their request."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Blocks are read where they are, after the step that filled them."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved during the forward pass."""
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats = self.take_stats()
+        return None if stats is None or stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return cls.stats_class(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return cls.prom_metrics_class(vllm_config, metric_types, labelnames, per_engine_labelvalues)
