@@ -97,4 +97,5 @@ class TwoHalves(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        return cls.prom_metrics_class(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        made = cls.prom_metrics_class
+        return made(vllm_config, metric_types, labelnames, per_engine_labelvalues)  # type: ignore[arg-type]
