@@ -166,9 +166,9 @@ def _engines() -> list[Panel]:
     return [
         Panel(
             "Engines",
-            "Whether an engine answers. One that ended is not shown: the page /ui says why.",
+            "0: it is away, or has a problem; the page /ui says which.",
             "short",
-            [_up()],
+            [_now("disagg_router_engine_up", "engine", function="min")],
             kind="stat",
             width=24,
         ),
@@ -247,13 +247,6 @@ def _failures() -> list[Panel]:
             [_now("disagg_router_engine_resting", "engine", function="max")],
         ),
     ]
-
-
-def _up() -> Query:
-    """The router says it of each engine; where it does not, an engine whose metrics come is up."""
-    router = _now("disagg_router_engine_up", "engine", function="min")
-    engine = _now("disagg_leases_held", "engine", function="max")
-    return Query(f"{router.expr} or (1 + 0 * {engine.expr})", router.legend)
 
 
 def _select(metric: str, where: str = "") -> str:

@@ -23,7 +23,7 @@ from disagg.router.errors import ApiError
 from disagg.router.fits import Fits
 from disagg.router.health import Health
 from disagg.router.keys import KeyRing
-from disagg.router.metrics import RouterMetrics, exposition
+from disagg.router.metrics import EnginesUp, RouterMetrics, exposition
 from disagg.router.probes import Probes
 from disagg.router.record import Record, open_access_log
 from disagg.router.service import Service
@@ -50,6 +50,7 @@ def create_app(
     open_access_log(enabled=settings.access_log)
     topology, metrics, keys = Topology(engines, down), RouterMetrics(), KeyRing(api_keys)
     health, fits, failures = Health(metrics), Fits(), Failures()
+    metrics.registry.register(EnginesUp(topology, health.problem))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -8,15 +8,15 @@ wait, nothing else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import aiohttp
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from disagg.router.topology import EngineEndpoint
+from disagg.router.topology import EngineEndpoint, Topology, role_of
 
 SCRAPE_S = 2.0
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -111,6 +111,25 @@ class RouterMetrics:
         return Histogram(full, documentation, buckets=buckets, registry=self.registry)
 
 
+class EnginesUp(Collector):
+    """Which engines are up, also of those that are away. `problem`: why one is not."""
+
+    def __init__(self, topology: Topology, problem: Callable[[EngineEndpoint], str | None]) -> None:
+        self._topology, self._problem = topology, problem
+
+    def collect(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily(
+            "disagg_router_engine_up",
+            "1, or 0 for an engine that is away or has a problem; /ui says which.",
+            labels=("engine", "role"),
+        )
+        for engine in self._topology.engines:
+            up.add_metric((engine.name, engine.role), float(self._problem(engine) is None))
+        for name in self._topology.down:
+            up.add_metric((name, role_of(name)), 0.0)
+        yield up
+
+
 async def exposition(
     own: bytes, client: aiohttp.ClientSession, engines: Sequence[EngineEndpoint]
 ) -> bytes:
@@ -138,11 +157,9 @@ class _Merged(Collector):
         self._scrapes = list(zip(engines, texts, strict=True))
 
     def collect(self) -> Iterable[Metric]:
-        up = Metric("disagg_router_engine_up", "Whether the engine's metrics answer.", "gauge")
-        families = {up.name: up}
+        families: dict[str, Metric] = {}
         for engine, text in self._scrapes:
             labels = {"engine": engine.name, "role": engine.role}
-            up.add_sample(up.name, labels, float(text is not None))
             for family in text_string_to_metric_families(text or ""):
                 if family.name.startswith("disagg_") or family.name in OF_VLLM:
                     self._add(families, family, labels)

@@ -18,7 +18,7 @@ from disagg.router.health import Health
 from disagg.router.metrics import scrape
 from disagg.router.record import Record
 from disagg.router.siblings import Siblings
-from disagg.router.topology import EngineEndpoint, Topology
+from disagg.router.topology import EngineEndpoint, Topology, role_of
 
 PATH = "/ui/state"
 _FRESH_S = 1.0
@@ -83,7 +83,7 @@ class Status:
         own, texts = await asyncio.gather(siblings.figures(), scrapes)
         shown = [self._engine(*pair) for pair in zip(engines, texts, strict=True)]
         away = [
-            {"name": name, "role": name.partition("-")[0], "state": why}
+            {"name": name, "role": role_of(name), "state": why}
             for name, why in self._topology.down.items()
         ]
         return {

@@ -17,6 +17,11 @@ class EngineEndpoint:
     url: str
 
 
+def role_of(name: str) -> str:
+    """The role of an engine of this name, which begins with it."""
+    return name.partition("-")[0]
+
+
 class Topology:
     """All engines, in the order they were given, until others are."""
 
@@ -30,8 +35,8 @@ class Topology:
         return [engine for engine in self.engines if engine.role == role]
 
     def knows(self, role: Role) -> bool:
-        """Whether there are engines of this role, up or down. Names begin with the role."""
-        return bool(self.of(role)) or any(name.partition("-")[0] == role for name in self.down)
+        """Whether there are engines of this role, up or down."""
+        return bool(self.of(role)) or any(role_of(name) == role for name in self.down)
 
     def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
         """These from now on. `down`: why others, by name, are not among them at the moment."""

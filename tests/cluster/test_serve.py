@@ -422,6 +422,8 @@ def test_two_side_by_side_and_one_dies(
     assert shown_by_ray(living, "ray_vllm_generation_tokens_total", **decode)
     answered = {"deployment": "test", "route": "/v1/completions", "status": "200"}
     assert shown_by_ray(living, "ray_disagg_router_requests_total", **answered)
+    up = {"deployment": "test", "engine": "decode-0", "role": "decode"}
+    assert shown_by_ray(living, "ray_disagg_router_engine_up", **up) == 1
     assert complete(living_port)["usage"]["completion_tokens"] == 4
     assert living.end(signal.SIGTERM) < STOP_S
     assert living.process.returncode == 0

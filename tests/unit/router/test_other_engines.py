@@ -39,7 +39,7 @@ def test_requests_go_to_whoever_is_there(make: Make) -> None:
         assert complete(setup.url).status_code == 200
     assert (len(setup.decode.bodies), len(setup.others[1].bodies)) == (8, 0)
 
-    replace(setup, [prefill, other], gone="starts again")
+    replace(setup, [prefill, other], **{"decode-2": "starts again"})
     for _ in range(8):
         assert complete(setup.url).status_code == 200
     assert (len(setup.decode.bodies), len(setup.others[1].bodies)) == (8, 8)
@@ -48,7 +48,13 @@ def test_requests_go_to_whoever_is_there(make: Make) -> None:
     assert ready.json()["engines"] == {
         "prefill-0": "up",
         "decode-1": "up",
-        "gone": "starts again",
+        "decode-2": "starts again",
+    }
+    lines = client().get(f"{setup.url}/metrics").text.splitlines()
+    assert {line for line in lines if line.startswith("disagg_router_engine_up")} == {
+        'disagg_router_engine_up{engine="prefill-0",role="prefill"} 1.0',
+        'disagg_router_engine_up{engine="decode-1",role="decode"} 1.0',
+        'disagg_router_engine_up{engine="decode-2",role="decode"} 0.0',
     }
 
 

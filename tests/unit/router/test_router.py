@@ -498,9 +498,11 @@ def test_metrics_of_all_engines(setup: Setup) -> None:
     assert text.count("# TYPE disagg_leases_held gauge") == 1
     assert "vllm:other" not in text
     setup.loop.run(setup.decode.stop())
+    down = 'disagg_router_engine_up{engine="decode-0",role="decode"} 0.0'
+    assert wait_for(lambda: down in client().get(f"{setup.url}/metrics").text)
     text = client().get(f"{setup.url}/metrics").text
-    assert 'disagg_router_engine_up{engine="decode-0",role="decode"} 0.0' in text
     assert 'disagg_router_engine_up{engine="prefill-0",role="prefill"} 1.0' in text
+    assert text.count("# TYPE disagg_router_engine_up gauge") == 1
 
 
 def test_two_routers_in_one_process(make: Make) -> None:
