@@ -26,8 +26,10 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def detokenized(tokens: Sequence[int]) -> str:
-    """What /detokenize says of them, which leaves out none."""
-    return "".join(f" w{token}" if token % _SPECIAL else "<end>" for token in tokens)
+    """What /detokenize says of them: it leaves out none, but the space that a text begins with, as
+    tokenizers of the SentencePiece kind do."""
+    text = "".join(f" w{token}" if token % _SPECIAL else "<end>" for token in tokens)
+    return text.removeprefix(" ")
 
 
 def compact(content: Any) -> bytes:

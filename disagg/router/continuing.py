@@ -131,7 +131,8 @@ class Continuing:
     ) -> int | None:
         for back in range(min(_MOST_BACK, len(stream.tokens())) + 1):
             tokens = [token for token in stream.tokens(back) if token not in left_out]
-            if stream.is_text_of(await self._text(tokens, engine, request) if tokens else ""):
+            whole = [*stream.before, *tokens]
+            if stream.is_text_of(await self._text(whole, engine, request) if tokens else ""):
                 return back
         return None
 

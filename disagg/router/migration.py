@@ -28,6 +28,7 @@ _FINISH, _NO_CHOICES = b'"finish_reason":"', b'"choices":[]'
 # Of a chat's delta: what a plain completion cannot continue.
 _MORE_THAN_TEXT = re.compile(rb'"(?:reasoning|reasoning_content)":"|"tool_calls":\[\{')
 _COMPLETION_TOKENS = 16  # of a completion that says no max_tokens
+_TOKENS_BEFORE = 4
 _TEXT_KEPT = 16  # events whose text is compared before an answer goes on
 
 # What the rest's body keeps of the client's.
@@ -160,6 +161,11 @@ class Stream(Splitter):
     def tokens(self, back: int = 0) -> list[int]:
         """The tokens sent, without the last `back`."""
         return self._tokens[: len(self._tokens) - back]
+
+    @property
+    def before(self) -> list[int]:
+        """The end of the prompt: a tokenizer may write what begins a text otherwise."""
+        return (self._prompt or [])[-_TOKENS_BEFORE:]
 
     def is_text_of(self, text: str) -> bool:
         """Whether the text sent ends as this one: else some of it was held back, or not all of

@@ -44,8 +44,8 @@ async def streams_whose_engine_dies(count: int) -> set[str]:
         return {await router_faults.ask(scene, case) for case in cases}
 
 
-def test_special_tokens_are_no_obstacle() -> None:
-    """Answers have no text for them, /detokenize has."""
+def test_what_detokenize_says_otherwise_is_no_obstacle() -> None:
+    """Special tokens, for which answers have no text, and the space before the first word."""
     assert "<end>" in detokenized(generated({"prompt": [1, *range(20)], "max_tokens": 7}))
     assert uvloop.run(streams_whose_engine_dies(12)) == {RIGHT}
 
