@@ -108,7 +108,7 @@ class Continuing:
         if stream.has_begun:
             stream.goes_on(back or 0)
         else:
-            stream.restarts()
+            stream.begins_anew()
         return opened
 
     async def _unsent(

@@ -26,6 +26,7 @@ _IDS = re.compile(rb'"token_ids":\[([0-9,]*)\]')
 _ERROR = b'data: {"error"'
 _FINISH, _NO_CHOICES = b'"finish_reason":"', b'"choices":[]'
 # Of a chat's delta: what a plain completion cannot continue.
+_CONTENT = re.compile(rb'"(?:content|text)":"[^"]')
 _MORE_THAN_TEXT = re.compile(rb'"(?:reasoning|reasoning_content)":"|"tool_calls":\[\{')
 _COMPLETION_TOKENS = 16  # of a completion that says no max_tokens
 _TOKENS_BEFORE = 4
@@ -117,6 +118,7 @@ class Stream(Splitter):
         self._recent: deque[bytes] = deque(maxlen=_TEXT_KEPT)
         self._finished = self._done = self._usage_sent = False
         self._is_plain, self._continues = True, False
+        self._has_text = False
         self._base = 0  # how many tokens earlier engines gave
 
     @property
@@ -131,8 +133,9 @@ class Stream(Splitter):
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was sent."""
-        return bool(self._first)
+        """Whether the client has any of the text: before, the whole request is asked anew. A
+        chat's answer may begin with what a plain completion would not know to be reasoning."""
+        return self._has_text if self._is_chat else bool(self._first)
 
     def feed(self, data: bytes) -> bytes:
         """What to send of what has come: whole events. `failure` is set if the engine said that
@@ -199,10 +202,15 @@ class Stream(Splitter):
         self._tokens = self.tokens(back)
         self._base = len(self._tokens)
         self._continues = True
-        self.restarts()
+        self._restarts()
 
-    def restarts(self) -> None:
-        """The next bytes come from another engine."""
+    def begins_anew(self) -> None:
+        """The next events are of the same request at another engine."""
+        self._tokens, self._base = [], 0
+        self._continues = bool(self._first)
+        self._restarts()
+
+    def _restarts(self) -> None:
         self.migrations += 1
         self._tail, self.failure = b"", None
 
@@ -220,14 +228,16 @@ class Stream(Splitter):
         self._usage_sent |= _NO_CHOICES in events
         each = events.split(END)[:-1]
         self._recent.extend(each)
-        if self._continues:
-            return b"".join(map(self._rewritten, each))
         if self._is_chat and _MORE_THAN_TEXT.search(events):
             self._is_plain = False
+            self._has_text = True
+        self._has_text = self._has_text or _CONTENT.search(events) is not None
+        if self._continues:
+            return b"".join(map(self._rewritten, each))
         return _IDS.sub(b'"token_ids":null', _PROMPT.sub(b'"prompt_token_ids":null', events))
 
     def _rewritten(self, event: bytes) -> bytes:
-        """An event of the rest's completion, as one of the answer that was begun."""
+        """An event of another answer, as one of the answer that was begun."""
         if event.startswith(DONE):
             return event + END
         content = _content(event)
@@ -235,10 +245,12 @@ class Stream(Splitter):
             return event + END
         choices = []
         for choice in content.get("choices") or ():
-            if self._is_chat and not choice.get("text") and not choice.get("finish_reason"):
+            if self._is_chat and _says_nothing(choice):
                 return b""
             choices.append(self._choice(choice))
         changed: dict[str, Any] = {**content, "choices": choices}
+        if "prompt_token_ids" in content:
+            changed["prompt_token_ids"] = None
         usage = content.get("usage")
         if usage:
             prompt = usage["prompt_tokens"] - self._base
@@ -249,6 +261,8 @@ class Stream(Splitter):
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any]:
         if not self._is_chat:
             return {**choice, "prompt_token_ids": None, "token_ids": None}
+        if "delta" in choice:
+            return {**choice, "token_ids": None}
         left_out = ("text", "prompt_token_ids", "prompt_logprobs")
         kept = {key: value for key, value in choice.items() if key not in left_out}
         return {**kept, "delta": {"content": choice["text"]}, "token_ids": None}
@@ -303,6 +317,13 @@ def _content(event: bytes) -> dict[str, Any] | None:
     except (msgspec.MsgspecError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def _says_nothing(choice: Mapping[str, Any]) -> bool:
+    """Neither text nor an end: a completion's empty event, or the role, which the client has."""
+    delta = choice.get("delta") or {}
+    said = {key for key, value in delta.items() if value} - {"role"}
+    return not (said or choice.get("text") or choice.get("finish_reason"))
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:

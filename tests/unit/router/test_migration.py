@@ -97,6 +97,36 @@ def test_the_rest_of_a_chat() -> None:
     assert stream.left() == b"data: [DONE]\n\n"
 
 
+def test_a_chat_of_which_nothing_was_said_is_asked_anew() -> None:
+    stream = watch(CHAT, TALK)
+    role = chat({"role": "assistant", "content": ""}, prompt_token_ids=PROMPT)
+    stream.feed(role + chat({"content": ""}, [9]))
+    assert not stream.has_begun
+    stream.begins_anew()
+    data = role + chat({"content": ""}, [9]) + chat({"reasoning": "hm"}, [1])
+    data += chat({"content": "so"}, [2], prompt_token_ids=None)
+    seen = events(stream.feed(data.replace(b"chatcmpl-1", b"chatcmpl-2")))
+    assert [e["choices"][0]["delta"] for e in seen] == [{"reasoning": "hm"}, {"content": "so"}]
+    assert {e["id"] for e in seen} == {"chatcmpl-1"}
+    assert all(e["choices"][0]["token_ids"] is None for e in seen)
+    assert stream.tokens() == [9, 1, 2]
+    assert stream.has_begun
+    assert stream.rest(0) is None, "who goes on would not know what is reasoning"
+
+
+def test_what_has_begun() -> None:
+    talk = watch(CHAT, TALK)
+    talk.feed(chat({"role": "assistant", "content": ""}, prompt_token_ids=PROMPT))
+    assert not talk.has_begun
+    talk.feed(chat({"content": '"'}, [1]))
+    assert talk.has_begun
+    assert talk.rest(0) is not None
+    text = watch(COMPLETION, BODY)
+    assert not text.has_begun
+    text.feed(completion([1], "", PROMPT))
+    assert text.has_begun
+
+
 def test_tokens_without_text_are_computed_again() -> None:
     stream = watch(COMPLETION, BODY)
     stream.feed(completion([1], "a", PROMPT) + completion([2], ""))
