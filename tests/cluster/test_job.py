@@ -17,6 +17,7 @@ import pytest
 import ray
 import yaml
 
+from cluster.titles import title
 from disagg.bench.ray_nodes import RayNodes
 from disagg.bench.vllm_server import free_port
 from disagg.checkpoint import make_model
@@ -75,7 +76,7 @@ class Jobs:
 def engines(cluster: RayNodes) -> list[psutil.Process]:
     """Processes of engines and routers of ours."""
     names = ("PrefillEngine", "DecodeEngine", "RouterActor", "VLLM::", "spawn_main")
-    return [p for p in cluster.processes() if any(n in " ".join(p.cmdline()) for n in names)]
+    return [p for p in cluster.processes() if any(n in title(p) for n in names)]
 
 
 def complete(port: int) -> dict[str, Any]:

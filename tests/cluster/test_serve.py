@@ -30,6 +30,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.browser import CHROMIUM, browser
+from cluster.titles import title
 from disagg.checkpoint import make_model
 
 START_S = 240
@@ -201,14 +202,6 @@ def actor_of(served: Served, name: str) -> psutil.Process:
     shown = re.findall(rf"{name}\b.* http://127\.0\.0\.1:(\d+)", served.text)
     assert shown, served.text
     return listening(int(shown[-1]))
-
-
-def title(process: psutil.Process) -> str:
-    """Its command line, or what it calls itself; nothing if it ends."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def actor_named(served: Served, name: str) -> psutil.Process:
