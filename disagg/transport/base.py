@@ -9,6 +9,7 @@ Order of one handoff, seen from the transport:
 1. `Sender.offer()` -> bytes, put into the hello reply. `Receiver.usable(offer)` says whether
    this pair of workers can use the transport; it probes, it does not guess.
 2. `Receiver.request(job)` -> bytes, the detail of the fetch; whatever the sender needs of us.
+   While the producer works on it, `Receiver.prepare(job)` does what needs no answer.
 3. `Sender.send(blocks, detail, deadline)` -> bytes, while the lease is in use. A two-sided
    transport moves or stages the bytes here; a one-sided one only names the memory.
 4. `Receiver.receive(job, answer)` -> bytes moved. Everything was checked when it returns.
@@ -89,6 +90,9 @@ class Receiver(Protocol):
 
     def request(self, job: FetchJob) -> bytes:
         """The detail that `Sender.send` is given. Changes nothing: it may never be sent."""
+
+    def prepare(self, job: FetchJob) -> None:
+        """The same thread calls `receive` next, if at all; until then the producer has the word."""
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
         """Fill the job's blocks; returns the number of bytes moved."""

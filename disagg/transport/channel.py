@@ -23,31 +23,54 @@ GREETING = b"disagg/1"
 _NONCE = 16
 _MAC = 16
 _HEADER = struct.Struct(f"<I{_MAC}s")
+_AHEAD = 1 << 16
 
 
 class Channel:
-    """One end of a connection. Used by one thread at a time; raises `PeerLost`, `PeerRefused`."""
+    """One end of a connection. Used by one thread at a time; raises `PeerLost`, `PeerRefused`.
 
-    def __init__(self, sock: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+    `ahead`: it may read more than the frame that was asked for, where frames are all there is.
+    """
+
+    def __init__(
+        self, sock: socket.socket, send_key: bytes, receive_key: bytes, *, ahead: bool = False
+    ) -> None:
         self._sock = sock
         self._send_key, self._receive_key = send_key, receive_key
         self._sent = self._received = 0
+        self._least = _AHEAD if ahead else 0
+        self._read = bytearray()
 
     @property
     def sock(self) -> socket.socket:
         """The connection, for what goes over it between frames."""
+        if self._least:
+            raise ValueError("some of what comes between frames may have been read already")
         return self._sock
 
+    @property
+    def holds_more(self) -> bool:
+        """Whether another whole frame has come already, and waits for `receive`."""
+        if len(self._read) < _HEADER.size:
+            return False
+        length: int = _HEADER.unpack_from(self._read)[0]
+        return len(self._read) >= _HEADER.size + length
+
     @classmethod
-    def accept(cls, sock: socket.socket, secret: bytes, deadline: Deadline) -> Channel:
+    def accept(
+        cls, sock: socket.socket, secret: bytes, deadline: Deadline, *, ahead: bool = False
+    ) -> Channel:
         """The server's side of the opening."""
         ours = os.urandom(_NONCE)
         _send(sock, GREETING + ours, deadline)
         theirs = _receive(sock, _NONCE, deadline)
-        return cls(sock, _key(secret, ours, theirs, b"answer"), _key(secret, ours, theirs, b"ask"))
+        answers, asks = _key(secret, ours, theirs, b"answer"), _key(secret, ours, theirs, b"ask")
+        return cls(sock, answers, asks, ahead=ahead)
 
     @classmethod
-    def connect(cls, host: str, port: int, secret: bytes, deadline: Deadline) -> Channel:
+    def connect(
+        cls, host: str, port: int, secret: bytes, deadline: Deadline, *, ahead: bool = False
+    ) -> Channel:
         """The client's side of the opening."""
         try:
             sock = socket.create_connection((host, port), timeout=deadline.left())
@@ -63,7 +86,8 @@ class Channel:
         except BaseException:
             sock.close()
             raise
-        return cls(sock, _key(secret, theirs, ours, b"ask"), _key(secret, theirs, ours, b"answer"))
+        answers, asks = _key(secret, theirs, ours, b"answer"), _key(secret, theirs, ours, b"ask")
+        return cls(sock, asks, answers, ahead=ahead)
 
     def send(self, body: bytes, deadline: Deadline) -> None:
         """Send one frame."""
@@ -79,15 +103,22 @@ class Channel:
 
     def receive(self, deadline: Deadline | None) -> bytes:
         """One frame's body; without a deadline it waits until the peer speaks or goes."""
-        length, mac = _HEADER.unpack(_receive(self._sock, _HEADER.size, deadline))
+        length, mac = _HEADER.unpack(self._take(_HEADER.size, deadline))
         if length > MAX_FRAME:
             raise PeerRefused(f"frame of {length} bytes is over the limit of {MAX_FRAME}")
         # The header has come, so the rest is on its way: it gets a deadline in any case.
-        body = _receive(self._sock, length, deadline or Deadline.after(10))
+        body = self._take(length, deadline or Deadline.after(10))
         if not hmac.compare_digest(mac, _mac(self._receive_key, self._received, body)):
             raise PeerRefused("frame not signed with this deployment's secret", reason="secret")
         self._received += 1
         return body
+
+    def _take(self, length: int, deadline: Deadline | None) -> bytes:
+        while (missing := length - len(self._read)) > 0:
+            self._read += _some(self._sock, max(missing, self._least), deadline)
+        taken = bytes(self._read[:length])
+        del self._read[:length]
+        return taken
 
     def close(self) -> None:
         """Close the socket; a thread that waits in `receive` gets `PeerLost`."""
@@ -133,17 +164,21 @@ def _send(sock: socket.socket, data: bytes | bytearray, deadline: Deadline) -> N
         raise PeerLost(f"connection lost while sending: {error}") from error
 
 
-def _receive(sock: socket.socket, length: int, deadline: Deadline | None) -> bytes:
+def _receive(sock: socket.socket, length: int, deadline: Deadline) -> bytes:
     data = bytearray()
     while len(data) < length:
-        try:
-            sock.settimeout(deadline.left() if deadline else None)
-            chunk = sock.recv(length - len(data))
-        except TimeoutError as error:
-            raise PeerLost("no answer before the deadline", reason="deadline") from error
-        except OSError as error:
-            raise PeerLost(f"connection lost while receiving: {error}") from error
-        if not chunk:
-            raise PeerLost("connection closed by the peer")
-        data += chunk
+        data += _some(sock, length - len(data), deadline)
     return bytes(data)
+
+
+def _some(sock: socket.socket, most: int, deadline: Deadline | None) -> bytes:
+    try:
+        sock.settimeout(deadline.left() if deadline else None)
+        chunk = sock.recv(most)
+    except TimeoutError as error:
+        raise PeerLost("no answer before the deadline", reason="deadline") from error
+    except OSError as error:
+        raise PeerLost(f"connection lost while receiving: {error}") from error
+    if not chunk:
+        raise PeerLost("connection closed by the peer")
+    return chunk

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -48,10 +48,15 @@ class Connection:
         """Send one request and wait for its answer; raises what a `Failed` says."""
         return expect(answer, self.exchange([request], deadline)[0], request)
 
-    def exchange(self, requests: Sequence[p.Request], deadline: Deadline) -> list[p.Answer]:
+    def exchange(
+        self,
+        requests: Sequence[p.Request],
+        deadline: Deadline,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[p.Answer]:
         """Send these at once, and wait for all their answers, which may say `Failed`."""
         self.settled = False
-        answers = _exchange(self.channel, requests, deadline)
+        answers = _exchange(self.channel, requests, deadline, meanwhile)
         for pair in zip(requests, answers, strict=True):
             match pair:
                 case p.Acquire(), p.Acquired():
@@ -107,7 +112,8 @@ class Peers:
         connection.channel.close()
 
     def _open(self, endpoint: Endpoint, deadline: Deadline) -> Connection:
-        channel = Channel.connect(endpoint.host, endpoint.port, self._secret, deadline)
+        address = endpoint.host, endpoint.port
+        channel = Channel.connect(*address, self._secret, deadline, ahead=True)
         try:
             got = _exchange(channel, [self._hello], deadline)[0]
             welcome = expect(p.Welcome, got, self._hello)
@@ -134,9 +140,13 @@ def expect(answer: type[A], got: p.Answer, request: p.Request) -> A:
 
 
 def _exchange(
-    channel: Channel, requests: Sequence[p.Request], deadline: Deadline
+    channel: Channel,
+    requests: Sequence[p.Request],
+    deadline: Deadline,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> list[p.Answer]:
     channel.send_all([p.encode(request) for request in requests], deadline)
+    meanwhile()
     try:
         return [p.decode_answer(channel.receive(deadline)) for _ in requests]
     except msgspec.DecodeError as error:

@@ -105,8 +105,14 @@ def _fetch(
     common = _common(connection, receivers)
     requests: list[p.Request] = [p.Acquire(connection.endpoint.generation, lease)]
     # The first of them nearly always works: asked with the lease it saves a round trip.
-    requests += [_request(receiver, wanted.part, job) for receiver in common[:1]]
-    acquired, *asked = connection.exchange(requests, job.deadline)
+    first = common[:1]
+    requests += [_request(receiver, wanted.part, job) for receiver in first]
+
+    def meanwhile() -> None:
+        for receiver in first:
+            receiver.prepare(job)
+
+    acquired, *asked = connection.exchange(requests, job.deadline, meanwhile)
     expect(p.Acquired, acquired, requests[0])
     errors: list[str] = []
     failed: list[str] = []
@@ -158,7 +164,7 @@ def _over(
     """`got`: what the producer says to the request, if it was asked already."""
     request = _request(receiver, part, job)
     if got is None:
-        got = connection.exchange([request], job.deadline)[0]
+        (got,) = connection.exchange([request], job.deadline, lambda: receiver.prepare(job))
     answer = expect(p.Fetched, got, request).answer
     try:
         return receiver.receive(job, answer)

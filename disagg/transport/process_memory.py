@@ -26,6 +26,7 @@ import itertools
 import logging
 import os
 import secrets
+import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -160,6 +161,16 @@ def _unbacked(shape: list[int], strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=torch.uint8, device="meta")
 
 
+class _Prepared(threading.local):
+    """What a thread has worked out for the job at hand."""
+
+    last: tuple[FetchJob, Pieces] | None = None
+
+    def take(self, job: FetchJob) -> Pieces | None:
+        last, self.last = self.last, None
+        return last[1] if last is not None and last[0] is job else None
+
+
 class ProcessMemoryReceiver:
     """Reads into the cache: one copy, no staging."""
 
@@ -171,6 +182,7 @@ class ProcessMemoryReceiver:
         self._remotes: dict[bytes, _Remote] = {}
         self._told: set[str] = set()
         self._helpers = ThreadPoolExecutor(_LANES - 1 or 1, "disagg-read")
+        self._prepared = _Prepared()
 
     def usable(self, offer: bytes) -> bool:
         problem = self._problem(offer)
@@ -182,6 +194,9 @@ class ProcessMemoryReceiver:
     def request(self, job: FetchJob) -> bytes:
         return b""
 
+    def prepare(self, job: FetchJob) -> None:
+        self._prepared.last = job, self._near(job)
+
     def receive(self, job: FetchJob, answer: bytes) -> int:
         try:
             named = msgspec.msgpack.decode(answer, type=_Named)
@@ -191,7 +206,7 @@ class ProcessMemoryReceiver:
             remote.cache.check(theirs)
         except (msgspec.DecodeError, KeyError, ValueError) as error:
             raise DataCorrupt(f"answer does not name blocks on offer: {error}") from error
-        near = Pieces.of(self._cache, self._addresses, job.blocks)
+        near = self._prepared.take(job) or self._near(job)
         far = Pieces.of(remote.cache, remote.addresses, theirs)
         if job.blocks.unit != theirs.unit or not np.array_equal(near.per_region, far.per_region):
             raise DataCorrupt("the two sides do not mean the same selection", reason="range")
@@ -220,6 +235,9 @@ class ProcessMemoryReceiver:
         """Forget the producers."""
         self._remotes.clear()
         self._helpers.shutdown(wait=False, cancel_futures=True)
+
+    def _near(self, job: FetchJob) -> Pieces:
+        return Pieces.of(self._cache, self._addresses, job.blocks)
 
     def _problem(self, offer: bytes) -> str | None:
         """Why this producer cannot be read; None if a read of it succeeded."""

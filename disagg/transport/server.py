@@ -24,6 +24,7 @@ from disagg.transport.listener import Listener
 logger = logging.getLogger(__name__)
 
 _HELLO_S = 5.0
+_AT_ONCE = 16
 
 
 class ControlServer:
@@ -59,7 +60,8 @@ class ControlServer:
     def _serve(self, sock: socket.socket) -> None:
         try:
             tune(sock)
-            channel = Channel.accept(sock, self._secret, Deadline.after(_HELLO_S))
+            opening = Deadline.after(_HELLO_S)
+            channel = Channel.accept(sock, self._secret, opening, ahead=True)
             _Session(self, channel).run()
         except PeerLost as gone:
             logger.debug("control connection ended: %s", gone)
@@ -82,8 +84,11 @@ class _Session:
             self._hello()
             while True:
                 wait = Deadline.after(self._server._use_limit_s) if self._lease else None
-                request = p.decode_request(self._channel.receive(wait))
-                self._channel.send(p.encode(self._answer(request)), Deadline.after(_HELLO_S))
+                answers = [self._next(wait)]
+                # Who asked several things at once waits for all the answers.
+                while self._channel.holds_more and len(answers) < _AT_ONCE:
+                    answers.append(self._next(wait))
+                self._channel.send_all(answers, Deadline.after(_HELLO_S))
         finally:
             if self._lease is not None:
                 logger.warning(
@@ -92,6 +97,10 @@ class _Session:
                     self._lease.request_id,
                 )
             self._give_back(left=True)
+
+    def _next(self, wait: Deadline | None) -> bytes:
+        request = p.decode_request(self._channel.receive(wait))
+        return p.encode(self._answer(request))
 
     def _hello(self) -> None:
         hello = p.decode_request(self._channel.receive(Deadline.after(_HELLO_S)))

@@ -169,6 +169,9 @@ class SharedStorageReceiver:
     def request(self, job: FetchJob) -> bytes:
         return b""
 
+    def prepare(self, job: FetchJob) -> None:
+        """Nothing can be done without the answer."""
+
     def receive(self, job: FetchJob, answer: bytes) -> int:
         try:
             file = msgspec.msgpack.decode(answer, type=_File)

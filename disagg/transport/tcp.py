@@ -175,6 +175,9 @@ class TcpReceiver:
     def request(self, job: FetchJob) -> bytes:
         return w.encode(w.Request(self._streams or self._worthwhile(job.blocks)))
 
+    def prepare(self, job: FetchJob) -> None:
+        """Nothing can be done without the answer."""
+
     def receive(self, job: FetchJob, answer: bytes) -> int:
         staged = w.decode(answer, w.Staged)
         size = self._cache.num_bytes(job.blocks)

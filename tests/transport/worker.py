@@ -180,6 +180,9 @@ class _Interrupted:
     def request(self, job: FetchJob) -> bytes:
         return self._inner.request(job)
 
+    def prepare(self, job: FetchJob) -> None:
+        self._inner.prepare(job)
+
     def receive(self, job: FetchJob, answer: bytes) -> int:
         if self._before:
             self._before()
