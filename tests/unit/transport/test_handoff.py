@@ -24,7 +24,7 @@ from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.blocks import BlockCache, Region, Selection
 from disagg.transport.channel import Channel
 from disagg.transport.client import Endpoint, Peers
-from disagg.transport.lease import LeaseTable
+from disagg.transport.lease import FETCHED, LeaseTable
 from disagg.transport.server import ControlServer
 from disagg.transport.shared_storage import SharedStorageReceiver, SharedStorageSender, Storage
 from disagg.transport.ticket import Handoff
@@ -455,6 +455,20 @@ def test_frames_cannot_be_replayed(pair: Pair) -> None:
     opened.send(body, Deadline.after(5))
     with pytest.raises(PeerLost):
         opened.receive(Deadline.after(5))
+
+
+def test_what_is_asked_at_once_is_answered_in_order(pair: Pair) -> None:
+    pair.grant(0, [1, 2, 3])
+    opened = hello(pair)
+    renew, gone = p.Renew("life-1", [0]), p.Acquire("life-0", 0)
+    requests: list[p.Request] = [p.Acquire("life-1", 0), *[renew] * 40, gone]
+    requests.append(p.Release("life-1", 0, FETCHED))
+    opened.send_all([p.encode(request) for request in requests], Deadline.after(5))
+    answers = [p.decode_answer(opened.receive(Deadline.after(5))) for _ in requests]
+    assert answers[:-2] == [p.Acquired(3), *[p.Done()] * 40]
+    assert isinstance(answers[-2], p.Failed)
+    assert answers[-1] == p.Done()
+    opened.close()
 
 
 def test_requests_before_hello_and_out_of_order(pair: Pair) -> None:
