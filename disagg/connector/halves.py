@@ -6,6 +6,7 @@ by layer.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -58,9 +59,9 @@ class TwoHalves(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
         assert self._worker is not None
         return self._worker
 
+    @abstractmethod
     def take_stats(self) -> KVConnectorStats | None:
         """What the half of this process has counted since the last call, if it counts."""
-        raise NotImplementedError
 
     # ---- vLLM's ----------------------------------------------------------------------------
 
