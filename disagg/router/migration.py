@@ -25,8 +25,9 @@ _PROMPT = re.compile(rb'"prompt_token_ids":(\[[0-9,]*\])')
 _IDS = re.compile(rb'"token_ids":\[([0-9,]*)\]')
 _ERROR = b'data: {"error"'
 _FINISH, _NO_CHOICES = b'"finish_reason":"', b'"choices":[]'
+_TEXT = re.compile(rb'"(?:content|text)":"[^"]')
+_HALF_A_CHARACTER = "\ufffd"
 # Of a chat's delta: what a plain completion cannot continue.
-_CONTENT = re.compile(rb'"(?:content|text)":"[^"]')
 _MORE_THAN_TEXT = re.compile(rb'"(?:reasoning|reasoning_content)":"|"tool_calls":\[\{')
 _COMPLETION_TOKENS = 16  # of a completion that says no max_tokens
 _TOKENS_BEFORE = 4
@@ -133,9 +134,9 @@ class Stream(Splitter):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client has any of the text: before, the whole request is asked anew. A
-        chat's answer may begin with what a plain completion would not know to be reasoning."""
-        return self._has_text if self._is_chat else bool(self._first)
+        """Whether the client has any of the text: before, the whole request is asked anew. What is
+        silent so far may be half a character, or open a reasoning part."""
+        return self._has_text
 
     def feed(self, data: bytes) -> bytes:
         """What to send of what has come: whole events. `failure` is set if the engine said that
@@ -173,7 +174,9 @@ class Stream(Splitter):
     def is_text_of(self, text: str) -> bool:
         """Whether the text sent ends as this one: else some of it was held back, or not all of
         the tokens were."""
-        return text.endswith("".join(map(_text_of, self._choices())))
+        sent = "".join(map(_text_of, self._choices()))
+        held_back = not sent and text.endswith(_HALF_A_CHARACTER)
+        return text.endswith(sent) and not held_back
 
     def silent(self) -> set[int]:
         """Recent tokens whose event had no text: special ones, which answers leave out, or the
@@ -207,6 +210,7 @@ class Stream(Splitter):
     def begins_anew(self) -> None:
         """The next events are of the same request at another engine."""
         self._tokens, self._base = [], 0
+        self._recent.clear()
         self._continues = bool(self._first)
         self._restarts()
 
@@ -231,7 +235,7 @@ class Stream(Splitter):
         if self._is_chat and _MORE_THAN_TEXT.search(events):
             self._is_plain = False
             self._has_text = True
-        self._has_text = self._has_text or _CONTENT.search(events) is not None
+        self._has_text = self._has_text or _TEXT.search(events) is not None
         if self._continues:
             return b"".join(map(self._rewritten, each))
         return _IDS.sub(b'"token_ids":null', _PROMPT.sub(b'"prompt_token_ids":null', events))

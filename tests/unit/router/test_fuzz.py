@@ -32,7 +32,7 @@ from disagg.bench.http import client
 from .conftest import Setup
 
 Make = Callable[..., Setup]
-WAIT_S = 15.0
+WAIT_S = 5.0
 # What vLLM would refuse the fake engines take, so nothing is asked of refusals.
 HELD = [
     not_a_server_error,

@@ -124,7 +124,21 @@ def test_what_has_begun() -> None:
     text = watch(COMPLETION, BODY)
     assert not text.has_begun
     text.feed(completion([1], "", PROMPT))
+    assert not text.has_begun
+    text.begins_anew()
+    seen = events(text.feed(completion([1], "", PROMPT) + completion([2], "ä")))
+    assert [e["choices"][0]["text"] for e in seen] == ["", "ä"]
+    assert all(e["choices"][0]["prompt_token_ids"] is None for e in seen)
     assert text.has_begun
+    assert text.tokens() == [1, 2]
+
+
+def test_half_a_character_behind_silent_tokens_is_computed_again() -> None:
+    stream = watch(COMPLETION, BODY)
+    stream.feed(completion([1], "a", PROMPT))
+    stream.feed(b"".join(completion([2], "") for _ in range(17)))
+    assert not stream.is_text_of("a\ufffd")
+    assert stream.is_text_of("a")
 
 
 def test_tokens_without_text_are_computed_again() -> None:
