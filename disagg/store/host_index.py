@@ -108,12 +108,14 @@ class HostIndex:
             self._unpin(chunk)
         return slots
 
-    def complete_store(self, slots: Sequence[Slot], ok: bool) -> None:
+    def complete_store(self, slots: Sequence[Slot], ok: bool, *, pin: bool = False) -> list[Slot]:
         """Every rank has written these slots (`ok`), or some did not: then they are forgotten.
 
-        In prefix order, so that of one prompt the end is evicted before the beginning.
+        In prefix order, so that of one prompt the end is evicted before the beginning. `pin`: those
+        written well are in use from this moment on, also if they were cleared meanwhile, until
+        `unpin`; returned are those that are.
         """
-        stored = []
+        stored, pinned = list[Key](), list[Slot]()
         for slot in reversed(slots):
             chunk = self._find(slot)
             if chunk is None or chunk.ready:
@@ -122,18 +124,27 @@ class HostIndex:
             self._in_use -= 1
             self._stored += ok
             self._stores_failed += not ok
-            if chunk.gone:
-                self._drop_gone(chunk)
-            elif ok:
+            if ok:
                 chunk.ready = True
+            if chunk.gone:
+                if ok and pin:
+                    chunk.pins, self._in_use = 1, self._in_use + 1
+                    pinned.append(slot)
+                else:
+                    self._drop_gone(chunk)
+            elif ok:
                 self._policy.release(slot.key)
                 stored.append(slot.key)
+                if pin:
+                    self._pin(chunk)
+                    pinned.append(slot)
             else:
                 self._policy.remove(slot.key)
                 del self._chunks[slot.key]
                 self._free.append(slot.number)
         for key in reversed(stored):
             self._tell(EventKind.STORED, key)
+        return pinned[::-1]
 
     # ---- loading and other use -------------------------------------------------------------
 

@@ -254,12 +254,13 @@ class OffloadScheduler:
             return
         del self._reads[read.job, read.slot.key]
         ok = not job.failed
-        self._host.complete_store(job.slots, ok)
+        # Nobody may have the slot while it is copied into blocks, cleared or not.
+        copied = job.load is not None and job.load.waiting > 0
+        pinned = self._host.complete_store(job.slots, ok, pin=copied)
+        if job.load is not None:
+            job.load.read += pinned
         if self._directory is not None and job.begun:
             self._directory.end_load([read.slot.key], ok)
-        if ok and job.load is not None and job.load.waiting:
-            # Not to be evicted while it is copied into blocks.
-            job.load.read += self._host.pin([read.slot.key])
 
     def _job_ended(self, done: Done) -> None:
         self._stats.moved(done.medium, done.num_bytes, done.seconds, done.reason)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transport.host_device import COMPILER
+from unit.connector import standin
 from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, Engine, answer, run
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, EventPublisher
 from vllm.sampling_params import SamplingParams
@@ -39,9 +41,15 @@ def tiers(slots: int, **extra: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def start(model: Path) -> Iterator[Start]:
-    """Starts engines with tiers; ends them."""
+@pytest.fixture(params=["host", "standin"])
+def start(
+    model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Start]:
+    """Starts engines with tiers, whose blocks are host memory or on a device; ends them."""
+    if request.param == "standin":
+        if COMPILER is None:
+            pytest.skip("needs g++ to run the kernel on the host")
+        standin.use(monkeypatch)
     started: list[Engine] = []
 
     def start(slots: int = 64, *, blocks: int = 48, layout: str = "LBHNC", **extra: Any) -> Engine:
@@ -268,6 +276,13 @@ def test_any_order(start: Start, tmp_path: Path, seed: int, eviction: str) -> No
     for name, (prompt, count) in asked.items():
         assert engine.answers[name] == answer(prompt, count)
     check(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 250))
+def test_any_order_often(start: Start, tmp_path: Path, seed: int) -> None:
+    """What goes wrong once in some hundred times is found here."""
+    test_any_order(start, tmp_path, seed, "lru" if seed % 2 else "arc")
 
 
 def slow(what: Any, *methods: str, seconds: float = 0.002) -> None:

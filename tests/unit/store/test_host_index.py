@@ -150,6 +150,20 @@ def test_slots_in_use_outlive_clearing() -> None:
     assert len(index.prepare_store([A, B])) == 2
 
 
+def test_what_was_read_from_a_file_is_held_for_its_load_though_cleared() -> None:
+    """The worker copies from the slot after it was filled: nobody else may write to it."""
+    index = HostIndex(2)
+    reading = index.prepare_store([A, B])
+    index.clear()
+    held = index.complete_store(reading, True, pin=True)
+    assert held == reading
+    assert index.prepare_store([A, C]) == []
+    index.unpin(held)
+    index.check_integrity()
+    assert index.stats.stray == 0
+    assert len(index.prepare_store([A, C])) == 2
+
+
 def test_impossible_settings_and_keys() -> None:
     with pytest.raises(ValueError, match="at least one slot"):
         HostIndex(0)
@@ -207,11 +221,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.prepared += len(slots)
 
     @precondition(lambda self: self.writing)
-    @rule(data=st.data(), ok=st.booleans())
-    def finish_store(self, data: st.DataObject, ok: bool) -> None:
+    @rule(data=st.data(), ok=st.booleans(), pin=st.booleans())
+    def finish_store(self, data: st.DataObject, ok: bool, pin: bool) -> None:
         slot = data.draw(st.sampled_from(self.writing))
-        self.index.complete_store([slot], ok)
+        pinned = self.index.complete_store([slot], ok, pin=pin)
+        assert pinned == ([slot] if ok and pin else [])
         self.writing.remove(slot)
+        if pinned:
+            self.uses.append((False, pinned))
         self.completed += 1
         events = self.index.take_events()
         if ok and slot not in self.cleared:
@@ -219,7 +236,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert events == [BlockEvent(EventKind.STORED, slot.key, CPU)]
         else:
             assert events == []
-        self.cleared.discard(slot)
+        self.cleared &= self.busy().keys()
 
     @rule(numbers=st.lists(NUMBERS, max_size=4, unique=True), load=st.booleans())
     def use(self, numbers: list[int], load: bool) -> None:
