@@ -5,6 +5,7 @@
 #   make check    lint, format, types
 #   make test     all tests
 #   make bench    measure a hand-over
+#   make gpu      what only a GPU can show: tests of transports, and how fast they are
 #   make soak     many requests for a long time, faults and pressure all the while
 #   make clean    remove all that make made
 
@@ -19,14 +20,14 @@ MODEL := .cache/models/tiny
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 
 # uv reads wheel folders from a variable of its own. Without one, CPU torch (which isn't on PyPI)
-# comes from PyTorch's index.
+# comes from PyTorch's index; that for GPUs is on PyPI.
 ifdef PIP_FIND_LINKS
 UV_SOURCE := UV_FIND_LINKS="$(PIP_FIND_LINKS)"
-else
+else ifeq (,$(findstring gpu,$(EXTRAS)))
 UV_SOURCE := UV_TORCH_BACKEND=cpu
 endif
 
-.PHONY: install demo serve check test bench soak clean
+.PHONY: install demo serve check test bench gpu soak clean
 
 install: $(INSTALLED)
 
@@ -55,12 +56,23 @@ check: $(INSTALLED)
 # themselves.
 test: $(INSTALLED)
 	@failed=0; \
-	$(BIN)/pytest -n 3 -m "not slow" tests/unit tests/transport || failed=1; \
+	$(BIN)/pytest -n 4 -m "not slow" tests/unit tests/transport || failed=1; \
 	$(BIN)/pytest -m "not slow" tests/engine tests/cluster || failed=1; \
 	exit $$failed
 
 bench: $(INSTALLED)
 	@$(BIN)/disagg bench handoff
+
+# Needs torch and cupy for the GPU, and neither vLLM nor Ray, so any Python that has them will do.
+gpu:
+	@for python in $(GPU_PYTHON) $(BIN)/python python3; do \
+		$$python -c "import cupy, torch; assert torch.cuda.is_available()" 2>/dev/null || continue; \
+		$$python -m pytest -m "not slow" -k "cuda or nccl or device or models_stream" \
+			tests/transport tests/unit/transport tests/unit/connector/hidden_states || exit; \
+		exec $$python -m disagg.bench.transfer --device cuda; \
+	done; \
+	echo "no Python here has torch, cupy and a GPU: make install EXTRAS=gpu,dev, or name one" \
+		"by GPU_PYTHON=..." >&2; exit 1
 
 soak: $(INSTALLED)
 	@$(BIN)/disagg bench soak

@@ -35,6 +35,7 @@ def check(deployment: Deployment, *, running: bool = False) -> list[str]:
     problems = [
         *pool_problems(deployment, known),
         *_checkpoint_problems(deployment),
+        *_transport_problems(deployment),
         *_storage_problems(deployment),
         *_tier_problems(deployment),
         *(() if running else _listen_problems(deployment)),
@@ -74,6 +75,16 @@ def _folder_problems(key: str, checkpoint: str, needed: str) -> Iterator[str]:
         )
     elif not (path / needed).is_file():
         yield f"{key}: {checkpoint!r} — holds no {needed}; name a checkpoint's folder"
+
+
+def _transport_problems(deployment: Deployment) -> Iterator[str]:
+    on_gpus = deployment.prefill.resources.num_gpus > 0
+    transports = deployment.transfer.transports
+    if set(transports) <= ({"process_memory"} if on_gpus else {"cuda_ipc", "nccl"}):
+        yield (
+            f"transfer.transports: {show(transports)} — none of them moves blocks between engines "
+            f"on {'GPUs' if on_gpus else 'CPUs'}; add tcp"
+        )
 
 
 def _storage_problems(deployment: Deployment) -> Iterator[str]:

@@ -180,6 +180,9 @@ class TransferSection(Section):
         default=list(PREFERENCE), min_length=1
     )
     storage: StorageSection = StorageSection()
+    staging_bytes: int = Field(
+        64 << 20, gt=0, description="On GPUs: device memory set aside for transfers, of each rank"
+    )
     lease_s: float = Field(30.0, gt=0, le=3600)
     load_deadline_s: float = Field(30.0, gt=0, le=3600)
     host: str | None = Field(

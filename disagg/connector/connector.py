@@ -41,6 +41,10 @@ class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
     stats_class = ConnectorStats
     prom_metrics_class = ConnectorPromMetrics
 
+    @classmethod
+    def device_bytes(cls, extra_config: dict[str, Any]) -> int:
+        return read_settings(extra_config).device_bytes
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:

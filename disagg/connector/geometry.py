@@ -125,6 +125,19 @@ def block_cache(kv_caches: dict[str, torch.Tensor]) -> BlockCache:
     return BlockCache(list(regions.values()))
 
 
+def check_block_size(kv_cache: KVCacheConfig, cache: BlockCache) -> None:
+    """Raise `ConfigError` where attention keeps smaller blocks than vLLM hands out.
+
+    Their ids are others then (one block of 128 tokens is two of 64), and would name wrong bytes.
+    """
+    block_size = kv_cache.kv_cache_groups[0].kv_cache_spec.block_size
+    if cache.block_size != block_size:
+        raise ConfigError(
+            f"block_size: {block_size} — the attention backend keeps blocks of {cache.block_size} "
+            f"tokens; set block_size to {cache.block_size}, or choose another backend"
+        )
+
+
 def _region(name: str, cache: torch.Tensor) -> Region:
     """cache: vLLM's logical [B, H, N, C] with the layout's strides; [B, N, C] with MLA."""
     if cache.dim() == 3:

@@ -47,6 +47,14 @@ class TwoHalves(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
 
+    @classmethod
+    def device_bytes(cls, extra_config: dict[str, Any]) -> int:
+        """What it takes of each GPU beside the cache: `engine/reserving.py` leaves that free.
+
+        Raises `ConfigError` for settings that are wrong.
+        """
+        return 0
+
     @property
     def scheduler(self) -> SchedulerT:
         """The scheduler half; only in the scheduler's process."""

@@ -19,6 +19,8 @@ from disagg.transport.names import PREFERENCE, TransportName
 from disagg.transport.shared_storage import Storage, default_folder
 
 SECRET_VARIABLE = "DISAGG_SECRET"
+# NCCL allocates for itself, some 40 MB for each worker that this one is joined with: three of them.
+NCCL_RESERVE_BYTES = 128 << 20
 
 
 class ConnectorSettings(BaseModel):
@@ -33,10 +35,18 @@ class ConnectorSettings(BaseModel):
     storage_path: Path | None = None
     storage_max_bytes: int = Field(8 << 30, gt=0)
     storage_fsync: bool = False
+    staging_bytes: int = Field(
+        64 << 20, gt=0, description="On GPUs: device memory set aside for transfers"
+    )
     lease_s: float = Field(30.0, gt=0)
     load_deadline_s: float = Field(30.0, gt=0)
     load_threads: int = Field(8, ge=1, le=256)
     strict: bool = False
+
+    @property
+    def device_bytes(self) -> int:
+        """What transfers may take of each GPU, beside the cache."""
+        return self.staging_bytes + ("nccl" in self.transports) * NCCL_RESERVE_BYTES
 
     def storage(self) -> Storage:
         """Folder and limits of shared storage."""

@@ -6,6 +6,7 @@ of ours, each bounded by a deadline; their copies let go of the GIL.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import platform
@@ -32,9 +33,10 @@ from disagg.connector.messages import (
 from disagg.connector.settings import ConnectorSettings
 from disagg.errors import PeerLost, TransferError
 from disagg.transport import handoff, sharding
-from disagg.transport.base import Deadline, FetchJob, Receiver, Sender
+from disagg.transport.base import Deadline, Event, FetchJob, Receiver, Sender
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.client import Endpoint, Peers
+from disagg.transport.device.staging import Staging, open_staging
 from disagg.transport.host_memory import collapse
 from disagg.transport.lease import LeaseTable
 from disagg.transport.protocol import Part, Welcome
@@ -82,6 +84,7 @@ class WorkerHalf:
         self._endpoint: Endpoint | None = None
         self._peers: Peers | None = None
         self._cache: BlockCache | None = None
+        self._staging: Staging | None = None
         self._loaders = ThreadPoolExecutor(settings.load_threads, "disagg-load")
         self._postman = ThreadPoolExecutor(2, "disagg-letter")
 
@@ -91,10 +94,12 @@ class WorkerHalf:
         """Take the caches, start to listen."""
         ask_for_amx(self._config.device_config.device_type)
         cache = geometry.block_cache(kv_caches)
+        geometry.check_block_size(self._kv_cache, cache)
         fingerprint = geometry.fingerprint(self._config, self._kv_cache, cache)
         collapse(cache.host_memory())
         names, storage = self._settings.transports, self._settings.storage()
-        means = Means(self._settings.host, self._secret, storage)
+        self._staging = self._open_staging(cache)
+        means = Means(self._settings.host, self._secret, storage, self._staging)
         logger.info(
             "%s rank %d: %d blocks of %d bytes, transports %s, storage %s",
             self._name,
@@ -111,6 +116,23 @@ class WorkerHalf:
         if self._transfer.is_kv_producer:
             self._senders = make_senders(names, cache, means)
             self._server = self._listen(cache, fingerprint)
+
+    def _open_staging(self, cache: BlockCache) -> Staging | None:
+        """All the device memory that transfers of this rank ever have; None on a CPU."""
+        staging = open_staging(
+            cache,
+            self._settings.staging_bytes,
+            sends=self._transfer.is_kv_producer,
+            receives=self._transfer.is_kv_consumer,
+        )
+        if staging is not None:
+            logger.info(
+                "%s rank %d: %.1f MiB of device memory for transfers",
+                self._name,
+                self._rank,
+                staging.device_bytes / (1 << 20),
+            )
+        return staging
 
     def _listen(self, cache: BlockCache, fingerprint: dict[str, str]) -> ControlServer:
         offers = {sender.name: sender.offer() for sender in self._senders}
@@ -148,6 +170,9 @@ class WorkerHalf:
             receiver.close()
         for sender in self._senders:
             sender.close()
+        if self._staging is not None:
+            with contextlib.suppress(TransferError):  # a device that failed takes nothing back
+                self._staging.close()
 
     # ---- each step -------------------------------------------------------------------------
 
@@ -155,9 +180,8 @@ class WorkerHalf:
         """Begin what the scheduler half decided in this step."""
         for grant in work.grants:
             self._grant(grant)
-        for load in work.loads:
-            self._cancelled[load.request_id] = threading.Event()
-            self._loaders.submit(self._load, load, Deadline.after(self._settings.load_deadline_s))
+        if work.loads:
+            self._start_loads(work.loads)
         for request_id in work.cancels:
             if request_id in self._cancelled:
                 self._cancelled[request_id].set()
@@ -165,6 +189,20 @@ class WorkerHalf:
             self._postman.submit(self._post, letter, release=True)
         for letter in work.renewals:
             self._postman.submit(self._post, letter, release=False)
+
+    def _start_loads(self, loads: Sequence[Load]) -> None:
+        after, deadline = self._fence(), Deadline.after(self._settings.load_deadline_s)
+        for load in loads:
+            self._cancelled[load.request_id] = threading.Event()
+            self._loaders.submit(self._load, load, deadline, after)
+
+    def _fence(self) -> Event | TransferError | None:
+        """Behind all that the model's stream has: steps under way may still write to the blocks
+        that loads were given. None on a CPU, where steps are over when they return."""
+        try:
+            return None if self._staging is None else self._staging.device.model_fence()
+        except TransferError as error:
+            return error  # for the loads to report; the step has nothing to do with it
 
     def finished(self) -> tuple[set[str], set[str], set[str]]:
         """Request ids (sent, received or given up, failed) since the last call."""
@@ -192,7 +230,7 @@ class WorkerHalf:
 
     # ---- in threads of ours ----------------------------------------------------------------
 
-    def _load(self, load: Load, deadline: Deadline) -> None:
+    def _load(self, load: Load, deadline: Deadline, after: Event | TransferError | None) -> None:
         """Always reports exactly once: vLLM holds the request's blocks until then."""
         outcome, reason, moved = "failed", load.problem, None
         try:
@@ -200,7 +238,7 @@ class WorkerHalf:
                 outcome = "aborted"
                 self._release(load.endpoints, load.lease)
             elif load.problem is None:
-                moved = self._fetch(load, deadline)
+                moved = self._fetch(load, deadline, after)
                 outcome = "loaded"
         except TransferError as error:
             reason = error.reason
@@ -225,14 +263,19 @@ class WorkerHalf:
                 )
             )
 
-    def _fetch(self, load: Load, deadline: Deadline) -> handoff.Moved:
+    def _fetch(
+        self, load: Load, deadline: Deadline, after: Event | TransferError | None
+    ) -> handoff.Moved:
         """Fetch this rank's heads from every producer rank that holds some of them."""
         assert self._peers is not None
+        if isinstance(after, TransferError):
+            self._release(load.endpoints, load.lease)
+            raise after
         wanted = list(self._wanted(load))
         moved: list[handoff.Moved] = []
         try:
             for source, blocks in wanted:
-                job = FetchJob(blocks, deadline)
+                job = FetchJob(blocks, deadline, after)
                 moved.append(handoff.fetch(self._peers, source, job, self._receivers))
         except TransferError:
             # The other ranks' blocks are of no more use; the producer need not wait to learn it.

@@ -73,6 +73,7 @@ def _handover(spec: EngineSpec, host: str) -> dict[str, Any]:
             "storage_path": spec.storage_path,
             "storage_max_bytes": transfer.storage.max_bytes,
             "storage_fsync": transfer.storage.fsync,
+            "staging_bytes": transfer.staging_bytes,
             "lease_s": transfer.lease_s,
             "load_deadline_s": transfer.load_deadline_s,
             "host": transfer.host or host,
@@ -95,6 +96,7 @@ def _tiers(spec: EngineSpec) -> dict[str, Any] | None:
         }
     extra |= {
         "blocks_per_chunk": tiers.blocks_per_chunk,
+        "staging_bytes": spec.deployment.transfer.staging_bytes,
         "load_deadline_s": spec.deployment.transfer.load_deadline_s,
         "engine_name": spec.name,
     }

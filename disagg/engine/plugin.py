@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from disagg.engine import forking, polling
+from disagg.engine import forking, polling, reserving
 
 
 def install() -> None:
-    """Do what the environment asks for; without it, nothing."""
+    """Do what the environment asks for, and let engines with our connector leave it memory."""
     polling.install()
     forking.install()
+    reserving.install()

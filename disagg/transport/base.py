@@ -56,10 +56,21 @@ class Deadline:
 
 @dataclass(frozen=True)
 class FetchJob:
-    """One fetch as the consumer sees it: fill these parts of the local cache."""
+    """One fetch as the consumer sees it: fill these parts of the local cache.
+
+    `after`: on a device, what the blocks were given to before may still be under way until then.
+    """
 
     blocks: Selection
     deadline: Deadline
+    after: Event | None = None
+
+
+class Event(Protocol):
+    """A point of a device's stream."""
+
+    def is_done(self) -> bool:
+        """Whether the stream has passed it. Raises `TransferError` if work before it failed."""
 
 
 class Sender(Protocol):

@@ -10,8 +10,7 @@ same layout (the fingerprint sees to it); they may differ in H (tensor parallel 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -197,15 +196,25 @@ class BlockCache:
             every.append(found[geometry])
         return every
 
+    def head_count(self, index: int, selection: Selection) -> int:
+        """Heads of region `index` that a selection covers."""
+        first, last = self._heads(index, selection)
+        return last - first
+
+    def row_bytes(self, index: int, selection: Selection) -> int:
+        """Bytes of one unit of region `index`."""
+        content = self.regions[index].memory.shape[3]
+        return self.head_count(index, selection) * selection.unit * content
+
     def _heads(self, index: int, selection: Selection) -> tuple[int, int]:
         return selection.heads or (0, self.regions[index].memory.shape[1])
 
     # ---- bytes -----------------------------------------------------------------------------
 
-    def views(self, index: int, selection: Selection) -> list[Bytes] | None:
-        """The selection of region `index` as the cache's own host memory, in wire order; None
-        where the cache is device memory."""
-        return self.cut(index, self.runs(index, selection)) if self.on_host else None
+    def views(self, selection: Selection) -> Generator[list[Bytes], None, None]:
+        """A selection's own memory, in wire order, region by region; of a cache in host memory."""
+        for index, runs in enumerate(self.all_runs(selection)):
+            yield self.cut(index, runs)
 
     def cut(self, index: int, runs: Runs) -> list[Bytes]:
         """These runs of region `index` of a cache in host memory."""
@@ -213,44 +222,6 @@ class BlockCache:
         assert host is not None
         ends = runs.offsets + runs.lengths
         return [host[at:end] for at, end in zip(runs.offsets.tolist(), ends.tolist(), strict=True)]
-
-    def gather(self, index: int, selection: Selection) -> list[Bytes]:
-        """Host memory that holds the selection of region `index`: `views`, or a copy."""
-        views = self.views(index, selection)
-        if views is None:
-            return [_copy_from_device(*self._units(index, selection))]
-        return views
-
-    def staging(self, index: int, selection: Selection) -> Bytes:
-        """Empty host memory for the selection of region `index`; pinned where that is faster."""
-        size = math.prod(self.shape(index, selection)) * ITEM_BYTES[self.regions[index].dtype]
-        return np.empty(size, np.uint8) if self.on_host else _pinned(size)
-
-    def scatter(self, index: int, selection: Selection, data: Bytes) -> None:
-        """Copy `data` (uint8, wire order) into the selection of region `index`."""
-        views = self.views(index, selection)
-        if views is None:
-            _copy_to_device(*self._units(index, selection), data)
-        else:
-            copy_all(list(zip(views, parts(data, views), strict=True)))
-
-    def _units(self, index: int, selection: Selection) -> tuple[torch.Tensor, Ints, Ints]:
-        """A view [B, units of a block, axes of a unit in wire order, C], and which of its
-        [block, unit] are selected."""
-        region = self.regions[index]
-        memory, per_block = region.memory, self.block_size // selection.unit
-        block, head, token, _ = memory.stride()
-        split = memory.as_strided(
-            (len(memory), per_block, memory.shape[1], selection.unit, memory.shape[3]),
-            (block, selection.unit * token, head, token, 1),
-        )
-        first, last = self._heads(index, selection)
-        split = split[:, :, first:last]
-        if region.is_token_major:
-            split = split.transpose(2, 3)
-        units = np.arange(selection.first, selection.first + selection.count)
-        ids = np.asarray(selection.block_ids, dtype=np.int64)
-        return split, ids[units // per_block], units % per_block
 
 
 def parts(data: Bytes, like: Sequence[Bytes]) -> Iterator[Bytes]:
@@ -293,34 +264,3 @@ def _host_view(region: Region) -> Bytes | None:
     extent = 1 + sum((n - 1) * s for n, s in zip(memory.shape, memory.stride(), strict=True))
     view: Bytes = memory.as_strided((extent,), (1,)).numpy()
     return view
-
-
-def _copy_from_device(split: torch.Tensor, blocks: Ints, units: Ints) -> Bytes:
-    import torch
-
-    # A stream of our own: the model's stream must neither wait for this copy nor delay it.
-    with torch.cuda.stream(torch.cuda.Stream(split.device)):  # type: ignore[no-untyped-call]
-        at = [torch.from_numpy(index).to(split.device) for index in (blocks, units)]
-        found = split[at[0], at[1]].contiguous()
-        staged = _pinned(found.numel())
-        torch.from_numpy(staged).copy_(found.view(-1), non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-    return staged
-
-
-def _pinned(size: int) -> Bytes:
-    import torch
-
-    # torch keeps pinned memory for the next time; asking the driver anew costs milliseconds.
-    pinned: Bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-    return pinned
-
-
-def _copy_to_device(split: torch.Tensor, blocks: Ints, units: Ints, data: Bytes) -> None:
-    import torch
-
-    with torch.cuda.stream(torch.cuda.Stream(split.device)):  # type: ignore[no-untyped-call]
-        at = [torch.from_numpy(index).to(split.device) for index in (blocks, units)]
-        rows = torch.from_numpy(data).view(len(blocks), *split.shape[2:])
-        split[at[0], at[1]] = rows.to(split.device, non_blocking=rows.is_pinned())
-        torch.cuda.current_stream().synchronize()

@@ -144,6 +144,29 @@ def shut(sock: socket.socket) -> None:
         pass  # the peer was first
 
 
+def is_quiet(sock: socket.socket) -> bool:
+    """Whether an idle connection is open and has nothing to read."""
+    try:
+        sock.settimeout(0)
+        sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False  # its end, or bytes that nobody asked for
+
+
+def has_ended(sock: socket.socket) -> bool:
+    """Whether the peer closed this connection, whatever it said before."""
+    try:
+        sock.settimeout(0)
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def _key(secret: bytes, server: bytes, client: bytes, direction: bytes) -> bytes:
     # blake2b takes keys of at most 64 bytes; secrets may be of any length.
     key = hashlib.sha256(secret).digest()

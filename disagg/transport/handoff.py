@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,10 +103,9 @@ def _fetch(
     connection: Connection, wanted: Wanted, job: FetchJob, receivers: Sequence[Receiver]
 ) -> Moved:
     began, lease = time.monotonic(), wanted.lease
-    common = _common(connection, receivers)
     requests: list[p.Request] = [p.Acquire(connection.endpoint.generation, lease)]
     # The first of them nearly always works: asked with the lease it saves a round trip.
-    first = common[:1]
+    first = list(itertools.islice((one for one in receivers if _is_usable(connection, one)), 1))
     requests += [_request(receiver, wanted.part, job) for receiver in first]
 
     def meanwhile() -> None:
@@ -117,7 +117,9 @@ def _fetch(
     errors: list[str] = []
     failed: list[str] = []
     last: TransferError | None = None
-    for receiver in common:
+    for receiver in receivers:
+        if not _is_usable(connection, receiver):
+            continue
         try:
             answer = asked.pop() if asked else None
             num_bytes = _over(connection, receiver, wanted.part, job, answer)
@@ -145,13 +147,13 @@ def _fetch(
     raise TransferError("; ".join(errors), reason=last.reason) from last
 
 
-def _common(connection: Connection, receivers: Sequence[Receiver]) -> list[Receiver]:
-    offers, usable = connection.welcome.offers, connection.usable
-    for receiver in receivers:
-        if receiver.name not in usable:
-            offer = offers.get(receiver.name)
-            usable[receiver.name] = offer is not None and receiver.usable(offer)
-    return [receiver for receiver in receivers if usable[receiver.name]]
+def _is_usable(connection: Connection, receiver: Receiver) -> bool:
+    """Asked once, and not before it matters: to find out may cost time and memory."""
+    usable = connection.usable
+    if receiver.name not in usable:
+        offer = connection.welcome.offers.get(receiver.name)
+        usable[receiver.name] = offer is not None and receiver.usable(offer)
+    return usable[receiver.name]
 
 
 def _request(receiver: Receiver, part: p.Part, job: FetchJob) -> p.Fetch:

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-TransportName = Literal["process_memory", "tcp", "shared_storage"]
+TransportName = Literal["cuda_ipc", "nccl", "process_memory", "tcp", "shared_storage"]
 
 PREFERENCE: tuple[TransportName, ...] = get_args(TransportName)

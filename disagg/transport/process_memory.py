@@ -29,20 +29,15 @@ import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from disagg.errors import DataCorrupt, TransferError
+from disagg.errors import DataCorrupt
+from disagg.transport import named
 from disagg.transport.base import Deadline, FetchJob
-from disagg.transport.blocks import BlockCache, Region, Selection
+from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.process_vm import Pieces, is_supported, libc_function, read, read_span
-from disagg.transport.processes import start_time
-from disagg.transport.protocol import MAX_FRAME
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -50,34 +45,17 @@ NAME = "process_memory"
 # One core does not fill the memory's bandwidth, and more than a few take it from the model.
 _LANES = min(4, os.cpu_count() or 1)
 _LANE_BYTES = 8 << 20
-_ANSWER_MARGIN = 1024
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
-class _Offer(msgspec.Struct, frozen=True):
+class _Offer(named.Origin, frozen=True):
     """Which process, and where its cache lies. `regions`: int64 [regions, 8], each its address,
     shape [B, H, N, C] and strides of B, H and N. `token` lies at `token_at`."""
 
-    boot: str
-    pid_namespace: int
-    pid: int
-    started: int
-    token: bytes
     token_at: int
     regions: bytes
-
-
-class _Named(msgspec.Struct, frozen=True, array_like=True):
-    """A selection of the producer whose offer had this token. `block_ids`: int32 [blocks]."""
-
-    token: bytes
-    block_ids: bytes
-    unit: int
-    first: int
-    count: int
-    heads: tuple[int, int] | None
 
 
 class ProcessMemorySender:
@@ -95,29 +73,17 @@ class ProcessMemorySender:
         """Empty where nobody could read this cache: device memory, or no Linux."""
         if not self._cache.on_host or not is_supported():
             return b""
-        rows = [
-            (region.memory.data_ptr(), *region.memory.shape, *region.memory.stride()[:3])
-            for region in self._cache.regions
-        ]
+        rows = np.column_stack([_addresses(self._cache), named.geometry(self._cache)])
         return msgspec.msgpack.encode(
-            _Offer(
-                boot=_boot(),
-                pid_namespace=_pid_namespace(),
-                pid=os.getpid(),
-                started=start_time(os.getpid()) or 0,
+            _Offer.here(
                 token=self._token,
                 token_at=self._probe.ctypes.data,
-                regions=np.array(rows, np.int64).tobytes(),
+                regions=rows.tobytes(),
             )
         )
 
     def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
-        ids = np.asarray(blocks.block_ids, np.int32).tobytes()
-        if len(ids) > MAX_FRAME - _ANSWER_MARGIN:
-            raise TransferError(f"{len(ids) // 4} blocks do not fit one answer", reason="too_large")
-        return msgspec.msgpack.encode(
-            _Named(self._token, ids, blocks.unit, blocks.first, blocks.count, blocks.heads)
-        )
+        return named.encode(self._token, blocks)
 
     def finish(self, answer: bytes) -> None:
         """Nothing was staged."""
@@ -142,23 +108,14 @@ class _Remote:
     """A producer's process and the geometry of its cache."""
 
     def __init__(self, offer: _Offer) -> None:
-        self.pid, self.started = offer.pid, offer.started
-        rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 8).tolist()
-        self.addresses = [row[0] for row in rows]
-        # Meta tensors have shape and strides but no memory: the very code that finds runs in
-        # our cache finds them in theirs.
-        self.cache = BlockCache(
-            [Region("", _unbacked(row[1:5], (*row[5:], 1)), "U8") for row in rows]
-        )
-
-    def is_alive(self) -> bool:
-        return start_time(self.pid) == self.started
+        self.pid, self.is_alive = offer.pid, offer.is_alive
+        rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 8)
+        self.addresses = rows[:, 0].tolist()
+        self.cache = named.unbacked(rows[:, 1:])
 
 
-def _unbacked(shape: list[int], strides: tuple[int, ...]) -> torch.Tensor:
-    import torch
-
-    return torch.empty_strided(shape, strides, dtype=torch.uint8, device="meta")
+def _addresses(cache: BlockCache) -> list[int]:
+    return [region.memory.data_ptr() for region in cache.regions]
 
 
 class _Prepared(threading.local):
@@ -178,18 +135,14 @@ class ProcessMemoryReceiver:
 
     def __init__(self, cache: BlockCache) -> None:
         self._cache = cache
-        self._addresses = [region.memory.data_ptr() for region in cache.regions]
+        self._addresses = _addresses(cache)
         self._remotes: dict[bytes, _Remote] = {}
-        self._told: set[str] = set()
+        self._reasons = named.Reasons(NAME)
         self._helpers = ThreadPoolExecutor(_LANES - 1 or 1, "disagg-read")
         self._prepared = _Prepared()
 
     def usable(self, offer: bytes) -> bool:
-        problem = self._problem(offer)
-        if problem is not None and problem not in self._told:
-            self._told.add(problem)
-            logger.info("%s is not usable: %s", NAME, problem)
-        return problem is None
+        return self._reasons.none(self._problem, offer)
 
     def request(self, job: FetchJob) -> bytes:
         return b""
@@ -198,14 +151,7 @@ class ProcessMemoryReceiver:
         self._prepared.last = job, self._near(job)
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
-        try:
-            named = msgspec.msgpack.decode(answer, type=_Named)
-            remote = self._remotes[named.token]
-            ids = np.frombuffer(named.block_ids, np.int32).tolist()
-            theirs = Selection(ids, named.unit, named.first, named.count, named.heads)
-            remote.cache.check(theirs)
-        except (msgspec.DecodeError, KeyError, ValueError) as error:
-            raise DataCorrupt(f"answer does not name blocks on offer: {error}") from error
+        remote, theirs = named.decode(answer, self._remotes)
         near = self._prepared.take(job) or self._near(job)
         far = Pieces.of(remote.cache, remote.addresses, theirs)
         if job.blocks.unit != theirs.unit or not np.array_equal(near.per_region, far.per_region):
@@ -245,25 +191,18 @@ class ProcessMemoryReceiver:
             return "the cache is device memory"
         if not offer:
             return "the producer's cache is device memory, or its system has no process_vm_readv"
-        try:
-            theirs = msgspec.msgpack.decode(offer, type=_Offer)
-            if theirs.boot != _boot() or theirs.pid_namespace != _pid_namespace():
-                return "the producer is on another host or in another pid namespace"
-            remote = _Remote(theirs)
-            if not remote.is_alive():
-                return "the producer's process is gone"
-            contents = [[r.memory.shape[3] for r in c.regions] for c in (self._cache, remote.cache)]
-            if contents[0] != contents[1]:
-                return "the producer's regions differ from ours"
-            found = np.zeros(len(theirs.token), np.uint8)
-            near = np.array([[found.ctypes.data, len(found)]], np.uint64)
-            read(theirs.pid, near, np.array([[theirs.token_at, len(found)]], np.uint64))
-            if found.tobytes() != theirs.token:
-                return "another process has the producer's pid"
-        except (msgspec.DecodeError, TransferError) as error:
-            return str(error)
-        except (OSError, ValueError, LookupError, RuntimeError, OverflowError) as error:
-            return f"the offer makes no sense here: {error}"
+        theirs = msgspec.msgpack.decode(offer, type=_Offer)
+        problem = theirs.problem()
+        if problem is not None:
+            return problem
+        remote = _Remote(theirs)
+        if named.differ(self._cache, remote.cache):
+            return "the producer's regions differ from ours"
+        found = np.zeros(len(theirs.token), np.uint8)
+        near = np.array([[found.ctypes.data, len(found)]], np.uint64)
+        read(theirs.pid, near, np.array([[theirs.token_at, len(found)]], np.uint64))
+        if found.tobytes() != theirs.token:
+            return "another process has the producer's pid"
         self._remotes[theirs.token] = remote
         for token, known in list(self._remotes.items()):
             if not known.is_alive():
@@ -291,11 +230,3 @@ def _ptrace_scope() -> int:
         return int(_PTRACE_SCOPE.read_text())
     except (OSError, ValueError):
         return 0  # no Yama in this kernel
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _pid_namespace() -> int:
-    return Path("/proc/self/ns/pid").stat().st_ino

@@ -1,4 +1,4 @@
-"""Telling one process from another that has got its number since."""
+"""Telling hosts and processes apart, also from others that have got their numbers since."""
 
 from __future__ import annotations
 
@@ -12,3 +12,13 @@ def start_time(pid: int) -> int | None:
     except OSError:
         return None
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def boot_id() -> str:
+    """The same for all processes of one host, and no other host, until it boots again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def pid_namespace() -> int:
+    """Processes know each other's pids if they are in the same one."""
+    return Path("/proc/self/ns/pid").stat().st_ino

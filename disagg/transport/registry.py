@@ -11,22 +11,33 @@ from dataclasses import dataclass
 
 from disagg.transport.base import Receiver, Sender
 from disagg.transport.blocks import BlockCache
+from disagg.transport.device.staging import Staging
 from disagg.transport.names import TransportName
 from disagg.transport.shared_storage import Storage
 
 
 @dataclass(frozen=True)
 class Means:
-    """What transports need beside the cache: the address to listen on, the secret, a folder."""
+    """What transports need beside the cache: the address to listen on, the secret, a folder, and,
+    for a cache on a device, memory to stage in."""
 
     host: str
     secret: bytes
     storage: Storage
+    staging: Staging | None = None
 
 
 def make_sender(name: TransportName, cache: BlockCache, means: Means) -> Sender:
     """The producer's end."""
     match name:
+        case "cuda_ipc":
+            from disagg.transport.cuda_ipc import CudaIpcSender
+
+            return CudaIpcSender(cache, means.staging)
+        case "nccl":
+            from disagg.transport.nccl import NcclSender
+
+            return NcclSender(cache, means.staging, means.host, means.secret)
         case "process_memory":
             from disagg.transport.process_memory import ProcessMemorySender
 
@@ -34,16 +45,24 @@ def make_sender(name: TransportName, cache: BlockCache, means: Means) -> Sender:
         case "tcp":
             from disagg.transport.tcp import TcpSender
 
-            return TcpSender(cache, means.host, means.secret)
+            return TcpSender(cache, means.host, means.secret, staging=means.staging)
         case "shared_storage":
             from disagg.transport.shared_storage import SharedStorageSender
 
-            return SharedStorageSender(cache, means.storage)
+            return SharedStorageSender(cache, means.storage, means.staging)
 
 
 def make_receiver(name: TransportName, cache: BlockCache, means: Means) -> Receiver:
     """The consumer's end."""
     match name:
+        case "cuda_ipc":
+            from disagg.transport.cuda_ipc import CudaIpcReceiver
+
+            return CudaIpcReceiver(cache, means.staging)
+        case "nccl":
+            from disagg.transport.nccl import NcclReceiver
+
+            return NcclReceiver(cache, means.staging, means.secret)
         case "process_memory":
             from disagg.transport.process_memory import ProcessMemoryReceiver
 
@@ -51,11 +70,11 @@ def make_receiver(name: TransportName, cache: BlockCache, means: Means) -> Recei
         case "tcp":
             from disagg.transport.tcp import TcpReceiver
 
-            return TcpReceiver(cache, means.secret)
+            return TcpReceiver(cache, means.secret, staging=means.staging)
         case "shared_storage":
             from disagg.transport.shared_storage import SharedStorageReceiver
 
-            return SharedStorageReceiver(cache, means.storage)
+            return SharedStorageReceiver(cache, means.storage, means.staging)
 
 
 def make_senders(names: Sequence[TransportName], cache: BlockCache, means: Means) -> list[Sender]:

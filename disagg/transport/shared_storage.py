@@ -8,6 +8,7 @@ never used as a path: only its last part counts, inside our own folder.
 
 The consumer reads straight into its blocks and does not map the file: a mapped file that
 another host truncates or removes kills the reader with SIGBUS, a read fails with an error.
+Blocks on a device pass through staging memory; one piece is copied while another is on the disk.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -33,9 +35,11 @@ import xxhash
 from disagg.errors import DataCorrupt, TransferError
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.blocks import ITEM_BYTES, BlockCache, Bytes, Selection
+from disagg.transport.device.staging import Staging
 from disagg.transport.processes import start_time
 
 NAME = "shared_storage"
+_Pieces: TypeAlias = Generator[list[Bytes], None, None]
 _SUFFIX = ".safetensors"
 _LENGTH = struct.Struct("<Q")
 _IOV_MAX = 512
@@ -67,12 +71,15 @@ class Storage:
 
 
 class SharedStorageSender:
-    """Writes fetches as files. At most `max_bytes` of them exist at any time."""
+    """Writes fetches as files. At most `max_bytes` of them exist at any time.
+
+    `staging`: for a cache on a device.
+    """
 
     name = NAME
 
-    def __init__(self, cache: BlockCache, storage: Storage) -> None:
-        self._cache, self._storage = cache, storage
+    def __init__(self, cache: BlockCache, storage: Storage, staging: Staging | None = None) -> None:
+        self._cache, self._storage, self._staging = cache, storage, staging
         self._prefix = f"{_owner()}-{secrets.token_hex(4)}"
         self._live: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -94,7 +101,7 @@ class SharedStorageSender:
         size = len(header) + self._cache.num_bytes(blocks)
         name = self._reserve(size)
         try:
-            checksum = self._write(name, header, blocks)
+            checksum = self._write(name, header, self._content(blocks, deadline))
             deadline.left()
         except OSError as error:
             self._remove(name)
@@ -132,17 +139,22 @@ class SharedStorageSender:
         with self._lock:
             self._live.pop(name, None)
 
-    def _write(self, name: str, header: bytes, blocks: Selection) -> bytes:
+    def _content(self, blocks: Selection, deadline: Deadline) -> _Pieces:
+        if self._staging is None:
+            return self._cache.views(blocks)
+        return _one_by_one(self._staging.outgoing(self._cache, blocks, deadline))
+
+    def _write(self, name: str, header: bytes, content: _Pieces) -> bytes:
         path, checksum = self._storage.folder / name, xxhash.xxh3_128()
         temporary = path.with_name(name + ".tmp")
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
             _write_all(descriptor, [np.frombuffer(header, dtype=np.uint8)])
-            for index in range(len(self._cache.regions)):
-                pieces = self._cache.gather(index, blocks)
-                _write_all(descriptor, pieces)
-                for piece in pieces:
-                    checksum.update(piece.data)
+            with contextlib.closing(content):
+                for pieces in content:
+                    _write_all(descriptor, pieces)
+                    for piece in pieces:
+                        checksum.update(piece.data)
             if self._storage.fsync:
                 os.fsync(descriptor)
         finally:
@@ -152,12 +164,12 @@ class SharedStorageSender:
 
 
 class SharedStorageReceiver:
-    """Reads files straight into the cache: one copy."""
+    """Reads files straight into the cache: one copy. `staging`: for a cache on a device."""
 
     name = NAME
 
-    def __init__(self, cache: BlockCache, storage: Storage) -> None:
-        self._cache, self._folder = cache, storage.folder
+    def __init__(self, cache: BlockCache, storage: Storage, staging: Staging | None = None) -> None:
+        self._cache, self._folder, self._staging = cache, storage.folder, staging
 
     def usable(self, offer: bytes) -> bool:
         try:
@@ -202,17 +214,19 @@ class SharedStorageReceiver:
         if os.read(descriptor, len(header)) != header:
             raise DataCorrupt("the file describes other blocks", reason="storage_header")
         checksum = xxhash.xxh3_128()
-        for index in range(len(self._cache.regions)):
-            views = self._cache.views(index, job.blocks)
-            pieces = [self._cache.staging(index, job.blocks)] if views is None else views
-            _read_all(descriptor, pieces)
-            for piece in pieces:
-                checksum.update(piece.data)
-            if views is None:
-                self._cache.scatter(index, job.blocks, pieces[0])
-            job.deadline.left()
+        with contextlib.closing(self._room(job)) as room:
+            for pieces in room:
+                _read_all(descriptor, pieces)
+                for piece in pieces:
+                    checksum.update(piece.data)
+                job.deadline.left()
         if checksum.digest() != file.checksum:
             raise DataCorrupt("checksum differs", reason="storage_checksum")
+
+    def _room(self, job: FetchJob) -> _Pieces:
+        if self._staging is None:
+            return self._cache.views(job.blocks)
+        return _one_by_one(self._staging.incoming(self._cache, job.blocks, job.deadline, job.after))
 
 
 def sweep(folder: Path, max_age_s: float = _MAX_AGE_S) -> int:
@@ -257,6 +271,13 @@ def _header(cache: BlockCache, blocks: Selection) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
+
+
+def _one_by_one(staged: Generator[Bytes, None, None]) -> _Pieces:
+    """Lists of one piece; to be closed like what they come from."""
+    with contextlib.closing(staged):
+        for piece in staged:
+            yield [piece]
 
 
 def _write_all(descriptor: int, pieces: Sequence[Bytes]) -> None:

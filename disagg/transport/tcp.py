@@ -24,9 +24,10 @@ from disagg.transport import tcp_wire as w
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.channel import Channel, shut, tune
+from disagg.transport.device.staging import Staging
 from disagg.transport.listener import Listener
 from disagg.transport.tcp_pool import Pool, Streams
-from disagg.transport.tcp_stream import receive_blocks, send_blocks, share
+from disagg.transport.tcp_stream import landing, receive_blocks, send_blocks, share
 
 NAME = "tcp"
 
@@ -56,13 +57,22 @@ class _Fetch:
 class TcpSender:
     """Listens for data connections on exactly `host`; a thread for each, asleep between streams.
 
-    Raises `ConfigError` for a host that is not one address, `OSError` if it cannot be bound.
+    `staging`: for a cache on a device; then a fetch is one stream. Raises `ConfigError` for a host
+    that is not one address, `OSError` if it cannot be bound.
     """
 
     name = NAME
 
-    def __init__(self, cache: BlockCache, host: str, secret: bytes, *, port: int = 0) -> None:
-        self._cache, self._secret = cache, w.data_secret(secret)
+    def __init__(
+        self,
+        cache: BlockCache,
+        host: str,
+        secret: bytes,
+        *,
+        port: int = 0,
+        staging: Staging | None = None,
+    ) -> None:
+        self._cache, self._secret, self._staging = cache, w.data_secret(secret), staging
         self._fetches: dict[bytes, _Fetch] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -74,7 +84,9 @@ class TcpSender:
 
     def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
         wanted = w.decode(detail, w.Request).streams
-        streams = max(1, min(wanted, blocks.count, w.MAX_STREAMS))
+        # Of staging memory there is little: a fetch that takes it twice keeps others waiting.
+        most = w.MAX_STREAMS if self._staging is None else 1
+        streams = max(1, min(wanted, blocks.count, most))
         key = secrets.token_bytes(16)
         with self._changed:
             if self._closed or len(self._fetches) >= _MAX_STAGED:
@@ -139,7 +151,14 @@ class TcpSender:
         try:
             blocks = share(fetch.blocks, pull.stream, fetch.streams)
             channel.send(w.encode(w.Sending(self._cache.num_bytes(blocks))), fetch.deadline)
-            checksum = send_blocks(channel.sock, self._cache, blocks, fetch.deadline)
+            checksum = send_blocks(
+                channel.sock,
+                self._cache,
+                blocks,
+                fetch.deadline,
+                self._staging,
+                lambda: self._look_for_end(pull.key),
+            )
         finally:
             with self._changed:
                 fetch.reading.remove(channel.sock)
@@ -148,19 +167,31 @@ class TcpSender:
         # not find, and cut, a connection that is done.
         channel.send(checksum, fetch.deadline)
 
+    def _look_for_end(self, key: bytes) -> None:
+        if key not in self._fetches:
+            raise PeerLost("the fetch ended before it had memory to stage in")
+
 
 class TcpReceiver:
     """Pulls fetches over pooled data connections, straight into a host cache.
 
     `streams`: how many share one fetch; default by its size and the cores of this machine.
+    `staging`: for a cache on a device, which takes one stream for a fetch.
     """
 
     name = NAME
 
-    def __init__(self, cache: BlockCache, secret: bytes, *, streams: int | None = None) -> None:
+    def __init__(
+        self,
+        cache: BlockCache,
+        secret: bytes,
+        *,
+        streams: int | None = None,
+        staging: Staging | None = None,
+    ) -> None:
         if streams is not None and not 1 <= streams <= w.MAX_STREAMS:
             raise ValueError(f"streams must be 1 to {w.MAX_STREAMS}, not {streams}")
-        self._cache, self._streams = cache, streams
+        self._cache, self._streams, self._staging = cache, streams, staging
         self._pool = Pool(secret)
 
     def usable(self, offer: bytes) -> bool:
@@ -190,6 +221,8 @@ class TcpReceiver:
         self._pool.close()
 
     def _worthwhile(self, blocks: Selection) -> int:
+        if self._staging is not None:
+            return 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         most = min(cores // _CORES_PER_STREAM, w.MAX_STREAMS // 2)
         return max(1, min(most, self._cache.num_bytes(blocks) // _STREAM_BYTES))
@@ -200,6 +233,7 @@ class TcpReceiver:
         with (
             self._pool.connection((staged.at.host, staged.at.port), deadline) as channel,
             together.using(channel.sock),
+            landing(self._cache, blocks, job, self._staging) as pieces,
         ):
             channel.send(w.encode(w.Pull(staged.key, stream)), deadline)
             sending = w.decode(channel.receive(deadline), w.Sending).size
@@ -207,6 +241,6 @@ class TcpReceiver:
                 raise TransferError("the producer has no such fetch", reason="tcp_gone")
             if sending != size:
                 raise DataCorrupt(f"{sending} bytes where {size} were due", reason="tcp_size")
-            checksum = receive_blocks(channel.sock, self._cache, blocks, deadline)
+            checksum = receive_blocks(channel.sock, pieces, deadline)
             if channel.receive(deadline) != checksum:
                 raise DataCorrupt("checksum differs", reason="tcp_checksum")

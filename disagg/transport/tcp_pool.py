@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from disagg.errors import PeerLost, PeerRefused
 from disagg.transport import tcp_wire as w
 from disagg.transport.base import Deadline
-from disagg.transport.channel import Channel, shut
+from disagg.transport.channel import Channel, is_quiet, shut
 
 _POOLED_PER_PEER = 16
 
@@ -63,7 +63,7 @@ class Pool:
                     self._idle.pop(address, None)
                     return None
                 channel = idle.pop()
-            if _is_quiet(channel.sock):
+            if is_quiet(channel.sock):
                 return channel
             channel.close()
 
@@ -134,15 +134,3 @@ class Streams:
             self._error = self._error or error
             for sock in self._sockets:
                 shut(sock)
-
-
-def _is_quiet(sock: socket.socket) -> bool:
-    """Whether an idle connection is open and has nothing to read."""
-    try:
-        sock.settimeout(0)
-        sock.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False  # its end, or bytes that nobody asked for

@@ -5,12 +5,15 @@ at once, on a socket that blocks in the kernel. A timeout of Python's would make
 non-blocking, and every call as small as what just happens to lie in its buffer. The wait of
 each call is bounded by the kernel instead (SO_RCVTIMEO, SO_SNDTIMEO), by the time that is left.
 
-It never allocates for host memory, never asks the kernel to read pages after a call returned
-(MSG_ZEROCOPY), and trusts nothing it received: the caller compares the checksums.
+It never allocates, never asks the kernel to read pages after a call returned (MSG_ZEROCOPY), and
+trusts nothing it received: the caller compares the checksums. Blocks on a device pass through the
+worker's staging memory, piece by piece.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -19,16 +22,15 @@ from dataclasses import replace
 import xxhash
 
 from disagg.errors import PeerLost
-from disagg.transport.base import Deadline
+from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.blocks import BlockCache, Bytes, Selection
+from disagg.transport.device.staging import Staging
 
 # Large enough that calls and wake-ups do not count (on busy cores 4 MiB moved a third more than
 # 1 MiB), small enough to be hashed before it leaves the processor's cache; it also bounds what
 # is still read of the cache after a stream was cut. The sizes of socket buffers are left to the
 # kernel: to set them ends its own tuning, and it often allows less than it would have taken.
 CHUNK = 4 << 20
-# Device memory is copied at its best in larger pieces.
-_STAGED = 8 << 20
 _IOV_MAX = 1024  # of Linux and macOS
 _TIMEVAL = struct.Struct("@ll")
 
@@ -41,68 +43,68 @@ def share(blocks: Selection, stream: int, streams: int) -> Selection:
 
 
 def send_blocks(
-    sock: socket.socket, cache: BlockCache, blocks: Selection, deadline: Deadline
+    sock: socket.socket,
+    cache: BlockCache,
+    blocks: Selection,
+    deadline: Deadline,
+    staging: Staging | None = None,
+    look: Callable[[], None] = lambda: None,
 ) -> bytes:
     """Send a selection, region by region; returns the checksum (xxh3-128) of its bytes.
 
-    Raises `PeerLost`. Nothing of the cache is read once it returned or raised.
+    `look` is called while it waits for staging memory, to raise what ends that. Raises
+    `TransferError`. Nothing of the cache is read once it returned or raised.
     """
     checksum = xxhash.xxh3_128()
     sock.settimeout(None)
-    for batch in _batches(_outgoing(cache, blocks)):
-        for piece in batch:
-            checksum.update(piece)
-        _all(sock, sock.sendmsg, socket.SO_SNDTIMEO, batch, deadline)
+
+    def send(pieces: Iterable[Bytes]) -> None:
+        for batch in _batches(pieces):
+            for piece in batch:
+                checksum.update(piece)
+            _all(sock, sock.sendmsg, socket.SO_SNDTIMEO, batch, deadline)
+
+    if staging is None:
+        send(itertools.chain.from_iterable(cache.views(blocks)))
+    else:
+        with contextlib.closing(staging.outgoing(cache, blocks, deadline, look)) as staged:
+            for piece in staged:
+                send([piece])  # each by itself: it is overwritten when the next is asked for
     return checksum.digest()
 
 
-def receive_blocks(
-    sock: socket.socket, cache: BlockCache, blocks: Selection, deadline: Deadline
-) -> bytes:
-    """Fill a selection; returns the checksum of what arrived. Raises `PeerLost`."""
+def receive_blocks(sock: socket.socket, pieces: Iterable[list[Bytes]], deadline: Deadline) -> bytes:
+    """Fill what `landing` gave; returns the checksum of what arrived. Raises `TransferError`."""
     checksum = xxhash.xxh3_128()
     sock.settimeout(None)
-
-    def fill(pieces: list[Bytes]) -> None:
-        for batch in _batches(pieces):
-            _all(sock, receive, socket.SO_RCVTIMEO, batch, deadline)
-            for piece in batch:
-                checksum.update(piece)
 
     def receive(batch: list[memoryview]) -> int:
         return sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
 
-    if cache.on_host:
-        fill(list(_host_pieces(cache, blocks)))
-    else:
-        for index, part in _parts(cache, blocks):
-            staged = cache.staging(index, part)
-            fill([staged])
-            cache.scatter(index, part, staged)
+    for some in pieces:
+        for batch in _batches(some):
+            _all(sock, receive, socket.SO_RCVTIMEO, batch, deadline)
+            for piece in batch:
+                checksum.update(piece)
     return checksum.digest()
 
 
-def _outgoing(cache: BlockCache, blocks: Selection) -> Iterator[Bytes]:
-    if cache.on_host:
-        yield from _host_pieces(cache, blocks)
-    else:
-        for index, part in _parts(cache, blocks):
-            yield from cache.gather(index, part)
+@contextlib.contextmanager
+def landing(
+    cache: BlockCache, blocks: Selection, job: FetchJob, staging: Staging | None
+) -> Iterator[Iterable[list[Bytes]]]:
+    """Memory for the bytes of a selection, in wire order, for the time of the block: lists of
+    pieces, each of which is full when the next is asked for. Nothing is written afterwards.
 
-
-def _host_pieces(cache: BlockCache, blocks: Selection) -> Iterator[Bytes]:
-    for index, runs in enumerate(cache.all_runs(blocks)):
-        yield from cache.cut(index, runs)
-
-
-def _parts(cache: BlockCache, blocks: Selection) -> Iterator[tuple[int, Selection]]:
-    """Region by region, parts of it that fit into one staging buffer, at least one unit each."""
-    unit_bytes = cache.num_bytes(replace(blocks, count=1)) // len(cache.regions)
-    step = max(1, _STAGED // max(1, unit_bytes))
-    for index in range(len(cache.regions)):
-        for first in range(0, blocks.count, step):
-            count = min(step, blocks.count - first)
-            yield index, replace(blocks, first=blocks.first + first, count=count)
+    Waits for staging memory before the producer is asked to send, which then takes its own: so who
+    sends never waits for who receives, and no ring of workers waits for each other.
+    """
+    if staging is None:
+        yield [list(itertools.chain.from_iterable(cache.views(blocks)))]
+        return
+    with contextlib.closing(staging.incoming(cache, blocks, job.deadline, job.after)) as staged:
+        first = list(itertools.islice(staged, 1))
+        yield ([piece] for piece in itertools.chain(first, staged))
 
 
 def _batches(pieces: Iterable[Bytes]) -> Iterator[list[memoryview]]:

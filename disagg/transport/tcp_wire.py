@@ -7,14 +7,24 @@ with their checksum. Nothing here opens or waits.
 
 from __future__ import annotations
 
-import hashlib
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
-from disagg.errors import PeerRefused
+from disagg.transport.wire import decode, encode, secret_for
 
-T = TypeVar("T")
+__all__ = [
+    "HELLO",
+    "MAX_STREAMS",
+    "Offer",
+    "Pull",
+    "Request",
+    "Sending",
+    "Staged",
+    "data_secret",
+    "decode",
+    "encode",
+]
 
 HELLO = b"disagg-tcp/1"
 
@@ -57,17 +67,6 @@ class Sending(msgspec.Struct, frozen=True, array_like=True):
     size: int | None
 
 
-encode = msgspec.msgpack.Encoder().encode
-
-
-def decode(body: bytes, kind: type[T]) -> T:
-    """The message in `body`; raises `PeerRefused` for anything else."""
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise PeerRefused(f"{kind.__name__} not understood: {error}", reason="protocol") from error
-
-
 def data_secret(secret: bytes) -> bytes:
     """What data connections are signed with, so that none passes for a control channel."""
-    return hashlib.blake2b(b"disagg tcp data", key=hashlib.sha256(secret).digest()).digest()
+    return secret_for(b"disagg tcp data", secret)

@@ -31,11 +31,16 @@ PLAIN = Shape()
 
 def make(shape: Shape, seed: int | None, device: str = "cpu") -> BlockCache:
     """A cache that holds the random bytes of this seed, or poison."""
+    flat = torch.from_numpy(content(num_bytes(shape), seed)).to(device)
+    return BlockCache(regions(shape, flat))
+
+
+def regions(shape: Shape, flat: torch.Tensor) -> list[Region]:
+    """These bytes as the layers of such a cache."""
     sizes = dict(zip("LBHNC", _sizes(shape), strict=True))
-    flat = torch.from_numpy(_content(math.prod(sizes.values()), seed)).to(device)
     whole = flat.view([sizes[axis] for axis in shape.layout])
     by_layer = whole.permute([shape.layout.index(axis) for axis in "LBHNC"])
-    return BlockCache([Region(f"layer.{i}", by_layer[i], "U8") for i in range(shape.layers)])
+    return [Region(f"layer.{i}", by_layer[i], "U8") for i in range(shape.layers)]
 
 
 def tokens(cache: BlockCache, index: int, block_ids: Sequence[int]) -> torch.Tensor:
@@ -77,11 +82,17 @@ def fill(cache: BlockCache, block_ids: Sequence[int], value: int) -> None:
         region.memory[list(block_ids)] = value
 
 
+def num_bytes(shape: Shape) -> int:
+    """Of the whole cache."""
+    return math.prod(_sizes(shape))
+
+
 def _sizes(shape: Shape) -> tuple[int, ...]:
     return shape.layers, shape.blocks, shape.heads, shape.tokens, shape.content
 
 
-def _content(size: int, seed: int | None) -> np.ndarray:
+def content(size: int, seed: int | None) -> np.ndarray:
+    """The random bytes of this seed, or poison."""
     if seed is None:
         return np.full(size, POISON, np.uint8)
     words: np.ndarray = np.random.SFC64(seed).random_raw(size // 8 + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -11,31 +10,43 @@ from pathlib import Path
 import pytest
 import torch
 from transport.caches import PLAIN, Shape
+from transport.host_device import COMPILER
 from transport.pairs import MakePair, Pair, Start
 from transport.worker import Remote, Setup, Worker
 
 from disagg.transport.names import TransportName
 
-# Transport -> the kinds of memory that it moves.
+# Transport -> the kinds of memory that it moves; standin: host memory in the place of a GPU's.
 KINDS: dict[TransportName, tuple[str, ...]] = {
+    "cuda_ipc": ("cuda", "standin"),
+    "nccl": ("cuda", "standin"),
     "process_memory": ("cpu",),
-    "tcp": ("cpu", "cuda"),
-    "shared_storage": ("cpu", "cuda"),
+    "tcp": ("cpu", "cuda", "standin"),
+    "shared_storage": ("cpu", "cuda", "standin"),
 }
 Way = tuple[TransportName, str]
-WAYS: list[Way] = [
-    (name, kind)
-    for name, kinds in KINDS.items()
-    for kind in kinds
-    if importlib.util.find_spec(f"disagg.transport.{name}")
+# Of these only what lies before the wire differs, which `test_staged.py` tries each time.
+LATER: set[Way] = {("tcp", "standin"), ("shared_storage", "standin")}
+WAYS = [
+    pytest.param(way, id="-".join(way), marks=[pytest.mark.slow] if way in LATER else [])
+    for way in ((name, kind) for name, kinds in KINDS.items() for kind in kinds)
 ]
 
 
-@pytest.fixture(params=WAYS, ids="-".join)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The stand-in is no matter of speed, and large amounts take long with it."""
+    for item in items:
+        if "standin-256MiB" in item.name:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Way:
     chosen: Way = request.param
     if chosen[1] == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
+    if chosen[1] == "standin" and COMPILER is None:
+        pytest.skip("needs g++ to run the kernel on the host")
     return chosen
 
 

@@ -204,12 +204,12 @@ def test_leases_of_50_ms_under_load(make_pair: MakePair) -> None:
 
 def test_consumer_that_never_releases(make_pair: MakePair) -> None:
     pair = make_pair(use_limit_s=0.4)
-    pair.producer.call("grant", 0, [1, 2], 0.1, scribble=True)
     receiver, endpoint = pair.consumer.receiver, pair.producer.endpoint
     job = FetchJob(pair.consumer.cache.whole([3, 4]), Deadline.after(5))
     with pair.consumer.peers.connection(endpoint, job.deadline) as connection:
-        connection.ask(p.Acquire(endpoint.generation, 0), p.Acquired, job.deadline)
         assert receiver.usable(connection.welcome.offers[receiver.name])
+        pair.producer.call("grant", 0, [1, 2], 0.1, scribble=True)
+        connection.ask(p.Acquire(endpoint.generation, 0), p.Acquired, job.deadline)
         request = p.Fetch(receiver.name, p.Part(8, ((0, 2),)), receiver.request(job))
         answer = connection.ask(request, p.Fetched, job.deadline).answer
         receiver.receive(job, answer)

@@ -169,9 +169,11 @@ def test_both_directions_at_once(start: Start) -> None:
 
 
 @pytest.mark.parametrize("role", ["consumer", "producer"])
-def test_no_copy_keeps_other_threads_waiting(start: Start, role: str) -> None:
+def test_no_copy_keeps_other_threads_waiting(start: Start, way: tuple[str, str], role: str) -> None:
     """Of several tries one must go by without a pause as long as a third of it: whoever keeps
     the GIL for a copy fails them all, a busy machine does not."""
+    if way[1] == "standin":
+        pytest.skip("threads in the place of a GPU's streams show nothing of it")
     shape = Shape(blocks=64, heads=8, tokens=128, content=256, layers=16)
     there = start(shape, remote=True, empty=role == "producer")
     here = start(shape, remote=False, empty=role == "consumer")

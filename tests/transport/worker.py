@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transport import caches
+from transport import caches, host_device
 
 from disagg.transport import handoff
 from disagg.transport import protocol as p
 from disagg.transport.base import Deadline, FetchJob, Receiver
-from disagg.transport.blocks import Selection
+from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.client import Endpoint, Peers
+from disagg.transport.device.staging import Staging, open_staging
 from disagg.transport.lease import LeaseTable
 from disagg.transport.names import PREFERENCE, TransportName
-from disagg.transport.registry import Means, make_receiver, make_sender
+from disagg.transport.registry import Means, make_receivers, make_senders
 from disagg.transport.server import ControlServer
 from disagg.transport.shared_storage import Storage
 
@@ -53,6 +54,8 @@ class Setup:
     folder: Path
     use_limit_s: float = 20.0
     secret: bytes = SECRET
+    staging_bytes: int = 64 << 20
+    also: tuple[TransportName, ...] = ()
 
 
 @dataclass
@@ -95,22 +98,24 @@ class Worker:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.cache = caches.make(setup.shape, setup.seed, setup.device)
+        self.cache, self.staging = _cache(setup)
         storage = Storage(setup.folder, 4 << 30)
-        means = Means("127.0.0.1", SECRET, storage)
-        self.sender = make_sender(setup.transport, self.cache, means)
-        self.receiver = make_receiver(setup.transport, self.cache, means)
+        means = Means("127.0.0.1", SECRET, storage, self.staging)
+        names = (setup.transport, *setup.also)
+        self.senders = make_senders(names, self.cache, means)
+        self.receivers = make_receivers(names, self.cache, means)
+        self.receiver = self.receivers[0]
         self.leases = LeaseTable()
         generation = os.urandom(8).hex()
         self.server = ControlServer(
             host="127.0.0.1",
             port=0,
             secret=SECRET,
-            hello=p.Welcome("engine", generation, {self.sender.name: self.sender.offer()}),
+            hello=p.Welcome("engine", generation, {one.name: one.offer() for one in self.senders}),
             fingerprint=FINGERPRINT,
             cache=self.cache,
             leases=self.leases,
-            senders=[self.sender],
+            senders=self.senders,
             use_limit_s=setup.use_limit_s,
         )
         self.endpoint = Endpoint("127.0.0.1", self.server.port, generation)
@@ -130,12 +135,13 @@ class Worker:
         self.leases.grant(lease, str(lease), block_ids, seconds)
 
     def fetch(self, order: Order) -> handoff.Moved:
-        receiver: Receiver = self.receiver
+        receivers: list[Receiver] = list(self.receivers)
         if order.before is not None or order.after is not None:
-            receiver = _Interrupted(receiver, _act(order.before), _act(order.after))
+            acts = _act(order.before), _act(order.after)
+            receivers = [_Interrupted(receiver, *acts) for receiver in receivers]
         wanted = handoff.Wanted(order.endpoint, order.lease, order.part, order.readers)
         job = FetchJob(order.mine, Deadline.after(order.seconds))
-        return handoff.fetch(self.peers, wanted, job, [receiver])
+        return handoff.fetch(self.peers, wanted, job, receivers)
 
     def prompts(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         return caches.prompts(self.cache, block_ids)
@@ -151,9 +157,13 @@ class Worker:
 
     def close(self) -> None:
         self.peers.close()
-        self.receiver.close()
+        for receiver in self.receivers:
+            receiver.close()
         self.server.close()
-        self.sender.close()
+        for sender in self.senders:
+            sender.close()
+        if self.staging is not None:
+            self.staging.close()
         self._closed.set()
         self._freeing.join(5)
         self.leases.check_integrity()
@@ -166,6 +176,15 @@ class Worker:
                     if blocks is not None:
                         caches.fill(self.cache, blocks, caches.SCRIBBLE)
                     self._outcomes[ended.request_id] = ended.outcome
+
+
+def _cache(setup: Setup) -> tuple[BlockCache, Staging | None]:
+    """The cache, and what transports need beside it if it is on a device."""
+    if setup.device == "standin":
+        cache, device = host_device.make(setup.shape, setup.seed)
+        return cache, Staging(device, cache, setup.staging_bytes)
+    found = caches.make(setup.shape, setup.seed, setup.device)
+    return found, open_staging(found, setup.staging_bytes, sends=True, receives=True)
 
 
 class _Interrupted:

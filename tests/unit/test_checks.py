@@ -235,6 +235,25 @@ def test_without_vllm_names_are_unchecked_and_that_is_said(monkeypatch: pytest.M
     assert any("unchecked" in line for line in warnings)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "transports", "words"),
+    [
+        (0, ["cuda_ipc", "nccl"], "on CPUs; add tcp"),
+        (1, ["process_memory"], "on GPUs; add tcp"),
+    ],
+)
+def test_some_transport_must_fit_the_engines(
+    num_gpus: int, transports: list[str], words: str
+) -> None:
+    pool = {"resources": {"num_gpus": num_gpus}}
+    (line,) = problems_of(prefill=pool, decode=pool, transfer={"transports": transports})
+    assert line.startswith(f"transfer.transports: {transports}")
+    assert line.endswith(words)
+    checks.check(
+        deployment_with(prefill=pool, decode=pool, transfer={"transports": [*transports, "tcp"]})
+    )
+
+
 @pytest.mark.engine
 @pytest.mark.usefixtures("needs_vllm")
 def test_the_names_are_vllms_own() -> None:
@@ -255,9 +274,15 @@ def test_the_plan_shows_merged_values_and_no_secret(monkeypatch: pytest.MonkeyPa
         deployment_with(
             engine={"args": {"block_size": 64, "seed": 1}, "env": {"A": 1}},
             prefill={"args": {"block_size": 128}, "env": {"B": 2}, "replicas": 2},
-            transfer={"secret_env": "MY_SECRET", "storage": {"path": "/tmp/kv"}},
+            transfer={
+                "secret_env": "MY_SECRET",
+                "storage": {"path": "/tmp/kv"},
+                "staging_bytes": 1 << 20,
+            },
         )
     )
+    connector = resolved["decode"]["args"]["kv_transfer_config"]["kv_connector_extra_config"]
+    assert connector["staging_bytes"] == resolved["transfer"]["staging_bytes"] == 1 << 20
     assert resolved["prefill"]["args"]["block_size"] == 128
     assert resolved["decode"]["args"]["block_size"] == 64
     assert resolved["prefill"]["env"]["B"] == "2"

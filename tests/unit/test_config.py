@@ -41,7 +41,10 @@ def test_there_are_shipped_files() -> None:
 def test_the_smallest_file_needs_only_a_model(tmp_path: Path) -> None:
     deployment = load(write(tmp_path, "model: {path: org/name}"))
     assert deployment.prefill.replicas == deployment.decode.replicas == 1
-    assert deployment.transfer.transports == ["process_memory", "tcp", "shared_storage"]
+    assert deployment.transfer.transports == [
+        "cuda_ipc", "nccl", "process_memory", "tcp", "shared_storage"
+    ]  # fmt: skip
+    assert deployment.transfer.staging_bytes == 64 << 20
 
 
 @pytest.mark.parametrize(
@@ -63,8 +66,12 @@ def test_the_smallest_file_needs_only_a_model(tmp_path: Path) -> None:
         ),
         (
             "transfer: {transports: [carrier-pigeon]}",
-            "transfer.transports.0: 'carrier-pigeon' — must be 'process_memory', 'tcp' or "
-            "'shared_storage'",
+            "transfer.transports.0: 'carrier-pigeon' — must be 'cuda_ipc', 'nccl', "
+            "'process_memory', 'tcp' or 'shared_storage'",
+        ),
+        (
+            "transfer: {staging_bytes: 0}",
+            "transfer.staging_bytes: 0 — must be more than 0; set a larger value",
         ),
         ("transfer: {transports: []}", "transfer.transports: [] — must name at least 1"),
         ("engine: {env: {A: true}}", "engine.env.A: True — must be text; put it in quotes"),

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from disagg.connector import geometry
 from disagg.connector.halves import TwoHalves
 from disagg.connector.offload import setup
 from disagg.connector.offload.messages import OffloadWork
@@ -42,6 +43,10 @@ class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
 
     stats_class = OffloadStats
     prom_metrics_class = OffloadPromMetrics
+
+    @classmethod
+    def device_bytes(cls, extra_config: dict[str, Any]) -> int:
+        return read_settings(extra_config).staging_bytes
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -128,6 +133,8 @@ class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
     # ---- worker side -----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        cache = geometry.block_cache(kv_caches)
+        geometry.check_block_size(self._kv_cache_config, cache)
         self.worker.register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -21,6 +21,9 @@ class OffloadSettings(BaseModel):
     directory_bytes: int = Field(64 << 30, gt=0, description="All files of the folder together")
     blocks_per_chunk: int = Field(1, ge=1, description="Engine blocks that are moved as one")
     load_deadline_s: float = Field(30.0, gt=0, description="Then the prompt is computed")
+    staging_bytes: int = Field(
+        64 << 20, gt=0, description="Of a GPU's memory, for blocks on their way to and from tiers"
+    )
     lookup_deadline_s: float = Field(1.0, gt=0, description="Longest wait for the directory")
     engine_name: str | None = Field(None, description="Name in logs")
 

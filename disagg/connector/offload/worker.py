@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
 from functools import partial
@@ -33,10 +33,14 @@ from disagg.connector.offload.messages import (
     Write,
 )
 from disagg.connector.offload.settings import OffloadSettings
+from disagg.errors import TransferError
 from disagg.store.base import Key, Slot
 from disagg.store.directory import Directory
 from disagg.store.host_pool import HostPool
+from disagg.transport.base import Deadline, Event
 from disagg.transport.blocks import BlockCache, Bytes, copy_all, parts
+from disagg.transport.device.keeping import Keeper, Kept
+from disagg.transport.device.staging import Staging, open_staging
 from disagg.transport.host_memory import collapse
 
 logger = logging.getLogger(__name__)
@@ -46,6 +50,8 @@ TO_FILE, FROM_FILE = "CPU_to_STORAGE", "STORAGE_to_CPU"
 _READERS = 4
 # What one call copies, while the next is made ready; of less, one thread is done sooner than two.
 _COPY_BYTES = 16 << 20
+# A device's copy takes milliseconds, once what the model does before it is done.
+_STORE_S = 60.0
 # What is stored now is wanted later: it must not take a core from what is computed now.
 _NICE = 10
 OnEvicted: TypeAlias = Callable[[list[Key]], None]
@@ -64,6 +70,8 @@ class OffloadWorker:
         self._files: Directory | None = None
         self._cache: BlockCache | None = None
         self._pool: HostPool | None = None
+        self._staging: Staging | None = None
+        self._keeper: Keeper | None = None
         self._deferred: list[Store] = []
         self._storing: dict[int, Future[None]] = {}
         self._ended: queue.SimpleQueue[Done | Read] = queue.SimpleQueue()
@@ -80,12 +88,13 @@ class OffloadWorker:
     # ---- start and end ---------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the caches, and the memory for the pool."""
+        """Take the caches, and the memory for the pool and on the device."""
         self._cache = cache = geometry.block_cache(kv_caches)
         slot_bytes = cache.block_bytes * self._settings.blocks_per_chunk
         slots = self._slots
         collapse(cache.host_memory())
         self._pool = HostPool(slots, slot_bytes, None if cache.on_host else _pin)
+        self._open_staging(cache)
         self._files = self._open_files(cache, self._evicted.put)
         logger.info(
             "%s: tiers of %d slots of %d bytes%s",
@@ -95,33 +104,49 @@ class OffloadWorker:
             f", files in {self._settings.directory}" if self._files else "",
         )
 
+    def _open_staging(self, cache: BlockCache) -> None:
+        per = self._settings.blocks_per_chunk
+        self._staging = open_staging(
+            cache,
+            self._settings.staging_bytes,
+            sends=True,
+            receives=True,
+            blocks=per,
+            setting="kv_connector_extra_config.staging_bytes",
+        )
+        if self._staging is not None:
+            self._keeper = Keeper(self._staging, cache, per)
+
     def shutdown(self) -> None:
         """What was not stored by now is forgotten."""
         self._closed.set()
         pools = (self._store_pool, self._write_pool, self._load_pool, self._read_pool)
         for pool in (*pools, self._copy_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self._staging is not None:
+            self._staging.close()
 
     # ---- each step -------------------------------------------------------------------------
 
     def before_step(self, work: OffloadWork) -> None:
         """Begin the stores of the step before, which has sampled by now; wait for those whose
         blocks this step overwrites."""
-        for store in self._deferred:
-            self._submit(store)
+        begin = [*self._deferred, *(store for store in work.stores if store.job in work.flush)]
         self._deferred = [store for store in work.stores if store.job not in work.flush]
-        for store in work.stores:
-            if store.job in work.flush:
-                self._submit(store)
+        after = self._fence() if begin else None
+        for store in begin:
+            self._storing[store.job] = self._store_pool.submit(self._store, store, after)
         for job in work.flush:
             if (running := self._storing.get(job)) is not None:
                 running.result()
 
     def start(self, work: OffloadWork) -> None:
         """Begin loads and writes."""
+        # Steps before this one may still write to blocks that were given to loads since.
+        after = self._fence() if work.loads else None
         for load in work.loads:
             self._loads[load.job] = load.request_id
-            self._load_pool.submit(self._load, load)
+            self._load_pool.submit(self._load, load, after)
         for write in work.writes:
             self._write_pool.submit(self._write, write)
         if work.touched and self._files is not None:
@@ -152,9 +177,9 @@ class OffloadWorker:
         report, self._report = self._report, OffloadReport()
         return report
 
-    def _submit(self, store: Store) -> None:
-        ready = _event_of(self.cache)
-        self._storing[store.job] = self._store_pool.submit(self._store, store, ready)
+    def _fence(self) -> Event | None:
+        """On a device: an event behind all that was launched on the model's stream by now."""
+        return None if self._staging is None else self._staging.device.model_fence()
 
     @property
     def cache(self) -> BlockCache:
@@ -166,30 +191,28 @@ class OffloadWorker:
         assert self._pool is not None
         return self._pool.slot(slot.number)
 
+    def _address(self, slot: Slot) -> int:
+        assert self._pool is not None
+        return self._pool.address + slot.number * self._pool.slot_bytes
+
     def _bytes(self, slot: Slot) -> Bytes:
         return np.frombuffer(self._view(slot), np.uint8)
 
     # ---- in threads of ours ----------------------------------------------------------------
 
-    def _store(self, store: Store, ready: Callable[[], None]) -> None:
+    def _store(self, store: Store, after: Event | None) -> None:
         """Always reports exactly once: the scheduler half keeps the slots until then."""
         began, failed, reason, num_bytes = time.monotonic(), set[Key](), "", 0
-        per = self._settings.blocks_per_chunk
         try:
-            ready()
-            pairs: list[tuple[Bytes, Bytes]] = []
-            for number, slot in enumerate(store.slots):
-                ids = store.block_ids[number * per : (number + 1) * per]
-                num_bytes += self._out_of_blocks(ids, self._bytes(slot), pairs)
-            copy_all(pairs)
+            num_bytes = self._out_of_blocks(store, after)
         except Exception as error:
             logger.exception("storing blocks failed")
-            failed, reason = {slot.key for slot in store.slots}, type(error).__name__
+            failed, reason = {slot.key for slot in store.slots}, _reason(error)
         seconds = time.monotonic() - began
         done = Done(store.job, TO_HOST, num_bytes, seconds, frozenset(failed), reason)
         self._ended.put(done)
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: Load, after: Event | None) -> None:
         """Always reports exactly once: vLLM holds the request's blocks until then."""
         began, reason = time.monotonic(), ""
         deadline = began + self._settings.load_deadline_s
@@ -200,7 +223,7 @@ class OffloadWorker:
             if slot.key in load.from_files
         }
         at, per = -load.skip, self._settings.blocks_per_chunk
-        copies = _Copies(self._copy_pool)
+        copies = self._copies(Deadline(deadline), after)
         try:
             for slot in load.slots:
                 failed = slot.key
@@ -212,13 +235,13 @@ class OffloadWorker:
                         break
                 ids = load.block_ids[max(at, 0) : at + per]
                 skip = per - len(ids)
-                copies.added(self._into_blocks(self._bytes(slot), skip, ids, copies.pairs))
+                copies.added(self._into_blocks(slot, skip, ids, copies.pairs))
                 at += per
         except TooLate:
             reason = "deadline"
         except Exception as error:
             logger.exception("loading blocks failed")
-            reason = type(error).__name__
+            reason = _reason(error)
         reason = copies.end() or reason
         if not reason and at < len(load.block_ids):
             reason = "gone"
@@ -260,56 +283,56 @@ class OffloadWorker:
 
     # ---- bytes -----------------------------------------------------------------------------
 
-    def _out_of_blocks(
-        self, block_ids: Sequence[int], slot: Bytes, pairs: list[tuple[Bytes, Bytes]]
-    ) -> int:
-        """All regions of these blocks, region after region: copied from a device; of host memory
-        what is to be copied goes to `pairs`. Returns the bytes."""
-        cache, at = self.cache, 0
-        selection = cache.whole(block_ids)
-        if cache.on_host:
-            for index, runs in enumerate(cache.all_runs(selection)):
-                views = cache.cut(index, runs)
-                size = int(runs.lengths.sum())
-                pairs += zip(parts(slot[at : at + size], views), views, strict=True)
-                at += size
-            return at
-        for index in range(len(cache.regions)):
-            for piece in cache.gather(index, selection):
-                slot[at : at + len(piece)] = piece
-                at += len(piece)
-        return at
+    def _out_of_blocks(self, store: Store, after: Event | None) -> int:
+        """Copy blocks to their slots, all regions, region after region; returns the bytes."""
+        per, ids = self._settings.blocks_per_chunk, store.block_ids
+        chunks = [(slot, ids[n * per : (n + 1) * per]) for n, slot in enumerate(store.slots)]
+        if self._keeper is not None:
+            kept = [Kept(self._address(slot), 0, some) for slot, some in chunks]
+            self._keeper.store(kept, Deadline.after(_STORE_S), after)
+        else:
+            copy_all([pair for slot, some in chunks for pair in self._pairs(slot, 0, some)])
+        return len(ids) * self.cache.block_bytes
 
     def _into_blocks(
-        self,
-        slot: Bytes,
-        skip: int,
-        block_ids: Sequence[int],
-        pairs: list[tuple[Bytes, Bytes]],
+        self, slot: Slot, skip: int, block_ids: Sequence[int], pairs: list[Any]
     ) -> int:
-        """The reverse, without the first `skip` blocks of the slot."""
-        cache, at, moved = self.cache, 0, 0
-        selection = cache.whole(block_ids)
-        runs = cache.all_runs(selection) if cache.on_host else []
-        for index, region in enumerate(cache.regions):
+        """What is to be copied for the reverse, without the first `skip` blocks of the slot, goes
+        to `pairs`. Returns the bytes."""
+        if self._keeper is not None:
+            pairs.append(Kept(self._address(slot), skip, block_ids))
+        else:
+            pairs += [(to, data) for data, to in self._pairs(slot, skip, block_ids)]
+        return len(block_ids) * self.cache.block_bytes
+
+    def _pairs(
+        self, slot: Slot, skip: int, block_ids: Sequence[int]
+    ) -> Iterator[tuple[Bytes, Bytes]]:
+        """The same bytes in the slot and in blocks of host memory."""
+        cache, rest = self.cache, self._bytes(slot)
+        per = self._settings.blocks_per_chunk
+        for region, views in zip(cache.regions, cache.views(cache.whole(block_ids)), strict=True):
             block = region.memory[0].numel()
-            size, begin = len(block_ids) * block, at + skip * block
-            data = slot[begin : begin + size]
-            if cache.on_host:
-                views = cache.cut(index, runs[index])
-                pairs += zip(views, parts(data, views), strict=True)
-            else:
-                cache.scatter(index, selection, data)
-            at, moved = begin + size, moved + size
-        return moved
+            yield from zip(parts(rest[skip * block :], views), views, strict=True)
+            rest = rest[per * block :]
+
+    def _copies(self, deadline: Deadline, after: Event | None) -> _Copies:
+        keeper = self._keeper
+        if keeper is None:
+            return _Copies(self._copy_pool)
+        return _Copies(self._copy_pool, lambda kept: keeper.load(kept, deadline, after))
 
 
 class _Copies:
-    """Copies of one load, by threads that run while the next ones are made ready."""
+    """Copies of one load, by threads that run while the next ones are made ready. `pairs`: what
+    the next call of `copy` is given."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self.pairs: list[tuple[Bytes, Bytes]] = []
+    def __init__(
+        self, pool: ThreadPoolExecutor, copy: Callable[[list[Any]], None] = copy_all
+    ) -> None:
+        self.pairs: list[Any] = []
         self.num_bytes = 0
+        self._copy = copy
         self._pool, self._begun = pool, list[Future[None]]()
         self._waiting = 0
 
@@ -323,31 +346,27 @@ class _Copies:
     def begin(self) -> None:
         """Copy the pairs there are; new ones go to a new list."""
         if self.pairs:
-            self._begun.append(self._pool.submit(copy_all, self.pairs))
+            self._begun.append(self._pool.submit(self._copy, self.pairs))
             self.pairs, self._waiting = [], 0
 
     def end(self) -> str:
         """Copy what is left, and wait for all: nothing is written to afterwards. Returns why one
         failed."""
         reason = ""
-        last = partial(copy_all, self.pairs)
-        ends: list[Callable[[], None]] = [last, *(copy.result for copy in self._begun)]
+        last = [partial(self._copy, self.pairs)] if self.pairs else []
+        ends: list[Callable[[], None]] = [*last, *(copy.result for copy in self._begun)]
         for copied in ends:
             try:
                 copied()
             except Exception as error:
                 logger.exception("copying blocks failed")
-                reason = type(error).__name__
+                reason = _reason(error)
         return reason
 
 
-def _event_of(cache: BlockCache) -> Callable[[], None]:
-    """What waits until all that was launched on the model's stream by now has been done."""
-    if cache.on_host:
-        return lambda: None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return lambda: event.synchronize()
+def _reason(error: Exception) -> str:
+    """In one word, for a metric's label."""
+    return error.reason if isinstance(error, TransferError) else type(error).__name__
 
 
 def _pin(address: int, size: int) -> Callable[[], None]:

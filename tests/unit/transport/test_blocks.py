@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.transport.blocks import BlockCache, Region, Selection
+from disagg.transport.blocks import BlockCache, Region, Selection, parts
 
 # vLLM's six: which axis is outermost. L layers, B blocks, H heads, N tokens, C content.
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
@@ -53,21 +53,32 @@ def naive(cache: BlockCache, index: int, selection: Selection) -> bytes:
     return b"".join(pieces)
 
 
+def gathered(cache: BlockCache, index: int, selection: Selection) -> np.ndarray:
+    """The selection of one region, as its views have it."""
+    return np.concatenate([np.empty(0, np.uint8), *list(cache.views(selection))[index]])
+
+
+def scatter(cache: BlockCache, index: int, selection: Selection, data: np.ndarray) -> None:
+    """Write the selection of one region through its views."""
+    views = list(cache.views(selection))[index]
+    for view, part in zip(views, parts(data, views), strict=True):
+        view[:] = part
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
-def test_gather_and_scatter(layout: str, selection: Selection) -> None:
+def test_views_are_the_wire_order(layout: str, selection: Selection) -> None:
     source, target = make(layout), make(layout)
     source.check(selection)
     moved = 0
     for index in range(len(source.regions)):
         expected = naive(source, index, selection)
-        found = b"".join(view.tobytes() for view in source.gather(index, selection))
-        assert found == expected
+        assert gathered(source, index, selection).tobytes() == expected
         shape = source.shape(index, selection)
         assert np.prod(shape, dtype=int) * 2 == len(expected)
-        assert len(source.staging(index, selection)) == len(expected)
+        assert source.row_bytes(index, selection) * selection.count == len(expected)
         before = target.regions[index].memory.clone()
-        target.scatter(index, selection, np.frombuffer(bytearray(expected), np.uint8))
+        scatter(target, index, selection, np.frombuffer(expected, np.uint8))
         assert naive(target, index, selection) == expected
         changed = (target.regions[index].memory != before).any(-1).numpy()
         assert not (changed & ~_selected(target, selection)).any(), "it wrote outside"
@@ -92,9 +103,9 @@ def test_head_slices_meet_the_cache_that_holds_just_these_heads(layout: str) -> 
     wide, narrow = make(layout), make(layout, {**SIZES, "H": 1})
     part, whole = Selection([5, 2, 6], 4, 1, 5, (2, 3)), Selection([1, 0, 3], 4, 1, 5, (0, 1))
     for index in range(len(wide.regions)):
-        narrow.scatter(index, whole, np.concatenate(wide.gather(index, part)))
+        scatter(narrow, index, whole, gathered(wide, index, part))
         assert naive(narrow, index, whole) == naive(wide, index, part)
-        wide.scatter(index, part, np.concatenate(narrow.gather(index, whole)))
+        scatter(wide, index, part, gathered(narrow, index, whole))
         assert naive(wide, index, part) == naive(narrow, index, whole)
 
 
@@ -104,7 +115,7 @@ def test_block_sizes_meet_in_units(layout: str) -> None:
     coarse, fine = make(layout), make(layout, {**SIZES, "N": 4, "B": 14})
     of_coarse, of_fine = Selection([6, 0, 3], 4, 1, 4), Selection([9, 1, 13, 2], 4, 0, 4)
     for index in range(len(coarse.regions)):
-        fine.scatter(index, of_fine, np.concatenate(coarse.gather(index, of_coarse)))
+        scatter(fine, index, of_fine, gathered(coarse, index, of_coarse))
         there, here = coarse.regions[index].memory, fine.regions[index].memory
         sent = torch.cat([there[block] for block in (6, 0, 3)], dim=1)[:, 4:20]
         assert torch.equal(torch.cat([here[block] for block in (9, 1, 13, 2)], dim=1), sent)
@@ -137,8 +148,7 @@ def test_neighbours_are_merged(
 def test_views_are_the_cache_itself() -> None:
     memory = torch.zeros(8, 1, 4, 4, dtype=torch.uint8)
     cache = BlockCache([Region("a", memory, "U8")])
-    views = cache.views(0, cache.whole([2, 3, 7]))
-    assert views is not None
+    (views,) = cache.views(cache.whole([2, 3, 7]))
     assert [len(view) for view in views] == [32, 16]
     views[0][:] = 9
     assert memory[2:4].eq(9).all()
@@ -148,8 +158,7 @@ def test_views_are_the_cache_itself() -> None:
 def test_a_region_that_starts_inside_its_storage() -> None:
     whole = torch.arange(2 * 3 * 4, dtype=torch.uint8).view(2, 3, 1, 1, 4)
     cache = BlockCache([Region("k", whole[0], "U8"), Region("v", whole[1], "U8")])
-    (found,) = cache.gather(1, cache.whole([1]))
-    assert found.tolist() == [16, 17, 18, 19]
+    assert gathered(cache, 1, cache.whole([1])).tolist() == [16, 17, 18, 19]
 
 
 def test_regions_must_agree() -> None:

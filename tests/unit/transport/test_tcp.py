@@ -66,16 +66,13 @@ def large(mib: int, value: int | None, *, blocks: int = 64, layers: int = 2) -> 
 
 
 def content(cache: BlockCache, blocks: Selection) -> list[bytes]:
-    return [
-        b"".join(view.tobytes() for view in cache.views(index, blocks) or ())
-        for index in range(len(cache.regions))
-    ]
+    return [b"".join(view.tobytes() for view in views) for views in cache.views(blocks)]
 
 
 def poisoned_but(cache: BlockCache, blocks: Selection) -> bool:
     """Whether all the rest of the cache still is poison. Overwrites the selection."""
-    for index in range(len(cache.regions)):
-        for view in cache.views(index, blocks) or ():
+    for views in cache.views(blocks):
+        for view in views:
             view[:] = POISON
     return all(bool((r.memory == POISON).all()) for r in cache.regions)
 
@@ -231,6 +228,7 @@ def test_connections_are_kept_and_dead_ones_replaced(make: Make) -> None:
     whole = pair.source.whole([1])
     for _ in range(5):
         pair.fetch(whole, whole)
+    soon(lambda: pair.sender._listener.connections() == 1)
     (sock,) = pair.sender._listener._connections.values()
     sock.shutdown(socket.SHUT_RDWR)
     soon(lambda: not pair.sender._listener.connections())

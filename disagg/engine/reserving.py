@@ -1,0 +1,87 @@
+"""Keeps device memory free for transfers, which vLLM's memory profile knows nothing of.
+
+vLLM measures what the model needs, gives all the rest of `gpu_memory_utilization` to the KV cache,
+and only then makes connectors. So what ours say that they take of each GPU (`staging_bytes`, and
+what NCCL allocates for itself) is subtracted from what vLLM has found for the cache.
+
+Must never change an engine without our connector, nor one on a CPU, nor what a user asked for with
+`kv_cache_memory_bytes`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+# One of vLLM's: ours have handlers only when there is a connector.
+logger = logging.getLogger("vllm.disagg")
+
+Measure = Callable[[Any], list[int]]
+
+
+def install() -> None:
+    """In each process of vLLM's that may make an engine on GPUs."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    # Not the worker's method: it is imported when a worker starts, and costs others a second.
+    from vllm.v1.executor.abstract import Executor
+
+    Executor.determine_available_memory = leaving_room(Executor.determine_available_memory)
+
+
+def leaving_room(measure: Measure) -> Measure:
+    """vLLM's measure of memory for the cache, of each worker, less what transfers will take."""
+    if hasattr(measure, "leaves_room"):
+        return measure  # plugins may be loaded twice
+
+    @functools.wraps(measure)
+    def leaves_room(executor: Any) -> list[int]:
+        config = executor.vllm_config
+        on_cpu = config.device_config.device_type == "cpu"
+        taken = 0 if on_cpu else device_bytes(config.kv_transfer_config)
+        # Looked at before: vLLM sets it too, to what it has measured at an earlier start.
+        by_user = config.cache_config.kv_cache_memory_bytes is not None
+        available = measure(executor)
+        if not taken:
+            return available
+        if by_user:
+            logger.info(
+                "kv_cache_memory_bytes is set: the %d MiB that transfers take of each GPU must be "
+                "free beside it",
+                taken >> 20,
+            )
+            return available
+        logger.info("%d MiB of each GPU are left free for transfers", taken >> 20)
+        return [one - taken for one in available]
+
+    leaves_room.leaves_room = True  # type: ignore[attr-defined]
+    return leaves_room
+
+
+def device_bytes(transfer: KVTransferConfig | None) -> int:
+    """What our connectors among those configured take of each GPU."""
+    if transfer is None or transfer.kv_connector is None:
+        return 0
+    settings = transfer.kv_connector_extra_config
+    if transfer.kv_connector == "MultiConnector":
+        return sum(device_bytes(_child(child)) for child in settings.get("connectors", []))
+    if not (transfer.kv_connector_module_path or "").startswith("disagg."):
+        return 0  # not even imported before its time
+
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    connector: Any = KVConnectorFactory.get_connector_class(transfer)
+    return int(connector.device_bytes(settings))
+
+
+def _child(config: dict[str, Any]) -> KVTransferConfig:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(**config)

@@ -1,0 +1,188 @@
+"""What one launch of the kernel copies: tables worked out once for a fetch, and its chunks.
+
+A selection's rows are numbered region by region, unit by unit: row = region * units + unit. Their
+bytes in this order are the wire order that all transports share. Pure arithmetic: nothing here
+touches memory, so it holds on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.transport.blocks import BlockCache, Ints, Selection
+
+# Of the kernel's table, int64 [regions, COLUMNS]: base, block, unit, outer and inner stride of the
+# side that is read, the same of the side that is written, pieces of an inner axis, bytes of a
+# piece, bytes of a row.
+COLUMNS = 13
+_WORDS = (16, 8, 4, 2, 1)
+_MAX_UNITS = 2**31 - 1
+
+Units = npt.NDArray[np.int32]
+
+
+class Chunk(NamedTuple):
+    """Rows [first, first + rows), which are the bytes [at, at + size) of the wire."""
+
+    first: int
+    rows: int
+    at: int
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """Rows from one side to the other. A side is a cache, or a chunk whose address comes with the
+    launch. `table`: int64 [regions, COLUMNS]; `from_units`, `to_units`: int32 [units, 2], None for
+    a chunk; `row_bytes`: int64 [regions]; `word`: bytes that may be copied at once."""
+
+    table: Ints
+    from_units: Units | None
+    to_units: Units | None
+    units: int
+    row_bytes: Ints
+    word: int
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return int(self.row_bytes.sum()) * self.units
+
+    @property
+    def whole(self) -> Chunk:
+        """Everything at once."""
+        return Chunk(0, self.units * len(self.row_bytes), 0, self.size)
+
+    def chunks(self, limit: int) -> list[Chunk]:
+        """All rows, in order, as many at a time as `limit` bytes hold.
+
+        Raises `ValueError` if a single row is larger.
+        """
+        found: list[Chunk] = []
+        first = rows = at = size = 0
+        for region, row in enumerate(self.row_bytes.tolist()):
+            if row > limit:
+                raise ValueError(f"a row of {row} bytes does not fit a chunk of {limit}")
+            left = self.units
+            while left:
+                take = min(left, (limit - size) // row)
+                if take == 0:
+                    found.append(Chunk(first, rows, at, size))
+                    first, rows, at, size = first + rows, 0, at + size, 0
+                    continue
+                rows, size, left = rows + take, size + take * row, left - take
+            assert first + rows == (region + 1) * self.units
+        if rows:
+            found.append(Chunk(first, rows, at, size))
+        return found
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Where each region's rows lie: its first byte, strides of blocks, units, heads and tokens."""
+
+    base: list[int]
+    strides: list[tuple[int, int, int, int]]
+    units: Units | None
+
+
+def gather(cache: BlockCache, selection: Selection) -> Move:
+    """From blocks to chunks."""
+    return _move(cache, selection, _cache(cache, selection), _wire(cache, selection))
+
+
+def scatter(cache: BlockCache, selection: Selection) -> Move:
+    """From chunks to blocks."""
+    return _move(cache, selection, _wire(cache, selection), _cache(cache, selection))
+
+
+def across(
+    ours: BlockCache,
+    mine: Selection,
+    theirs: BlockCache,
+    its: Selection,
+    addresses: Sequence[int],
+) -> Move:
+    """From another cache's blocks, whose regions are mapped at `addresses`, to our own.
+
+    Raises `ValueError` unless both selections mean the same bytes.
+    """
+    if (mine.unit, mine.count) != (its.unit, its.count) or _rows(ours, mine) != _rows(theirs, its):
+        raise ValueError("the two sides do not mean the same selection")
+    return _move(ours, mine, _cache(theirs, its, addresses), _cache(ours, mine))
+
+
+def _rows(cache: BlockCache, selection: Selection) -> list[int]:
+    """Bytes of a row of each region."""
+    return [cache.row_bytes(index, selection) for index in range(len(cache.regions))]
+
+
+def _cache(
+    cache: BlockCache, selection: Selection, addresses: Sequence[int] | None = None
+) -> _Side:
+    first = selection.heads[0] if selection.heads else 0
+    base, strides = [], []
+    for index, region in enumerate(cache.regions):
+        block, head, token, _ = region.memory.stride()
+        address = addresses[index] if addresses is not None else region.memory.data_ptr()
+        base.append(address + first * head)
+        strides.append((block, selection.unit * token, head, token))
+    per_block = cache.block_size // selection.unit
+    units = np.arange(selection.first, selection.first + selection.count)
+    ids = np.asarray(selection.block_ids, dtype=np.int64)
+    where = np.stack([ids[units // per_block], units % per_block], axis=1)
+    return _Side(base, strides, np.ascontiguousarray(where, dtype=np.int32))
+
+
+def _wire(cache: BlockCache, selection: Selection) -> _Side:
+    """Row after row from the wire's byte 0 on."""
+    base, strides, at = [], [], 0
+    for index, region in enumerate(cache.regions):
+        heads, content = cache.head_count(index, selection), region.memory.shape[3]
+        row = cache.row_bytes(index, selection)
+        if region.is_token_major:
+            head, token = content, heads * content
+        else:
+            head, token = selection.unit * content, content
+        base.append(at)
+        strides.append((row, 0, head, token))
+        at += row * selection.count
+    return _Side(base, strides, None)
+
+
+def _move(cache: BlockCache, selection: Selection, source: _Side, target: _Side) -> Move:
+    if selection.count > _MAX_UNITS:
+        raise ValueError(f"{selection.count} units are more than {_MAX_UNITS}")
+    rows = _rows(cache, selection)
+    table = np.zeros((len(cache.regions), COLUMNS), np.int64)
+    for index, region in enumerate(cache.regions):
+        heads = cache.head_count(index, selection)
+        axes = [(heads, 2), (selection.unit, 3)]  # and which of a side's strides is theirs
+        if region.is_token_major:
+            axes.reverse()
+        piece = region.memory.shape[3]
+        sides = (source.strides[index], target.strides[index])
+        # An axis whose pieces follow one another on both sides is one longer piece.
+        while axes and (axes[-1][0] == 1 or all(side[axes[-1][1]] == piece for side in sides)):
+            piece *= axes.pop()[0]
+        axes = [(1, -1)] * (2 - len(axes)) + axes
+        row = table[index]
+        for at, side, strides in ((0, source, sides[0]), (5, target, sides[1])):
+            inner = [0 if axis < 0 else strides[axis] for _, axis in axes]
+            row[at : at + 5] = (side.base[index], strides[0], strides[1], *inner)
+        row[10:] = axes[1][0], piece, rows[index]
+    word = math.gcd(*np.delete(table, 10, axis=1).reshape(-1).tolist(), _WORDS[0])
+    return Move(
+        table,
+        source.units,
+        target.units,
+        selection.count,
+        np.array(rows, np.int64),
+        next(size for size in _WORDS if word % size == 0),
+    )
