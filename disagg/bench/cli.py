@@ -10,6 +10,9 @@ import typer
 from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE, TransportName
 
+# All that move between CPU engines.
+ON_CPU = "process_memory,tcp,shared_storage"
+
 app = typer.Typer(help="Measure, ours and the peer in one run.", no_args_is_help=True)
 
 
@@ -20,7 +23,7 @@ def handoff(
     storage: Annotated[Path, typer.Option(help="Folder for files, ours and the peer's.")] = Path(
         "/dev/shm"
     ),
-    transport: Annotated[str, typer.Option(help=f"Ours, of {PREFERENCE}.")] = PREFERENCE[0],
+    transport: Annotated[str, typer.Option(help=f"Ours, of {PREFERENCE}.")] = "process_memory",
     peers: Annotated[
         str, typer.Option(help="Of example, nixl; by commas, may be empty.")
     ] = "example",
@@ -147,9 +150,7 @@ def soak(
     requests: Annotated[int, typer.Option(min=1)] = 2000,
     concurrency: Annotated[int, typer.Option(min=1)] = 16,
     cancel: Annotated[float, typer.Option(help="Share of clients that leave early.")] = 0.2,
-    transports: Annotated[str, typer.Option(help="By commas, as in the YAML.")] = ",".join(
-        PREFERENCE
-    ),
+    transports: Annotated[str, typer.Option(help="By commas, as in the YAML.")] = ON_CPU,
     sabotage: Annotated[bool, typer.Option(help="Cut sockets, stop workers all the while.")] = True,
 ) -> None:
     """Many requests with leaving clients: no wrong token, no lease, block or file left."""
@@ -288,30 +289,48 @@ def serve(
 
 @app.command()
 def transfer(
-    transports: Annotated[str, typer.Option(help="Ours, by commas.")] = ",".join(PREFERENCE),
-    sizes: Annotated[str, typer.Option(help="MB of one fetch, by commas.")] = "33,131,262",
+    transports: Annotated[
+        str | None,
+        typer.Option(help=f"Ours, by commas: {ON_CPU}; on GPUs cuda_ipc,nccl,tcp,shared_storage."),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(help="MB of one fetch, by commas: 33,131,262; on GPUs 131,1074,8590."),
+    ] = None,
     block_bytes: Annotated[
-        str, typer.Option(help="Bytes of one block in each of 8 layers, by commas.")
-    ] = "65536,1048576",
+        str | None,
+        typer.Option(
+            help="Bytes of one block in each layer, by commas: 65536,1048576; on GPUs 65536."
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers: 8; on GPUs 32.")] = None,
     concurrency: Annotated[
-        str, typer.Option(help="Fetches at once; several only while their sum fits the largest.")
-    ] = "1,4",
+        str | None,
+        typer.Option(
+            help="Fetches at once; several only while their sum fits the largest: 1,4; on GPUs 1."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="Where the caches lie: cpu or cuda.")] = "cpu",
+    staging_mb: Annotated[
+        int, typer.Option(min=1, help="MiB on the GPU that each end may stage in.")
+    ] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Medians count; one more warms up.")] = 5,
     peer: Annotated[bool, typer.Option(help="Measure NIXL over UCX too.")] = True,
     json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
 ) -> None:
-    """Whole fetches over each transport, beside a memcpy and NIXL. No engine, no Ray."""
+    """Whole fetches over each transport, beside what bounds them and NIXL. No engine, no Ray."""
     from disagg.bench import transfer as bench
     from disagg.bench.transfer_plan import Plan
 
-    plan = Plan(
-        transports=[name for name in transports.split(",") if name],
-        sizes=_numbers(sizes),
-        block_bytes=_numbers(block_bytes),
-        concurrency=_numbers(concurrency),
-        device=device,
-        repeats=repeats,
+    plan = Plan.of(
+        device,
+        repeats,
+        transports=[name for name in transports.split(",") if name] if transports else None,
+        sizes=_numbers(sizes) if sizes else None,
+        block_bytes=_numbers(block_bytes) if block_bytes else None,
+        concurrency=_numbers(concurrency) if concurrency else None,
+        layers=layers,
+        staging_bytes=staging_mb << 20,
     )
     raise typer.Exit(bench.run(plan, with_peer=peer, json_path=json))
 

@@ -2,7 +2,8 @@
 
 Both live in child processes of the benchmark. A fetch is `handoff.fetch`: acquire, fetch and
 release over the control channel; the lease is granted before the clock starts. One thread's
-memcpy of the same bytes is measured in the consumer, into the same memory.
+memcpy of the same bytes is measured in the consumer, into the same memory. What is measured
+beside them on a device is in `transfer_device.py`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
 
-from disagg.bench.transfer_memory import Memory, offsets, pieces
+from disagg.bench.transfer_memory import Ints, Memory, offsets, pieces
 from disagg.errors import DisaggError
 from disagg.transport import protocol as p
 from disagg.transport.base import Deadline, FetchJob, Receiver, Sender
+from disagg.transport.blocks import BlockCache
 from disagg.transport.client import Endpoint, Peers
+from disagg.transport.device.staging import Staging, open_staging
 from disagg.transport.handoff import Moved, Wanted, fetch
 from disagg.transport.lease import LeaseTable
 from disagg.transport.names import TransportName
@@ -35,18 +39,77 @@ _HOST, _SECRET = "127.0.0.1", b"of this bench"
 IdLists = Sequence[Sequence[int]]
 
 
-def means(folder: Path) -> Means:
-    """What the transports need; files go to `folder`."""
-    return Means(_HOST, _SECRET, Storage(folder, max_bytes=64 << 30))
+@dataclass(frozen=True)
+class Setup:
+    """One end: its memory, the folder for files, and what it may stage in on a device."""
+
+    num_bytes: int
+    layers: int
+    device: str
+    folder: Path
+    staging_bytes: int
 
 
-class Producer:
+class End:
+    """Memory that is a cache of blocks, of one size after the other, and what moves them."""
+
+    sends = receives = False
+
+    def __init__(self, setup: Setup) -> None:
+        torch.set_num_threads(1)
+        self.setup = setup
+        self.memory = self.make_memory()
+        self.block_bytes = 0
+        self.staging: Staging | None = None
+
+    def make_memory(self) -> Memory:
+        """As large as asked for."""
+        if self.setup.device != "cpu":
+            torch.cuda.set_device(self.setup.device)
+        return Memory(self.setup.num_bytes, self.setup.device, self.setup.layers)
+
+    def make_staging(self, cache: BlockCache) -> Staging | None:
+        """None for a cache in host memory."""
+        size = self.setup.staging_bytes
+        return open_staging(cache, size, sends=self.sends, receives=self.receives)
+
+    def make_means(self, cache: BlockCache) -> Means:
+        """What the transports of this cache need; files go to the folder."""
+        self.staging = self.make_staging(cache)
+        storage = Storage(self.setup.folder, max_bytes=64 << 30)
+        return Means(_HOST, _SECRET, storage, self.staging)
+
+    def ready(self) -> None:
+        """Answered when this end is made."""
+
+    def num_bytes(self, ids: IdLists) -> int:
+        """Of all these blocks."""
+        return sum(map(len, ids)) * self.block_bytes * self.setup.layers
+
+    def offsets(self, ids: IdLists) -> Ints:
+        """Where they begin in the memory, layer by layer."""
+        every, layer = sum(map(list, ids), list[int]()), self.memory.flat.shape[1]
+        return offsets(every, self.block_bytes, layer, self.setup.layers)
+
+    def close(self) -> None:
+        """Give back what was staged in; no transport may use it any more."""
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
+
+    def leave(self) -> None:
+        """Close all; no call follows."""
+        self.close()
+
+
+class Producer(End):
     """The source of all fetches. One control server per block size, in turn."""
 
-    def __init__(self, num_bytes: int, device: str, folder: Path) -> None:
-        torch.set_num_threads(1)
-        self._memory, self._means = Memory(num_bytes, device), means(folder)
-        self._memory.fill()
+    sends = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.memory.fill()
         self._lives = 0
         self._server: ControlServer | None = None
         self._senders: list[Sender] = []
@@ -54,10 +117,12 @@ class Producer:
     def serve(self, ways: Sequence[str], block_bytes: int) -> tuple[Endpoint, dict[str, str]]:
         """Listen for fetches of such blocks; also says which ways this end cannot do, and why."""
         self.close()
-        cache, missing = self._memory.cache(block_bytes), dict[str, str]()
+        self.block_bytes = block_bytes
+        cache, missing = self.memory.cache(block_bytes), dict[str, str]()
+        means = self.make_means(cache)
         for way in ways:
             try:
-                self._senders.append(make_sender(cast("TransportName", way), cache, self._means))
+                self._senders.append(make_sender(cast("TransportName", way), cache, means))
             except (ImportError, DisaggError, OSError) as error:
                 missing[way] = f"{type(error).__name__}: {error}"
         self._lives += 1
@@ -90,34 +155,50 @@ class Producer:
         for sender in self._senders:
             sender.close()
         self._server, self._senders = None, []
+        super().close()
 
 
-class Consumer:
+class Consumer(End):
     """Fetches into its own memory, and knows what must be there afterwards."""
 
-    def __init__(self, num_bytes: int, device: str, folder: Path) -> None:
-        torch.set_num_threads(1)
-        self.memory, self._means = Memory(num_bytes, device), means(folder)
-        self._source = Memory(num_bytes, device)
-        self._source.fill()
+    receives = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._source = self.make_source()
         self._threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="bench-load")
         self._peers: Peers | None = None
+        self._receivers: dict[str, Receiver] = {}
+
+    def make_source(self) -> Memory | None:
+        """What the producer has, for copies inside of this process."""
+        source = self.make_memory()
+        source.fill()
+        return source
 
     def connect(self, ways: Sequence[str], block_bytes: int, endpoint: Endpoint) -> dict[str, str]:
         """Use this producer from now on; says which ways this end cannot do, and why."""
-        if self._peers is not None:
-            self._peers.close()
-        self._block_bytes, self._endpoint = block_bytes, endpoint
+        self.close()
+        self.block_bytes, self._endpoint = block_bytes, endpoint
         self._cache = self.memory.cache(block_bytes)
         self._peers = Peers("bench-consumer", _fingerprint(block_bytes), _SECRET)
-        self._receivers, missing = dict[str, Receiver](), dict[str, str]()
+        means, missing = self.make_means(self._cache), dict[str, str]()
         for way in ways:
             try:
                 name = cast("TransportName", way)
-                self._receivers[way] = make_receiver(name, self._cache, self._means)
+                self._receivers[way] = make_receiver(name, self._cache, means)
             except (ImportError, DisaggError, OSError) as error:
                 missing[way] = f"{type(error).__name__}: {error}"
         return missing
+
+    def close(self) -> None:
+        """Leave the producer."""
+        for receiver in self._receivers.values():
+            receiver.close()
+        if self._peers is not None:
+            self._peers.close()
+        self._peers, self._receivers = None, {}
+        super().close()
 
     def fetch(self, way: str, first: int, here: IdLists) -> float:
         """Seconds until all leases from `first` on were fetched, each by its own thread."""
@@ -139,35 +220,18 @@ class Consumer:
 
     def memcpy(self, kind: str, here: IdLists, there: IdLists) -> float:
         """Seconds for one thread to copy the same bytes: "flat" or in the same "pieces"."""
-        size, layer = self._block_bytes, self.memory.flat.shape[1]
-        ours, theirs = sum(map(list, here), list[int]()), sum(map(list, there), list[int]())
-        count = len(ours) * size * len(self.memory.flat)
-        if self.memory.flat.is_cuda:
-            return self._memcpy_on_device(kind, ours, theirs)
+        assert self._source is not None
         if kind == "flat":
+            count = self.num_bytes(here)
             to, source = self.memory.flat.view(-1).numpy(), self._source.flat.view(-1).numpy()
             began = time.perf_counter()
             np.copyto(to[:count], source[:count])
             return time.perf_counter() - began
-        to_pieces = pieces(self.memory, offsets(ours, size, layer), size)
-        from_pieces = pieces(self._source, offsets(theirs, size, layer), size)
+        to_pieces = pieces(self.memory, self.offsets(here), self.block_bytes)
+        from_pieces = pieces(self._source, self.offsets(there), self.block_bytes)
         began = time.perf_counter()
         for to, source in zip(to_pieces, from_pieces, strict=True):
             np.copyto(to, source)
-        return time.perf_counter() - began
-
-    def _memcpy_on_device(self, kind: str, ours: list[int], theirs: list[int]) -> float:
-        # Layers are whole blocks of every size that is measured.
-        shape = (len(self.memory.flat), -1, self._block_bytes)
-        to, source = (memory.flat.view(shape) for memory in (self.memory, self._source))
-        at = [torch.tensor(ids, device=to.device) for ids in (ours, theirs)]
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        if kind == "flat":
-            to[:, : len(ours)].copy_(source[:, : len(ours)])
-        else:
-            to[:, at[0]] = source[:, at[1]]
-        torch.cuda.synchronize()
         return time.perf_counter() - began
 
     def wipe(self) -> None:
@@ -176,8 +240,12 @@ class Consumer:
 
     def wrong_blocks(self, here: IdLists, there: IdLists) -> int:
         """How many blocks hold something else than the source's."""
-        size = self._block_bytes
+        size = self.block_bytes
         return sum(self.memory.wrong_blocks(size, *pair) for pair in zip(here, there, strict=True))
+
+    def wrong_pages(self, here: IdLists) -> int:
+        """The same of what moves as many bytes as one piece, from begin to begin."""
+        return self.memory.wrong_pages(self.num_bytes(here))
 
     def _load(self, way: str, lease: int, ids: Sequence[int]) -> Moved:
         assert self._peers is not None

@@ -1,0 +1,51 @@
+"""Which GPU each end of `bench transfer --device cuda` uses, and what that asks of NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import util
+
+import torch
+
+from disagg.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one end runs: torch's name of its device, and its environment."""
+
+    device: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The producer's and the consumer's."""
+
+    producer: Place
+    consumer: Place
+    shared: bool  # whether both use one device
+
+
+def require() -> None:
+    """Raise `ConfigError` where no GPU can be measured."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device: cuda — no GPU here that torch {torch.__version__} can use; measure on a "
+            "machine with one, or with --device cpu"
+        )
+    if util.find_spec("cupy") is None:
+        raise ConfigError("device: cuda — needs cupy: pip install disagg[gpu]")
+
+
+def choose(device: str) -> Places:
+    """The ends' places: GPU 0 and 1, or both of them on the only one."""
+    if device == "cpu":
+        return Places(Place("cpu"), Place("cpu"), shared=True)
+    if torch.cuda.device_count() > 1:
+        return Places(Place("cuda:0"), Place("cuda:1"), shared=False)
+    # NCCL refuses two ranks on one GPU unless it takes them for two hosts. It then goes over the
+    # network, which on one machine is sockets.
+    hosts = [{"NCCL_HOSTID": f"disagg-bench-{end}"} for end in ("out", "in")]
+    return Places(Place("cuda:0", hosts[0]), Place("cuda:0", hosts[1]), shared=True)
