@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,6 +193,23 @@ class Setup:
     server: RouterServer
     endpoints: list[EngineEndpoint]
     others: list[FakeEngine] = field(default_factory=list)
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def leave(url: str, body: Any, once: Callable[[], Any]) -> None:
+    """Ask, and go away without an answer once the condition holds."""
+    host, port = url.removeprefix("http://").split(":")
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json"
+    data = json.dumps(body).encode()
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(f"{head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        assert wait_for(once, 10)
 
 
 def certificate(folder: Path, name: str) -> tuple[str, str]:
