@@ -32,9 +32,11 @@ class Memory:
     """One worker's cache memory: uint8 [L, bytes of a layer], host or device."""
 
     def __init__(self, num_bytes: int, device: str, layers: int = LAYERS) -> None:
-        self.flat = torch.zeros((layers, num_bytes // layers), dtype=torch.uint8, device=device)
+        self.flat = torch.empty((layers, num_bytes // layers), dtype=torch.uint8, device=device)
         if device == "cpu":
-            prefer_huge_pages([self.flat.view(-1).numpy()])  # as an engine's cache, for all ways
+            # As an engine's cache, for all ways. Nothing has touched it yet.
+            prefer_huge_pages([self.flat.view(-1).numpy()])
+        self.flat.zero_()
 
     def cache(self, block_bytes: int) -> BlockCache:
         """The memory as blocks of `block_bytes` in every layer."""

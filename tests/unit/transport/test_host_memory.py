@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from disagg.bench.transfer_memory import Memory
 from disagg.transport.host_memory import collapse, prefer_huge_pages
 
 MIB = 1 << 20
@@ -38,6 +39,14 @@ def test_fresh_memory_gets_huge_pages() -> None:
     assert prefer_huge_pages([memory])
     memory[:] = 7
     assert huge_kib(memory.ctypes.data + memory.nbytes // 2) > 0
+
+
+@pytest.mark.skipif(
+    not ENABLED.exists() or "[never]" in ENABLED.read_text(), reason="no huge pages here"
+)
+def test_the_caches_of_benchmarks_have_them_too() -> None:
+    memory = Memory(64 * MIB, "cpu").flat
+    assert huge_kib(memory.data_ptr() + memory.numel() // 2) > 32 * 1024
 
 
 @pytest.mark.skipif(
