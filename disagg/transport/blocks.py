@@ -10,6 +10,7 @@ same layout (the fingerprint sees to it); they may differ in H (tensor parallel 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
+_ALONE = threading.Lock()
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
@@ -245,6 +247,23 @@ def copy_all(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
         torch._foreach_copy_(
             [torch.from_numpy(one) for one in to], [torch.from_numpy(one) for one in data]
         )
+
+
+def copy_alone() -> None:
+    """Have this thread copy without helpers from now on.
+
+    Torch gives each thread that copies some of its own, as many as the model has cores; they take
+    these cores from the model, and wait for each other besides.
+    """
+    import torch
+
+    with _ALONE:
+        # It also sets what threads to come begin with, but nothing for those that there are.
+        usual = torch.get_num_threads()
+        torch.set_num_threads(1)
+        restore = threading.Thread(target=torch.set_num_threads, args=(usual,))
+        restore.start()
+        restore.join()
 
 
 def _merged(offsets: Ints, length: int) -> Runs:

@@ -38,7 +38,7 @@ from disagg.store.base import Key, Slot
 from disagg.store.directory import Directory
 from disagg.store.host_pool import HostPool
 from disagg.transport.base import Deadline, Event
-from disagg.transport.blocks import BlockCache, Bytes, copy_all, parts
+from disagg.transport.blocks import BlockCache, Bytes, copy_all, copy_alone, parts
 from disagg.transport.device.keeping import Keeper, Kept
 from disagg.transport.device.staging import Staging, open_staging
 from disagg.transport.host_memory import collapse
@@ -77,10 +77,10 @@ class OffloadWorker:
         self._ended: queue.SimpleQueue[Done | Read] = queue.SimpleQueue()
         self._evicted: queue.SimpleQueue[list[Key]] = queue.SimpleQueue()
         self._report = OffloadReport()
-        self._store_pool = ThreadPoolExecutor(1, "kv-store", initializer=_be_nice)
+        self._store_pool = ThreadPoolExecutor(1, "kv-store", initializer=_be_nice_alone)
         self._write_pool = ThreadPoolExecutor(2, "kv-write", initializer=_be_nice)
-        self._load_pool = ThreadPoolExecutor(2, "kv-load")
-        self._copy_pool = ThreadPoolExecutor(2, "kv-copy")
+        self._load_pool = ThreadPoolExecutor(2, "kv-load", initializer=copy_alone)
+        self._copy_pool = ThreadPoolExecutor(2, "kv-copy", initializer=copy_alone)
         self._read_pool = ThreadPoolExecutor(_READERS, "kv-read")
         self._loads: dict[int, str] = {}
         self._closed = threading.Event()
@@ -381,3 +381,8 @@ def _pin(address: int, size: int) -> Callable[[], None]:
 def _be_nice() -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def _be_nice_alone() -> None:
+    _be_nice()
+    copy_alone()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from disagg.transport.blocks import BlockCache, Region, Selection, parts
+from disagg.transport.blocks import BlockCache, Region, Selection, copy_alone, parts
 
 # vLLM's six: which axis is outermost. L layers, B blocks, H heads, N tokens, C content.
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
@@ -197,3 +198,20 @@ def test_heads_of_regions_that_differ_in_them_cannot_be_sliced() -> None:
     assert cache.num_bytes(cache.whole([0, 2])) == 2 * (16 + 32)
     with pytest.raises(ValueError, match="heads"):
         cache.check(Selection([0], 4, 0, 1, (0, 1)))
+
+
+def test_who_copies_alone_leaves_the_others_their_helpers() -> None:
+    def in_a_thread(*calls: Callable[[], object]) -> object:
+        with ThreadPoolExecutor(1) as pool:
+            return [pool.submit(call).result() for call in calls][-1]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(8, initializer=copy_alone) as pool:
+            alone = [*pool.map(lambda _: torch.get_num_threads(), range(8))]
+        assert alone == [1] * 8
+        assert torch.get_num_threads() == in_a_thread(torch.get_num_threads) == 3
+        assert in_a_thread(copy_alone, torch.get_num_threads) == 1
+    finally:
+        torch.set_num_threads(before)
