@@ -1,7 +1,8 @@
 """Brings back what dies while the rest serves: engines, and the router.
 
-What died is out of the router's rotation first. An engine is started again after a pause that
-grows with each death in a row, and is given up after `engine.max_restarts` of them. Runs step by
+What died is out of the router's rotation first. An engine is started again, after its first death
+at once, then after a pause that grows with each death in a row, and is given up after
+`engine.max_restarts` of them. Runs step by
 step in the supervisor, and never starts or stops an engine that is well: how many there should be
 is decided in `scaling`.
 """
@@ -27,6 +28,7 @@ STOP_S = 4.0
 LOOK_S = 2.0
 _STEADY_S = 300.0  # what served as long did not die of how it was started
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_NOT_NOW_S = 0.25
 _ROUTER_RESTARTS = 5
 _ADOPT_S = 5.0
 
@@ -189,8 +191,10 @@ class Healer:
         steady = place.engine.info is not None and now - place.up_at > _STEADY_S
         place.deaths = 1 if steady else place.deaths + 1
         place.given_up = place.deaths > self.settings.max_restarts
-        pause_s = min(_PAUSE_S * 2.0 ** (place.deaths - 1), _LONGEST_PAUSE_S)
-        then = f"starting it again in {pause_s:.0f} s"
+        # One death says nothing about the next start.
+        again = place.deaths > 1
+        pause_s = min(_PAUSE_S * 2.0 ** (place.deaths - 2), _LONGEST_PAUSE_S) if again else 0.0
+        then = f"starting it again in {pause_s:.0f} s" if again else "starting it again"
         if place.given_up:
             times = f"{place.deaths} times in a row" if place.deaths > 1 else "once"
             then = f"given up ({times}; engine.max_restarts)"
@@ -208,7 +212,7 @@ class Healer:
             try:
                 place.engine = pools.launch([last.spec], others, avoid, self._create)[0]
             except NotNow:
-                place.again_at = now + _PAUSE_S
+                place.again_at = now + _NOT_NOW_S
                 return
             place.again_at = None
         elif place.awaited is None:

@@ -216,10 +216,12 @@ class Owner:
         """It died, or is as good as dead; the engines do not notice."""
         now = time.monotonic()
         self._deaths = 1 if now - self._up_at > _STEADY_S else self._deaths + 1
-        pause_s = min(_PAUSE_S * 2.0 ** (self._deaths - 1), _LONGEST_PAUSE_S)
+        again = self._deaths > 1
+        pause_s = min(_PAUSE_S * 2.0 ** (self._deaths - 2), _LONGEST_PAUSE_S) if again else 0.0
         self._again_at = now + pause_s
         self._died_at = self._died_at or now
-        self._tell(f"the supervisor died: {why}; starting it again in {pause_s:g} s", "")
+        when = f" in {pause_s:g} s" if again else ""
+        self._tell(f"the supervisor died: {why}; starting it again{when}", "")
         ray.kill(self._actor)
         self._actor = self._pid = None
 

@@ -161,7 +161,9 @@ def wait_ready(
 def stop(engines: Sequence[Engine], grace_s: float, timeout_s: float) -> None:
     """Stop all engines and wait until their processes are gone. Raises nothing."""
     homes = [home for engine in engines if (home := engine.home())]
-    asked = [engine.actor.stop.remote(grace_s) for engine in engines if engine.started_up]
+    # Of one that vanished, with its node maybe, an answer would be waited for in vain.
+    there = [engine for engine in engines if engine.started_up and not engine.vanished]
+    asked = [engine.actor.stop.remote(grace_s) for engine in there]
     if asked:
         ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
     for engine in engines:
