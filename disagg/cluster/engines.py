@@ -135,6 +135,8 @@ class Engine:
         if home is None:
             return EngineFailure(f"its actor did not start: {logs.describe(error)}", "")
         log = _read_log(home)
+        if log is None:
+            return EngineFailure(f"its node {home.address} is gone", "")
         cause = logs.root_cause(log) or f"its process {home.pid} was killed"
         return EngineFailure(cause, "\n".join(log.splitlines()[-TAIL_LINES:]))
 
@@ -179,13 +181,16 @@ def _get(ref: Any) -> str | None:
     return answer
 
 
-def _read_log(home: EngineHome) -> str:
+def _read_log(home: EngineHome) -> str | None:
+    """Its end; None if its node does not answer, which Ray would wait for."""
     if home.node_id == ray.get_runtime_context().get_node_id():
         return logs.tail(Path(home.log_path), 10_000)
+    if not any(node.node_id == home.node_id and node.answers() for node in placing.nodes()):
+        return None
     from ray.util.state import get_log
 
     name = Path(home.log_path).name
-    try:  # by Ray's dashboard, which need not run, of a node that may be gone
+    try:  # by Ray's dashboard, which need not run
         return "".join(get_log(node_id=home.node_id, filename=name, tail=1000, timeout=5))
     except Exception as error:  # noqa: BLE001
         why = type(error).__name__

@@ -25,6 +25,7 @@ import torch
 from disagg.connector.hidden_states import naming, promises, tensor_file
 from disagg.connector.hidden_states.device import DeviceBlocks
 from disagg.errors import HiddenStatesFailed
+from disagg.transport.blocks import copy_alone
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,9 @@ class HiddenStatesWriter:
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(num_threads):
             self._buffers.put(blocks.new_buffer())
-        self._threads = ThreadPoolExecutor(num_threads, "disagg-hidden-states")
+        self._threads = ThreadPoolExecutor(
+            num_threads, "disagg-hidden-states", initializer=copy_alone
+        )
         self._read: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._unpromised: set[int] = set()
