@@ -43,7 +43,10 @@ def handoff(
 @app.command()
 def offload(
     lengths: Annotated[str, typer.Option(help="Prompt lengths, by commas.")] = "1000,4000,8000",
-    repeats: Annotated[int, typer.Option(min=1, help="Prompts per length; medians count.")] = 3,
+    repeats: Annotated[
+        int,
+        typer.Option(min=1, help="Prompts per length, and four pairs of decodes for each."),
+    ] = 3,
     storage: Annotated[Path, typer.Option(help="Where the directory tier is made.")] = Path(
         "/dev/shm"
     ),

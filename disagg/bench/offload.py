@@ -39,7 +39,7 @@ _BLOCK = 128
 _STORED_S = 20.0
 _DECODE_TOKENS = 192
 _STEPS = 4
-# Two engines of one kind differ by some percent from one answer to the next.
+# For each repetition, since even two engines of one kind differ by some percent in a pair.
 _PAIRS = 4
 _BESIDE = 1000  # tokens of the prompts that come in beside a decode
 Samples = dict[tuple[int, str], list[float]]

@@ -136,7 +136,7 @@ class Engine:
             return EngineFailure(f"its actor did not start: {logs.describe(error)}", "")
         log = _read_log(home)
         if log is None:
-            return EngineFailure(f"its node {home.address} is gone", "")
+            return EngineFailure(f"its node {home.address} does not answer", "")
         cause = logs.root_cause(log) or f"its process {home.pid} was killed"
         return EngineFailure(cause, "\n".join(log.splitlines()[-TAIL_LINES:]))
 

@@ -2,9 +2,8 @@
 
 What died is out of the router's rotation first. An engine is started again, after its first death
 at once, then after a pause that grows with each death in a row, and is given up after
-`engine.max_restarts` of them. Runs step by
-step in the supervisor, and never starts or stops an engine that is well: how many there should be
-is decided in `scaling`.
+`engine.max_restarts` of them. Runs step by step in the supervisor, and never starts or stops an
+engine that is well: how many there should be is decided in `scaling`.
 """
 
 from __future__ import annotations
@@ -75,6 +74,19 @@ class Place:
         if self.leaving_at is not None:
             return "drains"
         return "starts again" if self.deaths else "starts"
+
+
+def pause_s(deaths: int, second_s: float, longest_s: float) -> float:
+    """Seconds to wait before the next start, after so many deaths in a row.
+
+    None after the first, which says nothing about the next start; then twice as long each time.
+    """
+    return min(second_s * 2.0 ** (deaths - 2), longest_s) if deaths > 1 else 0.0
+
+
+def in_words(wait_s: float) -> str:
+    """What a message says of such a pause; nothing if there is none."""
+    return f" in {wait_s:g} s" if wait_s else ""
 
 
 class Healer:
@@ -191,14 +203,12 @@ class Healer:
         steady = place.engine.info is not None and now - place.up_at > _STEADY_S
         place.deaths = 1 if steady else place.deaths + 1
         place.given_up = place.deaths > self.settings.max_restarts
-        # One death says nothing about the next start.
-        again = place.deaths > 1
-        pause_s = min(_PAUSE_S * 2.0 ** (place.deaths - 2), _LONGEST_PAUSE_S) if again else 0.0
-        then = f"starting it again in {pause_s:.0f} s" if again else "starting it again"
+        wait_s = pause_s(place.deaths, _PAUSE_S, _LONGEST_PAUSE_S)
+        then = f"starting it again{in_words(wait_s)}"
         if place.given_up:
             times = f"{place.deaths} times in a row" if place.deaths > 1 else "once"
             then = f"given up ({times}; engine.max_restarts)"
-        place.again_at = None if place.given_up else now + pause_s
+        place.again_at = None if place.given_up else now + wait_s
         place.why = f"{what}: {failure.cause}; {then}"
         self._tell_router()
         self._tell(f"engine {place.name} {place.why}", failure.log_tail)

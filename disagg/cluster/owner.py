@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from disagg.cluster import pools, router_life
 from disagg.cluster.control import NAME
 from disagg.cluster.engines import Engine, Held, NotNow, engine_of
+from disagg.cluster.healing import in_words, pause_s
 from disagg.cluster.router_life import Router
 from disagg.cluster.supervisor import RAY_FAILS_S
 from disagg.cluster.supervisor_actor import (
@@ -216,12 +217,10 @@ class Owner:
         """It died, or is as good as dead; the engines do not notice."""
         now = time.monotonic()
         self._deaths = 1 if now - self._up_at > _STEADY_S else self._deaths + 1
-        again = self._deaths > 1
-        pause_s = min(_PAUSE_S * 2.0 ** (self._deaths - 2), _LONGEST_PAUSE_S) if again else 0.0
-        self._again_at = now + pause_s
+        wait_s = pause_s(self._deaths, _PAUSE_S, _LONGEST_PAUSE_S)
+        self._again_at = now + wait_s
         self._died_at = self._died_at or now
-        when = f" in {pause_s:g} s" if again else ""
-        self._tell(f"the supervisor died: {why}; starting it again{when}", "")
+        self._tell(f"the supervisor died: {why}; starting it again{in_words(wait_s)}", "")
         ray.kill(self._actor)
         self._actor = self._pid = None
 

@@ -19,6 +19,7 @@ import torch
 from transport import caches
 from transport.caches import Shape
 from transport.nobody import REFUSED, look_as_nobody
+from transport.offers import changed, gone
 from transport.worker import CONTEXT
 
 from disagg.errors import DataCorrupt, PeerLost, TransferError
@@ -34,19 +35,6 @@ def ends(shape: Shape = SHAPE) -> tuple[ProcessMemorySender, ProcessMemoryReceiv
     """Both ends here: a process may read itself, by the very same call."""
     sender = ProcessMemorySender(caches.make(shape, 1))
     return sender, ProcessMemoryReceiver(caches.make(shape, None))
-
-
-def changed(offer: bytes, **fields: Any) -> bytes:
-    content = msgspec.msgpack.decode(offer)
-    assert set(fields) <= set(content)
-    return msgspec.msgpack.encode({**content, **fields})
-
-
-def gone() -> int:
-    """The pid of a process that has ended."""
-    pid = os.posix_spawn("/bin/true", ["true"], {})
-    os.waitpid(pid, 0)
-    return pid
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from schemathesis.specs.openapi.checks import (
 
 from disagg.bench.http import client
 
-from .conftest import Setup
+from .conftest import Setup, wait_for
 
 Make = Callable[..., Setup]
 WAIT_S = 5.0
@@ -139,20 +139,13 @@ def in_flight(setup: Setup) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in shown)
 
 
-def wait_for(condition: Callable[[], Any]) -> bool:
-    deadline = time.monotonic() + WAIT_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(condition())
-
-
 @pytest.fixture
 def setup(make: Make, caplog: pytest.LogCaptureFixture) -> Iterator[Setup]:
     """A router that still serves after all that a test does to it, and has not stumbled."""
     setup = make()
     yield setup
     assert client().post(f"{setup.url}/v1/completions", content=BODY).status_code == 200
-    assert wait_for(lambda: in_flight(setup) == 0)
+    assert wait_for(lambda: in_flight(setup) == 0, WAIT_S)
     assert not any(record.exc_info for record in caplog.get_records("call"))
 
 
@@ -282,7 +275,7 @@ def test_a_body_of_100_mb_is_refused_and_not_kept(make: Make, framing: str) -> N
         answer = connection.recv(4096)
     assert refused(answer) == 413
     assert most - before < 32 << 20
-    assert wait_for(lambda: client().get(f"{setup.url}/health").status_code == 200)
+    assert wait_for(lambda: client().get(f"{setup.url}/health").status_code == 200, WAIT_S)
 
 
 # ---- clients that take their time ----------------------------------------------------------
@@ -369,8 +362,8 @@ def test_an_answer_that_nobody_reads(make: Make) -> None:
     setup.decode.chunks = 1_000_000
     with connect(setup) as connection:
         connection.sendall(posting())
-        assert wait_for(setup.decode.left.is_set)
-    assert wait_for(lambda: in_flight(setup) == 0)
+        assert wait_for(setup.decode.left.is_set, WAIT_S)
+    assert wait_for(lambda: in_flight(setup) == 0, WAIT_S)
 
 
 # ---- clients that leave, and clients in a hurry --------------------------------------------

@@ -20,6 +20,7 @@ import pytest
 from transport import caches, host_device
 from transport.caches import Shape
 from transport.host_device import COMPILER, HostDevice, OnDevice, Shared
+from transport.offers import changed, gone
 from transport.worker import FINGERPRINT, SECRET, Remote, Setup, wait_until
 
 from disagg.errors import DataCorrupt, PeerLost, TransferError
@@ -94,19 +95,6 @@ def make_consumer(shape: Shape = SHAPE) -> Consumer:
     cache, device = host_device.make(shape, None)
     staging = Staging(device, cache, 4 << 20)
     return Consumer(cache, device, staging, CudaIpcReceiver(cache, staging))
-
-
-def changed(offer: bytes, **fields: Any) -> bytes:
-    content = msgspec.msgpack.decode(offer)
-    assert set(fields) <= set(content)
-    return msgspec.msgpack.encode({**content, **fields})
-
-
-def gone() -> int:
-    """The pid of a process that has ended."""
-    pid = os.posix_spawn("/bin/true", ["true"], {})
-    os.waitpid(pid, 0)
-    return pid
 
 
 def with_region(producer: Producer, column: int, value: int) -> bytes:
