@@ -192,8 +192,8 @@ def router(
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Decode computes up to so long a prompt itself.")
     ] = None,
-    prefill_backlog_tokens: Annotated[
-        int | None, typer.Option(help="And any, if prefill has so many before it. 0: never.")
+    prefill_wait_s: Annotated[
+        float | None, typer.Option(help="And any that would wait so much longer for prefill.")
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate; serves https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
@@ -211,7 +211,7 @@ def router(
         "prefill": prefill_policy,
         "decode": decode_policy,
         "local_prefill_tokens": local_prefill_tokens,
-        "prefill_backlog_tokens": prefill_backlog_tokens,
+        "prefill_wait_s": prefill_wait_s,
     }
     options = {
         "host": host,

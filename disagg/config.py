@@ -255,11 +255,11 @@ class PairingSection(Section):
     local_prefill_tokens: int = Field(
         64, ge=0, description="Decode computes up to so many tokens itself: no hand-over"
     )
-    prefill_backlog_tokens: int = Field(
-        0,
+    prefill_wait_s: float | None = Field(
+        None,
         ge=0,
-        description="With so many before it on each prefill engine, decode computes a prompt "
-        "itself, if it has fewer to; 0: never",
+        description="Decode computes a prompt itself that would wait so much longer for prefill; "
+        "without it, never",
     )
 
 

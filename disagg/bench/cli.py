@@ -249,9 +249,10 @@ def serve(
     local_prefill_tokens: Annotated[
         int, typer.Option(min=0, help="In `apart`, decode reads up to so long a prompt itself.")
     ] = 256,
-    prefill_backlog_tokens: Annotated[
-        int, typer.Option(min=0, help="In `apart`, and any, if prefill has so many before it.")
-    ] = 0,
+    prefill_wait_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="In `apart`, and any that would wait so much longer for prefill."),
+    ] = None,
     batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")
     ] = None,
@@ -280,7 +281,7 @@ def serve(
         repeat_share=repeat_share,
         targets=Targets(ttft_target, itl_target),
         local_prefill_tokens=local_prefill_tokens,
-        prefill_backlog_tokens=prefill_backlog_tokens,
+        prefill_wait_s=prefill_wait_s,
         batched_tokens=batched_tokens,
         decode_batched_tokens=decode_batched_tokens,
         seed=seed,

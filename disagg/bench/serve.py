@@ -30,6 +30,7 @@ from disagg.bench.handoff import KV_BYTES_PER_TOKEN, MODEL
 from disagg.bench.launch import launch
 from disagg.bench.serve_report import line, show
 from disagg.bench.serve_score import (
+    APART,
     APART_ALL,
     COLOCATED,
     WAYS,
@@ -61,7 +62,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `local_prefill_tokens`, `prefill_backlog_tokens`: of `apart`; `trace`
+    """What to measure. `local_prefill_tokens`, `prefill_wait_s`: of `apart`; `trace`
     replaces rates and mix.
 
     `batched_tokens`: vLLM's `max_num_batched_tokens` of all engines; its own default if None.
@@ -75,7 +76,7 @@ class Plan:
     repeat_share: float
     targets: Targets
     local_prefill_tokens: int
-    prefill_backlog_tokens: int
+    prefill_wait_s: float | None
     batched_tokens: int | None
     decode_batched_tokens: int | None
     seed: int
@@ -177,7 +178,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "seed": plan.seed,
         "targets": {"ttft_s": plan.targets.first_s, "itl_s": plan.targets.gap_s},
         "local_prefill_tokens": plan.local_prefill_tokens,
-        "prefill_backlog_tokens": plan.prefill_backlog_tokens,
+        "prefill_wait_s": plan.prefill_wait_s,
         "max_num_batched_tokens": plan.batched_tokens,
         "decode_max_num_batched_tokens": plan.decode_batched_tokens,
     }
@@ -241,9 +242,9 @@ class _Scene:
             return [*ours, "--decode-policy", "least_loaded", *(w for pair in urls for w in pair)]
         prefill, decode = self._apart
         local = 0 if way == APART_ALL else self._plan.local_prefill_tokens
-        backlog = 0 if way == APART_ALL else self._plan.prefill_backlog_tokens
         ours += ["--local-prefill-tokens", str(local)]
-        ours += ["--prefill-backlog-tokens", str(backlog)]
+        if way == APART and self._plan.prefill_wait_s is not None:
+            ours += ["--prefill-wait-s", str(self._plan.prefill_wait_s)]
         return [*ours, "--prefill", prefill.url, "--decode", decode.url]
 
 

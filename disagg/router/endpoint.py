@@ -56,7 +56,7 @@ class Endpoint:
             try:
                 record.key_name = self._keys.check(request.headers.get("authorization", ""))
                 data = await _body(request, self._limit)
-                async with WhileConnected(receive):
+                async with WhileConnected(scope):
                     answer = await self._work(request, data, record)
                     status = answer.status_code
                     await _named(answer, record)(scope, receive, send)

@@ -55,6 +55,10 @@ class Answer:
         """What is read from, as in aiohttp."""
         return self
 
+    def at_eof(self) -> bool:
+        """Whether it came whole and was read to its end."""
+        return self._is_whole and not self._pieces
+
     async def readany(self) -> bytes:
         """All that has come since; empty at the end. Raises `EngineLost`, or what was set."""
         while not self._pieces:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from disagg.config import LimitsSection
 from disagg.router.errors import ApiError
+from disagg.router.presence import CONNECTION
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_FIELDS = 128
@@ -32,6 +34,7 @@ class Intake(HttpToolsProtocol):
     _in_head = False
     _has_begun = False
     _is_refused = False
+    _left: Callable[[], None] | None = None
     _unparsed = _head_bytes = _fields = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -42,6 +45,20 @@ class Intake(HttpToolsProtocol):
         self._disarm()
         self._read_again()
         super().connection_lost(exc)
+        self._say_left()
+
+    def watch(self, left: Callable[[], None] | None) -> None:
+        """See `presence.Connection`."""
+        self._left = left
+        if self.transport.is_closing():
+            self._say_left()
+        elif left is not None:
+            self.flow.resume_reading()  # or nobody would see its end
+
+    def _say_left(self) -> None:
+        left, self._left = self._left, None
+        if left is not None:
+            left()
 
     # ---- the request -----------------------------------------------------------------------
 
@@ -59,6 +76,7 @@ class Intake(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["extensions"] = {CONNECTION: self}
         if self._timer is None:  # behind a request that came whole, in the same piece
             self._arm()
         self._in_head = self._has_begun = True
@@ -123,6 +141,7 @@ class Intake(HttpToolsProtocol):
         if is_running:
             cycle.disconnected = True
             cycle.message_event.set()
+            self._say_left()
         self.transport.close()
 
     def _write(self, error: ApiError) -> None:

@@ -157,11 +157,10 @@ class Pairer:
         """Whether it is worth a wait for an engine of this role."""
         return bool(self._candidates(role, request))
 
-    def ahead(self, role: Role, request: RequestInfo) -> int | None:
-        """What the least busy engine of this role has to do before it, in prompt tokens; None
-        without an engine."""
-        costs = (self._traffic.cost(engine) for engine in self._candidates(role, request))
-        return min(costs, default=None)
+    def wait_s(self, role: Role, request: RequestInfo) -> float:
+        """About how long the least busy engine of this role reads before it; 0 without one."""
+        waits = (self._traffic.reading_s(engine) for engine in self._candidates(role, request))
+        return min(waits, default=0.0)
 
     def choose(
         self,

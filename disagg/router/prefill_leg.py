@@ -87,10 +87,13 @@ class PrefillLeg:
         record: Record,
     ) -> Handed | Response | None:
         began = record.elapsed()
+        seat.reads(request.tokens)
         try:
             call = upstream.post_leg(self._client, seat.engine, request.path, data, headers)
             answer = await upstream.head(call, self._limits.prefill_timeout_s, "prefill")
             content = await self._whole(answer)
+            if answer.status == 200:
+                seat.has_read()
         except ApiError as error:
             self._health.failed(seat.engine)
             raise _EngineFailed(error.message) from error

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
-from starlette.types import Receive
+from starlette.types import Scope
+
+CONNECTION = "disagg.connection"
+"""Where the server leaves a request's `Connection` among the scope's extensions."""
 
 
 class ClientLeft(Exception):
     """The client closed its connection before its answer was complete."""
 
 
+class Connection(Protocol):
+    """A client's connection, as the server sees it."""
+
+    def watch(self, left: Callable[[], None] | None) -> None:
+        """From now on `left` is called when the client closes it, or was before; None: nobody
+        asks any more."""
+
+
 class WhileConnected:
     """Cancels what runs inside when the client closes its connection, and raises `ClientLeft`.
 
-    As `asyncio.timeout`, with the connection for a clock. The request's body must have been
-    read to its end, so that the next message can only be the disconnect.
+    As `asyncio.timeout`, with the connection for a clock.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
+    def __init__(self, scope: Scope) -> None:
+        self._connection: Connection = scope["extensions"][CONNECTION]
         self._left = False
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
-        self._watch = asyncio.create_task(self._wait())
+        self._connection.watch(self._leave)
 
     async def __aexit__(
         self,
@@ -35,15 +47,13 @@ class WhileConnected:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._watch.cancel()
+        self._connection.watch(None)
         if not self._left:
             return
         # Others may want the task cancelled too; only our own cancellation is ours to translate.
         if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise ClientLeft from error
 
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            continue
+    def _leave(self) -> None:
         self._left = True
         self._task.cancel()

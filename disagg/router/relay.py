@@ -66,7 +66,7 @@ class Relayed:
             nonlocal chunks
             chunks += 1
             if chunks == 1:
-                self._opened.seat.has_read()
+                self._opened.seat.answers()
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
@@ -100,6 +100,8 @@ class Relayed:
         """Returns what is left to send at the end."""
         watcher = self._watcher
         if watcher is None:
+            if self._opened.answer.content.at_eof():
+                return self._opened.first  # in one piece
             await self._pass_on_all(pass_on)
             return b""
         while True:

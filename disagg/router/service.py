@@ -122,7 +122,7 @@ class Service:
             reason = self._local_reason(request, seat)
             if reason is not None:
                 self._prefill.skip(reason, record)
-                seat.reads(request.tokens)
+                seat.reads(self._to_read(request, seat))
             else:
                 request.partner = seat.engine
                 result = await self._prefill.run(request, headers, record)
@@ -194,19 +194,22 @@ class Service:
             return reason
         if request.tokens <= most:
             return "short_prompt"
-        known = self._held.tokens(request.prefix_keys, seat.engine.name)
-        if request.tokens - known <= most:
+        if self._to_read(request, seat) <= most:
             return "prefix_known"
         return "prefill_busy" if self._prefill_is_busy(request, seat) else None
 
+    def _to_read(self, request: RequestInfo, seat: Seat) -> int:
+        """About how many of the prompt's tokens the decode engine does not have."""
+        known = self._held.tokens(self._prefix_keys(request), seat.engine.name)
+        return max(0, request.tokens - known)  # what is known comes in whole chunks
+
     def _prefill_is_busy(self, request: RequestInfo, seat: Seat) -> bool:
-        """Whether the prompt would be read sooner where it is decoded."""
-        allowed = self._settings.pairing.prefill_backlog_tokens
-        if not allowed:
+        """Whether the prompt would come to its turn sooner where it is decoded."""
+        allowed = self._settings.pairing.prefill_wait_s
+        if allowed is None:
             return False
-        ahead = self._pairer.ahead("prefill", request)
-        helps_already = self._traffic.reading(seat.engine) >= allowed
-        return ahead is not None and ahead >= allowed and not helps_already
+        sooner = self._pairer.wait_s("prefill", request) - self._traffic.reading_s(seat.engine)
+        return sooner > allowed
 
     def _prefix_keys(self, request: RequestInfo) -> list[int]:
         return request.prefix_keys if self._settings.pairing.local_prefill_tokens else []

@@ -6,12 +6,13 @@ that differ by chance, and choices stay sensible.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from disagg.config import Role
 from disagg.router.metrics import RouterMetrics
+from disagg.router.reading import Reading, Speed
 from disagg.router.topology import EngineEndpoint
 
 # What a request costs besides its prompt, in prompt tokens.
@@ -24,23 +25,29 @@ class Seat:
 
     engine: EngineEndpoint
     _leave: Callable[[], None] | None
-    _read: Callable[[int], None]
+    _reading: Reading
     _tokens: int = 0
 
     def reads(self, tokens: int) -> None:
-        """The engine has to read so long a prompt itself, until `has_read` or `leave`."""
-        self._tokens += tokens
-        self._read(tokens)
+        """The engine has to read so long a prompt, until `has_read`, `answers` or `leave`."""
+        self._tokens = tokens
+        self._reading.begin(tokens)
 
     def has_read(self) -> None:
-        """The answer has begun."""
+        """It has, just now, and did nothing else with it."""
         tokens, self._tokens = self._tokens, 0
         if tokens:
-            self._read(-tokens)
+            self._reading.finish(tokens)
+
+    def answers(self) -> None:
+        """Its answer has begun, so that it must have read the prompt."""
+        tokens, self._tokens = self._tokens, 0
+        if tokens:
+            self._reading.forget(tokens)
 
     def leave(self) -> None:
         """The engine has nothing more to do with the request."""
-        self.has_read()
+        self.answers()
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()
@@ -54,7 +61,8 @@ class Traffic:
         self._cost: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
         self._by_role: Counter[Role] = Counter()
-        self._reading: Counter[str] = Counter()
+        speed = Speed()  # one for all: little is known of each, and pools are of one kind
+        self._reading: defaultdict[str, Reading] = defaultdict(lambda: Reading(speed))
 
     def take(
         self, engine: EngineEndpoint, tokens: int, left: Callable[[Role], None] | None = None
@@ -74,19 +82,16 @@ class Traffic:
             if left is not None:
                 left(engine.role)
 
-        def read(tokens: int) -> None:
-            self._reading[engine.name] += tokens
-
         count(1)
-        return Seat(engine, leave, read)
+        return Seat(engine, leave, self._reading[engine.name])
 
     def cost(self, engine: EngineEndpoint) -> int:
         """What the engine has to do now, in prompt tokens."""
         return self._cost[engine.name]
 
-    def reading(self, engine: EngineEndpoint) -> int:
-        """What it has to read itself where another engine could have, in prompt tokens."""
-        return self._reading[engine.name]
+    def reading_s(self, engine: EngineEndpoint) -> float:
+        """About how long it has to read what it was sent."""
+        return self._reading[engine.name].left_s()
 
     def requests(self, engine: EngineEndpoint) -> int:
         """How many requests have a seat there."""

@@ -226,12 +226,12 @@ def free_port() -> int:
         return port
 
 
-def complete(port: int, prompt: str = "the quick brown fox ") -> dict[str, Any]:
+def complete(port: int, prompt: str = "the quick brown fox ", **headers: str) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": prompt * 50, "max_tokens": 4}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", **headers},
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         answer: dict[str, Any] = json.load(response)
@@ -274,6 +274,12 @@ def shown_by_ray(served: Served, name: str, **labels: str) -> float | None:
     return next((s.value for s in samples if labels.items() <= s.labels.items()), None)
 
 
+def actors_that_logged(served: Served, word: str) -> set[str]:
+    """Whose log, as Ray keeps it and its dashboard shows it, has this word."""
+    logs = [path.read_text() for path in served.temp.rglob("logs/worker-*.out")]
+    return {log.partition(":actor_name:")[2].split()[0] for log in logs if word in log}
+
+
 def states(port: int) -> dict[str, str]:
     """What the router says of each engine."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/ui/state", timeout=60) as response:
@@ -308,8 +314,10 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
 
     listening(port).kill()
     served.until_shown("the router is back")
-    complete(port, "and of a third one, for all to hear ")
+    complete(port, "and of a third one, for all to hear ", **{"x-request-id": "the-third"})
     assert handed_over(port) == before + 2
+    asked = {"router", "prefill-0", "decode-0"}
+    served.until(lambda: actors_that_logged(served, '"id":"the-third"') >= asked, 15)
     assert served.text.count("is back:") == 2, "the engines did not notice"
     served.note()
 

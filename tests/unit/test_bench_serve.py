@@ -361,7 +361,7 @@ def plan(**changes: Any) -> serve.Plan:
         "repeat_share": 0,
         "targets": TARGETS,
         "local_prefill_tokens": 64,
-        "prefill_backlog_tokens": 0,
+        "prefill_wait_s": None,
         "batched_tokens": None,
         "decode_batched_tokens": None,
         "seed": 1,

@@ -182,7 +182,7 @@ def test_router_takes_urls_a_file_and_options_that_win(
         "limits: {drain_s: 5}\n"
     )
     arguments += ("--config", str(path), "--port", "2", "--decode-policy", "prefix_affinity")
-    arguments += ("--local-prefill-tokens", "7", "--prefill-backlog-tokens", "900")
+    arguments += ("--local-prefill-tokens", "7", "--prefill-wait-s", "0.5")
     arguments += ("--connector", "nixl", "--engine-key-env", "E")
     assert status_of(monkeypatch, "router", *arguments) == 0
     section = seen["section"]
@@ -191,7 +191,7 @@ def test_router_takes_urls_a_file_and_options_that_win(
         prefill="round_robin",
         decode="prefix_affinity",
         local_prefill_tokens=7,
-        prefill_backlog_tokens=900,
+        prefill_wait_s=0.5,
     )
     assert (seen["engine_key_env"], seen["connector"]) == ("E", "nixl")
 

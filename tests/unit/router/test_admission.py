@@ -137,11 +137,13 @@ def test_what_decode_holds_is_not_handed_over_again(make: Make) -> None:
 
 
 def test_decode_helps_when_prefill_is_busy(make: Make, gate: threading.Event) -> None:
-    pairing = {"local_prefill_tokens": 64, "prefill_backlog_tokens": 2000}
-    setup = make(section={"pairing": pairing})
-    setup.prefill.gate = setup.decode.gate = gate
-    # Nothing is before the first, 1,256 tokens before the second, 2,512 before the others. Decode
-    # takes two of these, and has 2,000 to read then.
+    setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_s": 1}})
+    setup.prefill.first_byte_s = 0.5
+    assert complete(setup, list(range(100))).status_code == 200  # 1,000 tokens take at least 5 s
+    for engine in (setup.prefill, setup.decode):
+        engine.first_byte_s, engine.gate = 0, gate
+        engine.bodies.clear()
+    # By turns: prefill has as much before it as decode, or one prompt more.
     with ThreadPoolExecutor(5) as pool:
         answers = []
         for number in range(5):
