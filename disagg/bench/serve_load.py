@@ -91,7 +91,7 @@ async def _one(client: Client, url: str, ask: Ask, body: bytes, due: float) -> O
     problem: str | None = None
     try:
         async with asyncio.timeout(ANSWER_S):
-            answer = await client.post(url, _PATH, body, _HEADERS)
+            answer = await client.post(url, _PATH, body, _HEADERS, ANSWER_S)
             try:
                 while piece := await answer.readany():
                     reading.pieces.append((time.perf_counter() - due, piece))

@@ -25,7 +25,7 @@ from disagg.router.health import Health
 from disagg.router.keys import KeyRing
 from disagg.router.metrics import EnginesUp, RouterMetrics, exposition
 from disagg.router.probes import Probes
-from disagg.router.record import Record, open_access_log
+from disagg.router.record import AccessLog, Record
 from disagg.router.service import Service
 from disagg.router.siblings import Siblings
 from disagg.router.status import Failures, Status
@@ -47,7 +47,6 @@ def create_app(
     strict: bool = False,
 ) -> FastAPI:
     """The router in front of these engines. Apps share nothing with one another."""
-    open_access_log(enabled=settings.access_log)
     topology, metrics, keys = Topology(engines, down), RouterMetrics(), KeyRing(api_keys)
     health, fits, failures = Health(metrics), Fits(), Failures()
     metrics.registry.register(EnginesUp(topology, health.problem))
@@ -140,6 +139,7 @@ def _add_api_routes(
 ) -> None:
     app.state.straight = {}
     limit, tracer = settings.limits.max_body_bytes, open_tracer()
+    log = AccessLog(enabled=settings.access_log)
 
     async def complete(request: Request, data: bytes, record: Record) -> Answer:
         service: Service = app.state.service
@@ -155,11 +155,11 @@ def _add_api_routes(
         return ApiError(404, "there is no such path").response()
 
     for path in ("/v1/completions", "/v1/chat/completions"):
-        completions = Endpoint(path, complete, metrics, failures, keys, limit, tracer)
+        completions = Endpoint(path, complete, metrics, failures, keys, limit, tracer, log)
         app.router.routes.append(Route(path, completions, methods=["POST"]))
         app.state.straight[path] = WhileOpen(completions, app.state.drain)
     app.add_route("/disagg/{rest:path}", internal, methods=_METHODS)
-    other = Endpoint("other", forward, metrics, failures, keys, limit, tracer)
+    other = Endpoint("other", forward, metrics, failures, keys, limit, tracer, log)
     app.router.routes.append(Route("/{rest:path}", other, methods=_METHODS))
 
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import aiohttp
 
 from disagg.config import LimitsSection
-from disagg.router import http1, upstream
+from disagg.router import http1
 from disagg.router.admission import Admission
 from disagg.router.errors import ApiError, EngineRefusal
 from disagg.router.health import Health
@@ -119,7 +119,10 @@ class DecodeLeg:
         attempts: int = _ATTEMPTS,
     ) -> Opened:
         """The answer of the seat's engine, or of another one; never a 5xx. Gives the seat up if
-        there is none. Raises `ApiError`, an engine's own words among them."""
+        there is none. Raises `ApiError`, an engine's own words among them.
+
+        `call` gives an answer whose head has come, in time, or raises `ApiError`.
+        """
         tried: list[EngineEndpoint] = []
         while True:
             tried.append(seat.engine)
@@ -163,7 +166,7 @@ class DecodeLeg:
         began = asyncio.get_running_loop().time()
         limit = self._limits.first_byte_timeout_s
         try:
-            answer = await upstream.head(call(seat.engine), limit, "decode")
+            answer = await call(seat.engine)
         except BaseException as error:
             seat.leave()
             if isinstance(error, ApiError):

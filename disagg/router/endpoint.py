@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -17,7 +17,7 @@ from disagg.router.errors import ApiError
 from disagg.router.keys import KeyRing
 from disagg.router.metrics import RouterMetrics
 from disagg.router.presence import ClientLeft, WhileConnected
-from disagg.router.record import ID_HEADER, Record, request_id
+from disagg.router.record import ID_HEADER, AccessLog, Record, request_id
 from disagg.router.relay import Relayed
 from disagg.router.status import Failures
 from disagg.router.tracing import Trace
@@ -39,10 +39,11 @@ class Endpoint:
         keys: KeyRing,
         limit: int,
         tracer: Any,
+        log: AccessLog,
     ) -> None:
         self._route, self._work, self._metrics = route, work, metrics
         self._keys, self._limit, self._tracer = keys, limit, tracer
-        self._failures = failures
+        self._failures, self._log = failures, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers whatever happens; raises what is a defect of ours, for the server to log."""
@@ -55,7 +56,7 @@ class Endpoint:
         try:
             try:
                 record.key_name = self._keys.check(request.headers.get("authorization", ""))
-                data = await _body(request, self._limit)
+                data = await _body(receive, self._limit)
                 async with WhileConnected(scope):
                     answer = await self._work(request, data, record)
                     status = answer.status_code
@@ -63,7 +64,7 @@ class Endpoint:
             except ApiError as error:
                 status, why = error.status, error.message
                 await _named(error.response(), record)(scope, receive, send)
-        except (ClientDisconnect, ClientLeft):
+        except ClientLeft:
             status = status or _CLIENT_LEFT  # in mid-answer the status that it got stands
         except Exception:
             if status is None:
@@ -71,7 +72,7 @@ class Endpoint:
             raise
         finally:
             self._metrics.requests.labels(self._route, str(status or 500)).inc()
-            record.log(status or 500)
+            self._log.write(record, status or 500)
             self._failures.note(status or 500, record, why)
             trace.end(status or 500)
 
@@ -99,10 +100,16 @@ def _named(answer: Answer, record: Record) -> Answer:
     return answer
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
+async def _body(receive: Receive, limit: int) -> bytes:
+    pieces: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        pieces.append(message["body"])
+        size += len(pieces[-1])
+        more = message["more_body"]
+        if size > limit:
             raise ApiError(413, f"the body is over {limit} bytes (router.limits.max_body_bytes)")
-    return bytes(data)
+    return b"".join(pieces)

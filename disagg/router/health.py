@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ class Health:
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
-        self._records: dict[str, _Record] = {}
+        self._records: defaultdict[str, _Record] = defaultdict(_Record)
         self._random = random.Random()
 
     def usable(self, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:
@@ -120,7 +121,7 @@ class Health:
         self._metrics.engine_resting.labels(engine.name, engine.role).set(resting)
 
     def _record(self, engine: EngineEndpoint) -> _Record:
-        return self._records.setdefault(engine.name, _Record())
+        return self._records[engine.name]
 
     @staticmethod
     def _pause(record: _Record) -> float:

@@ -55,8 +55,13 @@ class Answer:
         """What is read from, as in aiohttp."""
         return self
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it has come."""
+        return self._is_whole
+
     def at_eof(self) -> bool:
-        """Whether it came whole and was read to its end."""
+        """Whether all of it has come and was read."""
         return self._is_whole and not self._pieces
 
     async def readany(self) -> bytes:
@@ -123,16 +128,19 @@ class _Connection(asyncio.Protocol):
         self._raw: RawHeaders = []
         self._head_bytes = 0
         self._ends_with_connection = self._is_paused = self._is_lost = False
+        self._timer: asyncio.TimerHandle | None = None
         self.idle_since = 0.0
         self._loop = asyncio.get_running_loop()
 
-    def ask(self, request: bytes) -> asyncio.Future[Answer]:
-        """Send a request; the future has its answer when the head is there."""
+    def ask(self, request: bytes, limit_s: float) -> asyncio.Future[Answer]:
+        """Send a request; the future has its answer when the head is there, or `TimeoutError`."""
         # A parser of its own for each answer: what one left behind is nothing to the next.
         self._parser = httptools.HttpResponseParser(self)
         self._raw, self._head_bytes, self._answer = [], 0, None
         self._ends_with_connection = False
         self._head = self._loop.create_future()
+        # For little: a scope of `asyncio.timeout` costs as much as the rest of this.
+        self._timer = self._loop.call_later(limit_s, self._fail, TimeoutError())
         self._transport.write(request)
         return self._head
 
@@ -150,7 +158,13 @@ class _Connection(asyncio.Protocol):
     def abort(self) -> None:
         """End it, whatever it is doing."""
         self._is_lost = True
+        self._stop_waiting()
         self._transport.abort()
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     # ---- asyncio's calls -------------------------------------------------------------------
 
@@ -164,11 +178,11 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(f"that is no HTTP: {error}")
+            self._fail(EngineLost(f"that is no HTTP: {error}"))
         if self._answer is None and self._head is not None:
             self._head_bytes += len(data)
             if self._head_bytes > _MOST_HEAD_BYTES:
-                self._fail("the answer's head has no end")
+                self._fail(EngineLost("the answer's head has no end"))
 
     def eof_received(self) -> bool:
         return False  # closes, and `connection_lost` follows
@@ -181,7 +195,7 @@ class _Connection(asyncio.Protocol):
             self._answer.end()
             self._head = self._answer = None
         else:
-            self._fail(f"the connection was lost ({error or 'closed'})")
+            self._fail(EngineLost(f"the connection was lost ({error or 'closed'})"))
 
     # ---- the parser's calls ----------------------------------------------------------------
 
@@ -201,6 +215,7 @@ class _Connection(asyncio.Protocol):
         self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"} and (
             status not in (204, 304)
         )
+        self._stop_waiting()
         self._answer = Answer(self, status, self._raw)
         if self._head is not None and not self._head.done():
             self._head.set_result(self._answer)
@@ -230,15 +245,16 @@ class _Connection(asyncio.Protocol):
             self.idle_since = self._loop.time()
             self._pool.append(self)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, error: Exception) -> None:
+        self._stop_waiting()
         head, answer = self._head, self._answer
         self._head = self._answer = None
         if not self._is_lost:
             self.abort()
         if answer is not None:
-            answer.set_exception(EngineLost(reason))
+            answer.set_exception(error)
         elif head is not None and not head.done():
-            head.set_exception(EngineLost(reason))
+            head.set_exception(error)
 
 
 class Client:
@@ -250,8 +266,11 @@ class Client:
         self._idle: dict[str, list[_Connection]] = {}
         self._tls: ssl.SSLContext | None = None
 
-    async def post(self, url: str, path: str, data: bytes, headers: Headers) -> Answer:
-        """POST to an engine; returns when the answer's head is there. Raises `EngineLost`.
+    async def post(
+        self, url: str, path: str, data: bytes, headers: Headers, limit_s: float
+    ) -> Answer:
+        """POST to an engine; returns when the answer's head is there. Raises `EngineLost`, and
+        `TimeoutError` if it is not so long after the request was sent.
 
         `headers`: names in lower case, without host and content-length.
         """
@@ -263,7 +282,7 @@ class Client:
             raise ValueError("a header has a line break")
         connection = self._kept(url) or await self._connect(url)
         try:
-            return await connection.ask(head + data)
+            return await connection.ask(head + data, limit_s)
         except asyncio.CancelledError:
             connection.abort()
             raise

@@ -76,7 +76,7 @@ class Intake(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {CONNECTION: self}
+        self.scope["state"][CONNECTION] = self
         if self._timer is None:  # behind a request that came whole, in the same piece
             self._arm()
         self._in_head = self._has_begun = True

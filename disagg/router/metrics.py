@@ -101,8 +101,6 @@ class RouterMetrics:
         self.between_chunks = self._seconds(
             "between_chunks", "Mean time between the chunks of an answer.", _BETWEEN
         )
-        for role in ("prefill", "decode"):
-            self.in_flight.labels(role)
 
     def _seconds(
         self, name: str, documentation: str, buckets: Sequence[float] = _TTFT

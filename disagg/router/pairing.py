@@ -72,8 +72,9 @@ class LeastLoaded:
         self._random = random.Random()
 
     def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
-        drawn = self._random.sample(engines, min(2, len(engines)))
-        return min(drawn, key=self._traffic.cost)
+        if len(engines) == 1:
+            return engines[0]
+        return min(self._random.sample(engines, 2), key=self._traffic.cost)
 
 
 class PrefixAffinity:

@@ -89,8 +89,10 @@ class PrefillLeg:
         began = record.elapsed()
         seat.reads(request.tokens)
         try:
-            call = upstream.post_leg(self._client, seat.engine, request.path, data, headers)
-            answer = await upstream.head(call, self._limits.prefill_timeout_s, "prefill")
+            limit = self._limits.prefill_timeout_s
+            answer = await upstream.post_leg(
+                self._client, seat.engine, request.path, data, headers, limit
+            )
             content = await self._whole(answer)
             if answer.status == 200:
                 seat.has_read()
@@ -118,6 +120,8 @@ class PrefillLeg:
 
     async def _whole(self, answer: http1.Answer) -> bytes:
         try:
+            if answer.is_whole:
+                return await answer.read()
             async with asyncio.timeout(self._limits.between_bytes_timeout_s):
                 return await answer.read()
         except (ConnectionError, TimeoutError) as error:

@@ -10,7 +10,7 @@ from typing import Protocol
 from starlette.types import Scope
 
 CONNECTION = "disagg.connection"
-"""Where the server leaves a request's `Connection` among the scope's extensions."""
+"""Where the server leaves a request's `Connection` in the scope's state."""
 
 
 class ClientLeft(Exception):
@@ -32,7 +32,7 @@ class WhileConnected:
     """
 
     def __init__(self, scope: Scope) -> None:
-        self._connection: Connection = scope["extensions"][CONNECTION]
+        self._connection: Connection = scope["state"][CONNECTION]
         self._left = False
 
     async def __aenter__(self) -> None:

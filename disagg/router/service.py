@@ -102,10 +102,13 @@ class Service:
         request = RequestInfo(target, {}, headers)
         seat = await self._seat(request, record)
 
+        limit = self._settings.limits.first_byte_timeout_s
+
         async def call(engine: Any) -> aiohttp.ClientResponse:
             # Taken as encoded: tidying `..` would lead to paths that the app has refused.
             url = URL(f"{engine.url}{target}", encoded=True)
-            return await self.client.request(method, url, data=data or None, headers=sent)
+            answer = self.client.request(method, url, data=data or None, headers=sent)
+            return await upstream.head(answer, limit, "decode")
 
         opened = await self._decode.open(call, seat, request, record, attempts=1)
         return self._relayed(opened, record, counts=False)
@@ -137,8 +140,10 @@ class Service:
             seat.leave()
             raise
 
+        limit = self._settings.limits.first_byte_timeout_s
+
         async def call(engine: Any) -> http1.Answer:
-            return await upstream.post_leg(self._legs, engine, request.path, data, headers)
+            return await upstream.post_leg(self._legs, engine, request.path, data, headers, limit)
 
         try:
             opened = await self._decode.open(call, seat, request, record)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 from disagg.config import Role
 from disagg.router.metrics import RouterMetrics
@@ -57,7 +58,8 @@ class Traffic:
     """The load of the engines."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
-        self._metrics = metrics
+        roles: tuple[Role, ...] = get_args(Role)
+        self._gauges = {role: metrics.in_flight.labels(role) for role in roles}
         self._cost: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
         self._by_role: Counter[Role] = Counter()
@@ -69,7 +71,7 @@ class Traffic:
     ) -> Seat:
         """A seat for a request of so many prompt tokens; `left` is called when it is free again."""
         cost = tokens + _REQUEST_TOKENS
-        gauge = self._metrics.in_flight.labels(engine.role)
+        gauge = self._gauges[engine.role]
 
         def count(by: int) -> None:
             self._cost[engine.name] += by * cost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import aiohttp
 
@@ -41,7 +41,6 @@ _TRACE = {b"traceparent", b"tracestate"}
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"server", b"date"}
 RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
 Headers: TypeAlias = Sequence[tuple[str, str]]
-AnyAnswer = TypeVar("AnyAnswer")
 
 
 def open_client(limits: LimitsSection, engine_key: str | None = None) -> aiohttp.ClientSession:
@@ -80,10 +79,20 @@ def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
 
 
 async def post_leg(
-    client: http1.Client, engine: EngineEndpoint, path: str, data: bytes, headers: Headers
+    client: http1.Client,
+    engine: EngineEndpoint,
+    path: str,
+    data: bytes,
+    headers: Headers,
+    timeout_s: float,
 ) -> http1.Answer:
-    """POST JSON, as a leg; the answer's head has come when this returns. Raises `EngineLost`."""
-    return await client.post(engine.url, path, data, _with_json(headers))
+    """POST JSON, as a leg; the answer's head has come when this returns. Raises `ApiError`."""
+    try:
+        return await client.post(engine.url, path, data, _with_json(headers), timeout_s)
+    except TimeoutError as error:
+        raise _late(engine.role, timeout_s) from error
+    except ConnectionError as error:
+        raise _unreachable(engine.role) from error
 
 
 async def post(
@@ -102,12 +111,22 @@ def _with_json(headers: Headers) -> Headers:
     return [*sent, ("content-type", "application/json")]
 
 
-async def head(call: Awaitable[AnyAnswer], timeout_s: float, role: str) -> AnyAnswer:
+async def head(
+    call: Awaitable[aiohttp.ClientResponse], timeout_s: float, role: str
+) -> aiohttp.ClientResponse:
     """The answer that a call gives in time; raises `ApiError` otherwise."""
     try:
         async with asyncio.timeout(timeout_s):
             return await call
     except TimeoutError as error:
-        raise ApiError(504, f"the {role} engine gave no answer in {timeout_s:g} s") from error
-    except (aiohttp.ClientError, ConnectionError) as error:
-        raise ApiError(503, f"the {role} engine cannot be reached") from error
+        raise _late(role, timeout_s) from error
+    except aiohttp.ClientError as error:
+        raise _unreachable(role) from error
+
+
+def _late(role: str, timeout_s: float) -> ApiError:
+    return ApiError(504, f"the {role} engine gave no answer in {timeout_s:g} s")
+
+
+def _unreachable(role: str) -> ApiError:
+    return ApiError(503, f"the {role} engine cannot be reached")

@@ -71,8 +71,8 @@ def asked(speak: Speak, use: Callable[[Engine, Client], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
-async def post(engine: Engine, client: Client, data: bytes = b"{}") -> Answer:
-    return await client.post(engine.url, "/v1/completions", data, [("x-b", "ü")])
+async def post(engine: Engine, client: Client, data: bytes = b"{}", limit_s: float = 5.0) -> Answer:
+    return await client.post(engine.url, "/v1/completions", data, [("x-b", "ü")], limit_s)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -221,9 +221,37 @@ def test_a_broken_chunk_is_a_loss() -> None:
 def test_nobody_there() -> None:
     async def use(engine: Engine, client: Client) -> None:
         with pytest.raises(EngineLost, match="no connection"):
-            await client.post("http://127.0.0.1:1", "/", b"", [])
+            await client.post("http://127.0.0.1:1", "/", b"", [], 5.0)
 
     asked(says(WHOLE), use)
+
+
+def test_silence_before_the_head() -> None:
+    """It ends the connection; a head in time leaves the rest all the time it takes."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def use(engine: Engine, client: Client) -> None:
+        with pytest.raises(TimeoutError):
+            await post(engine, client, limit_s=0.1)
+        await until(lambda: engine.ended == 1)
+
+    asked(silent, use)
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(WHOLE[:-5])
+        await asyncio.sleep(0.5)
+        writer.write(WHOLE[-5:])
+
+    async def wait(engine: Engine, client: Client) -> None:
+        answer = await post(engine, client, limit_s=0.2)
+        assert await answer.read() == b"hello"
+        await asyncio.sleep(0.01)
+        assert await (await post(engine, client, limit_s=0.2)).read() == b"hello"
+        assert engine.connections == 1
+
+    asked(slow, wait)
 
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
@@ -285,7 +313,7 @@ def test_a_set_error_comes_after_the_data() -> None:
 def test_a_header_with_a_line_break_is_not_sent() -> None:
     async def use(engine: Engine, client: Client) -> None:
         with pytest.raises(ValueError, match="line break"):
-            await client.post(engine.url, "/", b"", [("x-a", "b\r\nx-c: d")])
+            await client.post(engine.url, "/", b"", [("x-a", "b\r\nx-c: d")], 5.0)
         assert not engine.connections
 
     asked(says(WHOLE), use)

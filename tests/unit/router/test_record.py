@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -22,19 +23,19 @@ Make = Callable[..., Setup]
 BODY = {"model": "m", "prompt": "x", "stream": False}
 
 
+class Lines(list[dict[str, Any]]):
+    """What the access log says, as far as it was read."""
+
+    def __init__(self, output: pytest.CaptureFixture[str]) -> None:
+        self._output = output
+
+    def read(self) -> None:
+        self.extend(json.loads(line) for line in self._output.readouterr().out.splitlines())
+
+
 @pytest.fixture
-def lines(make: Make) -> Iterator[list[dict[str, Any]]]:
-    """What the access log says."""
-    seen: list[dict[str, Any]] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append(json.loads(record.getMessage()))
-
-    handler = Handler()
-    logging.getLogger("disagg.access").addHandler(handler)
-    yield seen
-    logging.getLogger("disagg.access").removeHandler(handler)
+def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
+    return Lines(capsys)
 
 
 def post(setup: Setup, body: Any = None, **headers: str) -> httpx.Response:
@@ -42,16 +43,17 @@ def post(setup: Setup, body: Any = None, **headers: str) -> httpx.Response:
     return client().post(url, json=BODY if body is None else body, headers=headers, timeout=20)
 
 
-def logged(lines: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def logged(lines: Lines, count: int) -> Lines:
     """So many lines; a client has its answer a little earlier."""
     deadline = time.monotonic() + 5
     while len(lines) < count and time.monotonic() < deadline:
         time.sleep(0.01)
+        lines.read()
     assert len(lines) == count
     return lines
 
 
-def test_the_id_goes_everywhere(setup: Setup, lines: list[dict[str, Any]]) -> None:
+def test_the_id_goes_everywhere(setup: Setup, lines: Lines) -> None:
     answer = post(setup, **{"x-request-id": "mine-1"})
     assert answer.headers.get_list("x-request-id") == ["mine-1"]
     assert [engine.headers[0]["x-request-id"] for engine in (setup.prefill, setup.decode)] == [
@@ -71,7 +73,7 @@ def test_an_id_that_is_no_word_is_replaced(setup: Setup, bad: str) -> None:
     assert len(given) == 32
 
 
-def test_lines_of_what_went_otherwise(make: Make, lines: list[dict[str, Any]]) -> None:
+def test_lines_of_what_went_otherwise(make: Make, lines: Lines) -> None:
     setup = make(api_keys=[ApiKey("ann", "right"), ApiKey(None, "plain")])
     assert post(setup).status_code == 401
     key = {"authorization": "Bearer right"}
@@ -89,9 +91,24 @@ def test_lines_of_what_went_otherwise(make: Make, lines: list[dict[str, Any]]) -
 
 def test_on_standard_output_unless_switched_off() -> None:
     code = (
-        "from disagg.router.record import Record, open_access_log as log\n"
-        "log(enabled=True); Record('/a', '1').log(200)\n"
-        "log(enabled=False); Record('/b', '2').log(200)\n"
+        "from disagg.router.record import AccessLog, Record\n"
+        "AccessLog(enabled=True).write(Record('/a', '1'), 200)\n"
+        "AccessLog(enabled=False).write(Record('/b', '2'), 200)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert [json.loads(line)["route"] for line in done.stdout.splitlines()] == ["/a"]
+
+
+def test_a_request_whose_line_cannot_be_written_is_answered(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError("no space left")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    with caplog.at_level(logging.WARNING):
+        assert [post(setup).status_code for _ in range(2)] == [200, 200]
+    assert [r.getMessage() for r in caplog.records if "logged" in r.getMessage()] == [
+        "requests cannot be logged: no space left"
+    ]
