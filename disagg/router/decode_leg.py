@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -41,6 +42,7 @@ class Opened:
     seat: Seat
     health: Health = field(repr=False)
     first: bytes = b""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, repr=False)
     _timer: asyncio.TimerHandle | None = field(default=None, repr=False)
     _waits_since: float | None = None
     _silence_s: float = 0.0
@@ -58,10 +60,9 @@ class Opened:
 
     async def chunk(self, silence_s: float) -> bytes:
         """What has come since; empty at the end. What goes wrong becomes an `ApiError`."""
-        loop = asyncio.get_running_loop()
-        self._waits_since, self._silence_s = loop.time(), silence_s
+        self._waits_since, self._silence_s = time.monotonic(), silence_s
         if self._timer is None:
-            self._timer = loop.call_later(silence_s, self._look)
+            self._timer = self._loop.call_later(silence_s, self._look)
         try:
             return await self.answer.content.readany()
         except TimeoutError as error:
@@ -76,12 +77,12 @@ class Opened:
     def _look(self) -> None:
         """Whether the engine is silent for too long. One timer for an answer: one for each chunk
         costs more than the chunk."""
-        loop, since = asyncio.get_running_loop(), self._waits_since
-        left = self._silence_s if since is None else since + self._silence_s - loop.time()
+        since = self._waits_since
+        left = self._silence_s if since is None else since + self._silence_s - time.monotonic()
         if left <= 0:
             self.answer.content.set_exception(TimeoutError())
         else:
-            self._timer = loop.call_later(left, self._look)
+            self._timer = self._loop.call_later(left, self._look)
 
     def stop_watching(self) -> None:
         """Nobody waits; or a limit of another length begins."""
@@ -163,7 +164,7 @@ class DecodeLeg:
         return EngineRefusal.of(opened.answer.status, content)
 
     async def _on(self, call: Call, seat: Seat) -> Opened:
-        began = asyncio.get_running_loop().time()
+        began = time.monotonic()
         limit = self._limits.first_byte_timeout_s
         try:
             answer = await call(seat.engine)
@@ -175,7 +176,7 @@ class DecodeLeg:
         opened = Opened(answer, seat, self._health)
         self._health.answered(seat.engine, answer.status)
         try:
-            left = limit - (asyncio.get_running_loop().time() - began)
+            left = limit - (time.monotonic() - began)
             opened.first = await opened.chunk(max(left, 0.001))
             opened.stop_watching()
         except BaseException:

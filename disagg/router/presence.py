@@ -20,6 +20,8 @@ class ClientLeft(Exception):
 class Connection(Protocol):
     """A client's connection, as the server sees it."""
 
+    loop: asyncio.AbstractEventLoop
+
     def watch(self, left: Callable[[], None] | None) -> None:
         """From now on `left` is called when the client closes it, or was before; None: nobody
         asks any more."""
@@ -36,7 +38,7 @@ class WhileConnected:
         self._left = False
 
     async def __aenter__(self) -> None:
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._connection.loop)
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
         self._connection.watch(self._leave)
