@@ -21,10 +21,10 @@ import uvloop
 from disagg.bench.openai_stream import ANSWER_S
 from disagg.bench.serve_trace import Ask
 from disagg.bench.vllm_server import completion
-from disagg.router.http1 import Client
+from disagg.router.http1 import Client, fields
 
 _PATH = "/v1/completions"
-_HEADERS = (("content-type", "application/json"),)
+_HEADER = fields([(b"content-type", b"application/json")])
 _CONNECT_S = 10.0
 _DONE = "[DONE]"
 
@@ -91,7 +91,7 @@ async def _one(client: Client, url: str, ask: Ask, body: bytes, due: float) -> O
     problem: str | None = None
     try:
         async with asyncio.timeout(ANSWER_S):
-            answer = await client.post(url, _PATH, body, _HEADERS, ANSWER_S)
+            answer = await client.post(url, _PATH, body, _HEADER, ANSWER_S)
             try:
                 while piece := await answer.readany():
                     reading.pieces.append((time.perf_counter() - due, piece))

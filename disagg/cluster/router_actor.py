@@ -19,7 +19,7 @@ from disagg.credentials import ApiKey
 from disagg.engine.ray_metrics import RayMetrics
 from disagg.engine.spec import EngineInfo
 from disagg.router.processes import Processes, claim, open_server
-from disagg.router.server import RouterPlan, RouterServer
+from disagg.router.server import RouterPlan, RouterServer, settle
 from disagg.router.topology import EngineEndpoint
 
 
@@ -63,6 +63,7 @@ class RouterActor:
         )
         self._server = open_server(plan, self._socket)
         await self._server.start()
+        settle()
         self._showing = asyncio.create_task(self._metrics.keep(self._families, self._over))
 
     async def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ import uvloop
 from pydantic import TypeAdapter
 
 from disagg.router.channel import ASK_S, Channel, ChannelClosed, open_channel
-from disagg.router.server import RouterPlan, RouterServer, bind
+from disagg.router.server import RouterPlan, RouterServer, bind, settle
 from disagg.router.siblings import Alone, together
 from disagg.router.topology import EngineEndpoint
 
@@ -54,6 +54,7 @@ class Child:
         if given["draining"]:
             await self._alone.drain(True)
         await server.start()
+        settle()
         self._begin(self._watch())
 
     async def _replace(self, given: Any) -> None:

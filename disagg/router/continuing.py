@@ -39,7 +39,7 @@ class Opens(Protocol):
     """Runs both legs; see `Service.open`."""
 
     async def open(
-        self, request: RequestInfo, seat: Seat, headers: upstream.Headers, record: Record
+        self, request: RequestInfo, seat: Seat, header: bytes, record: Record
     ) -> Opened | Response: ...
 
 
@@ -58,7 +58,7 @@ class Continuing:
         self._metrics, self._limit = metrics, settings.migration_limit
 
     def of(
-        self, request: RequestInfo, headers: upstream.Headers, record: Record
+        self, request: RequestInfo, header: bytes, record: Record
     ) -> Callable[[Stream, Opened], Awaitable[Opened | None]]:
         """What opens the rest of this request's answer, or answers None if nothing can."""
 
@@ -67,7 +67,7 @@ class Continuing:
                 return None
             opened = None
             try:
-                opened = await self._open(stream, broken.engine, request, headers, record)
+                opened = await self._open(stream, broken.engine, request, header, record)
             except ApiError as error:
                 logger.warning("request %s cannot go on: %s", record.id, error)
             self._metrics.migrations.labels("failed" if opened is None else "continued").inc()
@@ -81,7 +81,7 @@ class Continuing:
         stream: Stream,
         dead: EngineEndpoint,
         request: RequestInfo,
-        headers: upstream.Headers,
+        header: bytes,
         record: Record,
     ) -> Opened | None:
         seat = self._admission.another("decode", request, [dead])
@@ -99,7 +99,7 @@ class Continuing:
         except BaseException:
             seat.leave()
             raise
-        opened = await self._service.open(request, seat, headers, record)
+        opened = await self._service.open(request, seat, header, record)
         if isinstance(opened, Response):
             return None
         if opened.answer.status != 200 or not opened.is_events:

@@ -61,7 +61,8 @@ class Opened:
     async def chunk(self, silence_s: float) -> bytes:
         """What has come since; empty at the end. What goes wrong becomes an `ApiError`."""
         self._waits_since, self._silence_s = time.monotonic(), silence_s
-        if self._timer is None:
+        is_ready = isinstance(self.answer, http1.Answer) and self.answer.is_ready
+        if self._timer is None and not is_ready:
             self._timer = self._loop.call_later(silence_s, self._look)
         try:
             return await self.answer.content.readany()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -94,16 +95,15 @@ class WhileOpen:
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app, self._drain = app, drain
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http" or scope["path"] in _OPEN:
-            await self._app(scope, receive, send)
-        elif scope["path"] == "/ready":
+            return self._app(scope, receive, send)
+        if scope["path"] == "/ready":
             app = _not_ready if self._drain.draining else self._app
-            await app(scope, receive, send)
-        elif self._drain.draining:
-            await _refusal("the router takes no new requests").response()(scope, receive, send)
-        else:
-            await self._drain.serve(self._app, scope, receive, send)
+            return app(scope, receive, send)
+        if self._drain.draining:
+            return _refusal("the router takes no new requests").response()(scope, receive, send)
+        return self._drain.serve(self._app, scope, receive, send)
 
 
 def _refusal(message: str) -> ApiError:

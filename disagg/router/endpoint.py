@@ -83,11 +83,11 @@ class Front:
     def __init__(self, app: ASGIApp, straight: Mapping[str, ASGIApp]) -> None:
         self._app, self._straight = app, straight
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         app = self._app
         if scope["type"] == "http" and scope["method"] == "POST":
             app = self._straight.get(scope["path"], app)
-        await app(scope, receive, send)
+        return app(scope, receive, send)
 
 
 DEFECT = ApiError(500, "the router failed at this request; its log says why")

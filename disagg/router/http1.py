@@ -24,8 +24,7 @@ _IDLE_S = 4.0
 # What may lie here unread before the engine is made to wait.
 _HIGH_WATER = 128 << 10
 _MOST_HEAD_BYTES = 64 << 10
-Headers: TypeAlias = Sequence[tuple[str, str]]
-RawHeaders: TypeAlias = list[tuple[bytes, bytes]]
+RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 
 class EngineLost(ConnectionError):
@@ -59,6 +58,11 @@ class Answer:
     def is_whole(self) -> bool:
         """Whether all of it has come."""
         return self._is_whole
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a read would not have to wait."""
+        return bool(self._pieces or self._is_whole or self._error)
 
     def at_eof(self) -> bool:
         """Whether all of it has come and was read."""
@@ -125,7 +129,7 @@ class _Connection(asyncio.Protocol):
         self._pool = pool
         self._head: asyncio.Future[Answer] | None = None
         self._answer: Answer | None = None
-        self._raw: RawHeaders = []
+        self._raw: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
         self._ends_with_connection = self._is_paused = self._is_lost = False
         self._timer: asyncio.TimerHandle | None = None
@@ -257,32 +261,38 @@ class _Connection(asyncio.Protocol):
             head.set_exception(error)
 
 
+def fields(headers: RawHeaders) -> bytes:
+    """A request's header fields as they are sent. Raises ValueError for a line break in one."""
+    sent = b"".join([b"%b: %b\r\n" % header for header in headers])
+    if sent.count(b"\n") != len(headers) or sent.count(b"\r") != len(headers):
+        raise ValueError("a header has a line break")
+    return sent
+
+
 class Client:
     """Kept connections to engines, and what every request shows. `connect_s`: time to connect."""
 
     def __init__(self, connect_s: float, key: str | None = None) -> None:
         self._connect_s = connect_s
-        self._key = [("authorization", f"Bearer {key}")] if key else []
+        self._key = fields([(b"authorization", b"Bearer " + key.encode())] if key else [])
         self._idle: dict[str, list[_Connection]] = {}
         self._tls: ssl.SSLContext | None = None
 
-    async def post(
-        self, url: str, path: str, data: bytes, headers: Headers, limit_s: float
-    ) -> Answer:
+    async def post(self, url: str, path: str, data: bytes, header: bytes, limit_s: float) -> Answer:
         """POST to an engine; returns when the answer's head is there. Raises `EngineLost`, and
         `TimeoutError` if it is not so long after the request was sent.
 
-        `headers`: names in lower case, without host and content-length.
+        `path`: of one word. `header`: of `fields`, without host and content-length.
         """
-        lines = [f"POST {path} HTTP/1.1", f"host: {urlsplit(url).netloc}"]
-        lines += [f"{name}: {value}" for name, value in (*headers, *self._key)]
-        lines += [f"content-length: {len(data)}", "", ""]
-        head = "\r\n".join(lines).encode("latin-1")
-        if head.count(b"\n") != len(lines) - 1:
-            raise ValueError("a header has a line break")
+        head = (
+            f"POST {path} HTTP/1.1\r\n"
+            f"host: {urlsplit(url).netloc}\r\n"
+            f"content-length: {len(data)}\r\n"
+        )
+        request = b"".join((head.encode(), header, self._key, b"\r\n", data))
         connection = self._kept(url) or await self._connect(url)
         try:
-            return await connection.ask(head + data, limit_s)
+            return await connection.ask(request, limit_s)
         except asyncio.CancelledError:
             connection.abort()
             raise

@@ -68,8 +68,8 @@ class Intake(HttpToolsProtocol):
     limits: LimitsSection
     _timer: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
-    _in_head = False
-    _has_begun = False
+    _in_message = _in_head = False
+    _has_begun = _has_ended = False
     _is_refused = False
     _left: Callable[[], None] | None = None
     _unparsed = _head_bytes = _fields = 0
@@ -104,9 +104,10 @@ class Intake(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if self._timer is None:
-            self._arm()
+        self._has_ended = False
         super().data_received(data)
+        if self._timer is None and (self._in_message or not self._has_ended):
+            self._arm()  # seldom: most requests come whole
         if self._in_head and not self._is_refused:
             # Of a field that has not ended the parser says nothing yet.
             self._unparsed += len(data)
@@ -116,9 +117,7 @@ class Intake(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"][CONNECTION] = self
-        if self._timer is None:  # behind a request that came whole, in the same piece
-            self._arm()
-        self._in_head = self._has_begun = True
+        self._in_message = self._in_head = self._has_begun = True
         self._unparsed = self._head_bytes = self._fields = 0
 
     def on_url(self, url: bytes) -> None:
@@ -142,6 +141,7 @@ class Intake(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        self._in_message, self._has_ended = False, True
         self._disarm()
         super().on_message_complete()
 

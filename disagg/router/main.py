@@ -15,7 +15,7 @@ from disagg.config import ConnectorName, Role, RouterSection
 from disagg.errors import ConfigError, DisaggError
 from disagg.router.app import create_app
 from disagg.router.processes import claim, open_server
-from disagg.router.server import RouterPlan, RouterServer, bind, url_of
+from disagg.router.server import RouterPlan, RouterServer, bind, settle, url_of
 from disagg.router.topology import EngineEndpoint
 
 __all__ = ["RouterServer", "bind", "create_app", "run"]
@@ -67,6 +67,7 @@ async def _serve(plan: RouterPlan, sock: socket.socket) -> None:
     server = open_server(plan, sock)
     try:
         await server.start()
+        settle()
         print(f"Ready: {url}/v1", flush=True)
         ended = asyncio.create_task(server.ended())
         reasons = [asyncio.create_task(event.wait()) for event in (told, server.asked)]

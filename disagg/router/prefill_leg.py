@@ -44,7 +44,7 @@ class PrefillLeg:
         self._strict, self._gives_params = strict, gives_params
 
     async def run(
-        self, request: RequestInfo, headers: upstream.Headers, record: Record
+        self, request: RequestInfo, header: bytes, record: Record
     ) -> Handed | Response | None:
         """What to hand over, None if decode shall work alone, or an answer that is final.
 
@@ -56,7 +56,7 @@ class PrefillLeg:
             tried.append(seat.engine)
             record.prefill = seat.engine.name
             try:
-                return await self._on(seat, request, data, headers, record)
+                return await self._on(seat, request, data, header, record)
             except _EngineFailed as failure:
                 logger.warning("prefill on %s failed: %s", seat.engine.name, failure)
             seat = None
@@ -83,7 +83,7 @@ class PrefillLeg:
         seat: Seat,
         request: RequestInfo,
         data: bytes,
-        headers: upstream.Headers,
+        header: bytes,
         record: Record,
     ) -> Handed | Response | None:
         began = record.elapsed()
@@ -91,7 +91,7 @@ class PrefillLeg:
         try:
             limit = self._limits.prefill_timeout_s
             answer = await upstream.post_leg(
-                self._client, seat.engine, request.path, data, headers, limit
+                self._client, seat.engine, request.path, data, header, limit
             )
             content = await self._whole(answer)
             if answer.status == 200:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,6 +70,13 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def settle() -> None:
+    """Once a process of a router alone serves: what is there stays, and the garbage collector
+    need not look at it (all of it takes 70 ms, in which nobody is served)."""
+    gc.collect()
+    gc.freeze()
 
 
 def url_of(section: RouterSection, port: int) -> str:
@@ -152,6 +160,7 @@ class _Quiet(uvicorn.Server):
 def _config(app: FastAPI, tls: TlsFiles | None) -> uvicorn.Config:
     return uvicorn.Config(
         Front(app, app.state.straight),
+        interface="asgi3",
         loop="uvloop",
         http=intake.within(app.state.limits),
         ws="none",

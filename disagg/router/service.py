@@ -76,7 +76,7 @@ class Service:
     ) -> Response | Relayed:
         """Serve a completion or chat completion; raises `ApiError`."""
         body = legs.without_params(body)
-        sent = upstream.to_engine(headers.raw, record.id, record.trace)
+        sent = upstream.leg_header(upstream.to_engine(headers.raw, record.id, record.trace))
         request = RequestInfo(path, body, headers)
         self._check_length(request)
         seat = await self._seat(request, record)
@@ -98,7 +98,8 @@ class Service:
         `target`: raw path and query. Raises `ApiError`.
         """
         data = legs.passed_through(data, headers.get("content-type", ""))
-        sent = upstream.to_engine(headers.raw, record.id, record.trace)
+        raw = upstream.to_engine(headers.raw, record.id, record.trace)
+        sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]
         request = RequestInfo(target, {}, headers)
         seat = await self._seat(request, record)
 
@@ -114,7 +115,7 @@ class Service:
         return self._relayed(opened, record, counts=False)
 
     async def open(
-        self, request: RequestInfo, seat: Seat, headers: upstream.Headers, record: Record
+        self, request: RequestInfo, seat: Seat, header: bytes, record: Record
     ) -> Opened | Response:
         """Both legs, as far as the answer's first bytes, or an answer that is final already.
 
@@ -128,7 +129,7 @@ class Service:
                 seat.reads(self._to_read(request, seat))
             else:
                 request.partner = seat.engine
-                result = await self._prefill.run(request, headers, record)
+                result = await self._prefill.run(request, header, record)
                 if isinstance(result, Response):
                     seat.leave()
                     return result
@@ -143,7 +144,7 @@ class Service:
         limit = self._settings.limits.first_byte_timeout_s
 
         async def call(engine: Any) -> http1.Answer:
-            return await upstream.post_leg(self._legs, engine, request.path, data, headers, limit)
+            return await upstream.post_leg(self._legs, engine, request.path, data, header, limit)
 
         try:
             opened = await self._decode.open(call, seat, request, record)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 from disagg.config import Role
@@ -58,11 +59,11 @@ class Traffic:
     """The load of the engines."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
-        roles: tuple[Role, ...] = get_args(Role)
-        self._gauges = {role: metrics.in_flight.labels(role) for role in roles}
         self._cost: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
         self._by_role: Counter[Role] = Counter()
+        for role in get_args(Role):
+            metrics.in_flight.labels(role).set_function(partial(self.of_role, role))
         speed = Speed()  # one for all: little is known of each, and pools are of one kind
         self._reading: defaultdict[str, Reading] = defaultdict(lambda: Reading(speed))
 
@@ -71,13 +72,11 @@ class Traffic:
     ) -> Seat:
         """A seat for a request of so many prompt tokens; `left` is called when it is free again."""
         cost = tokens + _REQUEST_TOKENS
-        gauge = self._gauges[engine.role]
 
         def count(by: int) -> None:
             self._cost[engine.name] += by * cost
             self._requests[engine.name] += by
             self._by_role[engine.role] += by
-            gauge.inc(by)
 
         def leave() -> None:
             count(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import TypeAlias
 
 import aiohttp
@@ -38,9 +38,9 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"x-request-id",
 }
 _TRACE = {b"traceparent", b"tracestate"}
+_OF_BODY = {b"content-type", b"content-encoding"}
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"server", b"date"}
 RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
-Headers: TypeAlias = Sequence[tuple[str, str]]
 
 
 def open_client(limits: LimitsSection, engine_key: str | None = None) -> aiohttp.ClientSession:
@@ -58,18 +58,24 @@ def open_client(limits: LimitsSection, engine_key: str | None = None) -> aiohttp
     )
 
 
-def to_engine(headers: RawHeaders, request_id: str, trace: Mapping[str, str]) -> Headers:
+def to_engine(
+    headers: RawHeaders, request_id: str, trace: Mapping[str, str]
+) -> list[tuple[bytes, bytes]]:
     """The client's headers (names in lower case) as the engines get them.
 
     `trace`: trace context of the router's own, in place of the client's.
     """
-    sent = [
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in headers
-        if name not in _NOT_UPSTREAM and not (trace and name in _TRACE)
-    ]
+    left_out = _NOT_UPSTREAM | _TRACE if trace else _NOT_UPSTREAM
+    sent = [header for header in headers if header[0] not in left_out]
+    sent += [(name.encode(), value.encode()) for name, value in trace.items()]
     # Not compressed, so that an error event fits into the stream.
-    return [*sent, *trace.items(), ("x-request-id", request_id), ("accept-encoding", "identity")]
+    return [*sent, (b"x-request-id", request_id.encode()), (b"accept-encoding", b"identity")]
+
+
+def leg_header(headers: RawHeaders) -> bytes:
+    """Headers of `to_engine` as both legs send them, with JSON."""
+    kept = [header for header in headers if header[0] not in _OF_BODY]
+    return http1.fields([*kept, (b"content-type", b"application/json")])
 
 
 def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
@@ -83,12 +89,12 @@ async def post_leg(
     engine: EngineEndpoint,
     path: str,
     data: bytes,
-    headers: Headers,
+    header: bytes,
     timeout_s: float,
 ) -> http1.Answer:
     """POST JSON, as a leg; the answer's head has come when this returns. Raises `ApiError`."""
     try:
-        return await client.post(engine.url, path, data, _with_json(headers), timeout_s)
+        return await client.post(engine.url, path, data, header, timeout_s)
     except TimeoutError as error:
         raise _late(engine.role, timeout_s) from error
     except ConnectionError as error:
@@ -100,15 +106,10 @@ async def post(
     engine: EngineEndpoint,
     path: str,
     data: bytes,
-    headers: Headers = (),
 ) -> aiohttp.ClientResponse:
     """POST JSON; the answer's head has come when this returns. Raises `aiohttp.ClientError`."""
-    return await client.post(f"{engine.url}{path}", data=data, headers=_with_json(headers))
-
-
-def _with_json(headers: Headers) -> Headers:
-    sent = [header for header in headers if header[0] not in ("content-type", "content-encoding")]
-    return [*sent, ("content-type", "application/json")]
+    headers = {"content-type": "application/json"}
+    return await client.post(f"{engine.url}{path}", data=data, headers=headers)
 
 
 async def head(

@@ -91,9 +91,12 @@ def test_lines_of_what_went_otherwise(make: Make, lines: Lines) -> None:
 
 def test_on_standard_output_unless_switched_off() -> None:
     code = (
+        "import asyncio\n"
         "from disagg.router.record import AccessLog, Record\n"
-        "AccessLog(enabled=True).write(Record('/a', '1'), 200)\n"
-        "AccessLog(enabled=False).write(Record('/b', '2'), 200)\n"
+        "async def main():\n"
+        "    AccessLog(enabled=True).write(Record('/a', '1'), 200)\n"
+        "    AccessLog(enabled=False).write(Record('/b', '2'), 200)\n"
+        "asyncio.run(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert [json.loads(line)["route"] for line in done.stdout.splitlines()] == ["/a"]
