@@ -23,6 +23,7 @@ from disagg.router.status import Failures
 from disagg.router.tracing import Trace
 
 _CLIENT_LEFT = 499
+_ID = ID_HEADER.encode()
 Answer: TypeAlias = Response | Relayed
 Work: TypeAlias = Callable[[Request, bytes, Record], Awaitable[Answer]]
 
@@ -50,12 +51,12 @@ class Endpoint:
         status: int | None = None
         why: str | None = None
         request = Request(scope, receive)
-        record = Record(self._route, request_id(request.headers.get(ID_HEADER)))
+        record = Record(self._route, request_id(_field(scope, _ID)))
         trace = Trace(self._tracer, record, request.headers)
         record.trace = trace.headers
         try:
             try:
-                record.key_name = self._keys.check(request.headers.get("authorization", ""))
+                record.key_name = self._keys.check(_field(scope, b"authorization") or "")
                 data = await _body(receive, self._limit)
                 async with WhileConnected(scope):
                     answer = await self._work(request, data, record)
@@ -98,6 +99,11 @@ def _named(answer: Answer, record: Record) -> Answer:
     if isinstance(answer, Response):
         answer.headers[ID_HEADER] = record.id
     return answer
+
+
+def _field(scope: Scope, name: bytes) -> str | None:
+    """A header's first value."""
+    return next((v.decode("latin-1") for key, v in scope["headers"] if key == name), None)
 
 
 async def _body(receive: Receive, limit: int) -> bytes:

@@ -50,7 +50,7 @@ class Health:
         """Those worth a try now; empty if none is. One that is just back is often left out."""
         now = time.monotonic()
         up = [e for e in engines if self._is_up(e, now)]
-        return [e for e in up if self._random.random() < self._share(e, now)] or up
+        return [e for e in up if self._gets_its_turn(e, now)] or up
 
     def trying(self, engine: EngineEndpoint) -> None:
         """A request is about to be sent: of a failing engine it is the trial, and the only one."""
@@ -111,11 +111,12 @@ class Health:
         record = self._record(engine)
         return not record.is_down and record.resting_until <= now
 
-    def _share(self, engine: EngineEndpoint, now: float) -> float:
+    def _gets_its_turn(self, engine: EngineEndpoint, now: float) -> bool:
         back_at = self._record(engine).back_at
         if back_at is None:
-            return 1.0
-        return _FIRST_SHARE + (1 - _FIRST_SHARE) * (now - back_at) / _WARM_UP_S
+            return True
+        share = _FIRST_SHARE + (1 - _FIRST_SHARE) * (now - back_at) / _WARM_UP_S
+        return self._random.random() < share
 
     def _show(self, engine: EngineEndpoint, *, resting: bool) -> None:
         self._metrics.engine_resting.labels(engine.name, engine.role).set(resting)

@@ -14,6 +14,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
@@ -32,7 +33,7 @@ class EngineLost(ConnectionError):
 
 
 class Answer:
-    """An answer whose head has come. `headers`: names in lower case; of repeated ones, the last.
+    """An answer whose head has come.
 
     Whoever has it reads to its end or calls `close`, which ends the connection.
     """
@@ -42,12 +43,17 @@ class Answer:
     ) -> None:
         self._connection = connection
         self.status, self.raw_headers = status, raw
-        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
         self._pieces: deque[bytes] = deque()
         self._size = 0
         self._is_whole = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+
+    @cached_property
+    def headers(self) -> dict[str, str]:
+        """Names in lower case; of repeated ones, the last."""
+        raw = self.raw_headers
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
 
     @property
     def content(self) -> Answer:

@@ -35,6 +35,7 @@ class _Joining:
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
+        self.is_closing = transport.is_closing  # asked often
         self._head: bytes | None = None
         self.head_comes = False
         """Whether the next write is a head."""

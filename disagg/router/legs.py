@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from disagg.router import prompts
 from disagg.router.errors import ApiError
 
 # Everything that shapes the answer but not the prompt's KV.
@@ -47,10 +48,21 @@ _DOORS: Sequence[Sequence[str]] = (
 )
 
 
+class _Prefilled(msgspec.Struct):
+    """What is looked at of a prefill's answer."""
+
+    kv_transfer_params: Any = None
+
+
+_ANSWERS = msgspec.json.Decoder(_Prefilled)
+_BODIES = msgspec.json.Decoder()
+_encode = msgspec.json.Encoder().encode
+
+
 def parsed(data: bytes) -> dict[str, Any]:
     """The JSON object that a client sent; anything else is an `ApiError` 400."""
     try:
-        body = msgspec.json.decode(data)
+        body = _BODIES.decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     except RecursionError as error:
@@ -63,7 +75,7 @@ def parsed(data: bytes) -> dict[str, Any]:
 def encoded(body: dict[str, Any]) -> bytes:
     """A leg's body as JSON."""
     try:
-        return msgspec.json.encode(body)
+        return _encode(body)
     except RecursionError as error:
         raise _too_deep() from error
 
@@ -145,10 +157,9 @@ def decode_body(body: dict[str, Any], params: dict[str, Any] | None) -> dict[str
 def params_of(answer: bytes) -> dict[str, Any] | None:
     """The params in a prefill's answer, if there is something to fetch."""
     try:
-        content = msgspec.json.decode(answer)
+        params = _ANSWERS.decode(answer).kv_transfer_params
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    params = content.get(PARAMS) if isinstance(content, dict) else None
     return params if isinstance(params, dict) and params.get("do_remote_prefill") else None
 
 
@@ -168,6 +179,4 @@ def local_reason(body: dict[str, Any]) -> str | None:
 
 
 def _several_prompts(prompt: Any) -> bool:
-    if not isinstance(prompt, list) or len(prompt) < 2:
-        return False
-    return not all(isinstance(token, int) for token in prompt)
+    return isinstance(prompt, list) and len(prompt) > 1 and not prompts.is_tokens(prompt)

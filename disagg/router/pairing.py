@@ -173,20 +173,22 @@ class Pairer:
     ) -> EngineEndpoint | None:
         """An engine of this role that is not among `tried` and has less than `room` requests;
         None if there is none."""
-        engines = [e for e in self._candidates(role, request) if e not in tried]
-        if room is not None:
-            engines = [engine for engine in engines if self._traffic.requests(engine) < room]
+        engines = [
+            engine
+            for engine in self._candidates(role, request)
+            if engine not in tried and (room is None or self._traffic.requests(engine) < room)
+        ]
         if not engines:
             return None
         chosen = self._policies[role].choose(request, engines)
         self._health.trying(chosen)
         return chosen
 
-    def _candidates(self, role: Role, request: RequestInfo) -> list[EngineEndpoint]:
+    def _candidates(self, role: Role, request: RequestInfo) -> Sequence[EngineEndpoint]:
         engines = self._topology.of(role)
         partner = request.partner
         if partner is not None:
             engines = [engine for engine in engines if self._fits.fit(engine, partner)]
         usable = self._health.usable(engines)
         # Without prefill there is still decode; without decode, trying is better than refusing.
-        return usable or (engines if role == "decode" else [])
+        return usable or (engines if role == "decode" else ())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import xxhash
 
@@ -36,10 +36,15 @@ def prefix_keys(body: dict[str, Any]) -> list[int]:
     return keys
 
 
+def is_tokens(prompt: Any) -> TypeGuard[list[int]]:
+    """Whether it is one prompt as token ids, by its first one: what is mixed no engine takes."""
+    return isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int))
+
+
 def _parts(body: dict[str, Any]) -> Iterator[str | list[int]]:
     """Texts and token lists in their order; whatever else there is in a body is left out."""
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+    if isinstance(prompt, str) or is_tokens(prompt):
         yield prompt
     else:
         yield from (p for p in _several(prompt) if isinstance(p, str))
@@ -68,5 +73,5 @@ def _bytes(part: str | list[int]) -> bytes:
         return part.encode(errors="surrogatepass")
     try:
         return array("q", part).tobytes()
-    except OverflowError:
+    except (OverflowError, TypeError):
         return repr(part).encode()

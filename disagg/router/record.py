@@ -51,21 +51,27 @@ class Record:
 
     def shown(self) -> dict[str, Any]:
         """What is known of it by now."""
-        shown = {
-            "id": self.id,
-            "route": self.route,
-            "key": self.key_name,
-            "prefill": self.prefill,
-            "decode": self.decode,
-            "local": self.local,
-            "retries": self.retries or None,
-            "migrations": self.migrations or None,
-            "queued_ms": _ms(self.queued_s),
-            "prefill_ms": _ms(self.prefill_s),
-            "first_byte_ms": _ms(self.first_byte_s),
-            "total_ms": _ms(self.elapsed()),
-        }
-        return {key: value for key, value in shown.items() if value is not None}
+        shown: dict[str, Any] = {"id": self.id, "route": self.route}
+        if self.key_name is not None:
+            shown["key"] = self.key_name
+        if self.prefill is not None:
+            shown["prefill"] = self.prefill
+        if self.decode is not None:
+            shown["decode"] = self.decode
+        if self.local is not None:
+            shown["local"] = self.local
+        if self.retries:
+            shown["retries"] = self.retries
+        if self.migrations:
+            shown["migrations"] = self.migrations
+        if self.queued_s is not None:
+            shown["queued_ms"] = _ms(self.queued_s)
+        if self.prefill_s is not None:
+            shown["prefill_ms"] = _ms(self.prefill_s)
+        if self.first_byte_s is not None:
+            shown["first_byte_ms"] = _ms(self.first_byte_s)
+        shown["total_ms"] = _ms(self.elapsed())
+        return shown
 
 
 class AccessLog:
@@ -99,5 +105,5 @@ class AccessLog:
             self._has_failed = True
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 1)
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from disagg.config import Role
 
@@ -30,9 +31,9 @@ class Topology:
     ) -> None:
         self.replace(engines, down or {})
 
-    def of(self, role: Role) -> list[EngineEndpoint]:
+    def of(self, role: Role) -> Sequence[EngineEndpoint]:
         """The engines of one role."""
-        return [engine for engine in self.engines if engine.role == role]
+        return self._by_role[role]
 
     def knows(self, role: Role) -> bool:
         """Whether there are engines of this role, up or down."""
@@ -41,3 +42,7 @@ class Topology:
     def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
         """These from now on. `down`: why others, by name, are not among them at the moment."""
         self.engines, self.down = tuple(engines), down
+        self._by_role: dict[Role, Sequence[EngineEndpoint]] = {
+            role: tuple(engine for engine in engines if engine.role == role)
+            for role in get_args(Role)
+        }
