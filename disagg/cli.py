@@ -193,7 +193,7 @@ def router(
         int | None, typer.Option(help="Decode computes up to so long a prompt itself.")
     ] = None,
     prefill_wait_s: Annotated[
-        float | None, typer.Option(help="And any that would wait so much longer for prefill.")
+        float | None, typer.Option(help="And any that waits longer for prefill, by this a request.")
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate; serves https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,

@@ -258,8 +258,8 @@ class PairingSection(Section):
     prefill_wait_s: float | None = Field(
         None,
         ge=0,
-        description="Decode computes a prompt itself that would wait so much longer for prefill; "
-        "without it, never",
+        description="Decode computes a prompt itself that would wait longer for prefill, by so "
+        "much for each request that the decode engine has; without it, never",
     )
 
 

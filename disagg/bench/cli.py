@@ -251,7 +251,7 @@ def serve(
     ] = 256,
     prefill_wait_s: Annotated[
         float | None,
-        typer.Option(min=0, help="In `apart`, and any that would wait so much longer for prefill."),
+        typer.Option(min=0, help="And any that waits longer for prefill, by this a request."),
     ] = None,
     batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")

@@ -210,12 +210,13 @@ class Service:
         return max(0, request.tokens - known)  # what is known comes in whole chunks
 
     def _prefill_is_busy(self, request: RequestInfo, seat: Seat) -> bool:
-        """Whether the prompt would come to its turn sooner where it is decoded."""
-        allowed = self._settings.pairing.prefill_wait_s
-        if allowed is None:
+        """Whether the prompt would come to its turn so much sooner where it is decoded that this
+        is worth the wait of those who are there (itself among them)."""
+        each = self._settings.pairing.prefill_wait_s
+        if each is None:
             return False
         sooner = self._pairer.wait_s("prefill", request) - self._traffic.reading_s(seat.engine)
-        return sooner > allowed
+        return sooner > each * self._traffic.requests(seat.engine)
 
     def _prefix_keys(self, request: RequestInfo) -> list[int]:
         return request.prefix_keys if self._settings.pairing.local_prefill_tokens else []

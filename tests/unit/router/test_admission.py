@@ -136,24 +136,28 @@ def test_what_decode_holds_is_not_handed_over_again(make: Make) -> None:
     assert metric(setup, 'disagg_router_local_total{reason="prefix_known"}') == 2
 
 
-def test_decode_helps_when_prefill_is_busy(make: Make, gate: threading.Event) -> None:
-    setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_s": 1}})
+@pytest.mark.parametrize(("each_s", "read_by"), [(0.1, (3, 2)), (9, (5, 0))])
+def test_decode_helps_when_prefill_is_busy(
+    make: Make, gate: threading.Event, each_s: float, read_by: tuple[int, int]
+) -> None:
+    """By turns: prefill has as much before it as decode, or one prompt more. Not where that is
+    not worth the wait of the requests that decode has."""
+    setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_s": each_s}})
     setup.prefill.first_byte_s = 0.5
-    assert complete(setup, list(range(100))).status_code == 200  # 1,000 tokens take at least 5 s
+    assert complete(setup, list(range(100))).status_code == 200  # so 1,000 tokens take 5 s
     for engine in (setup.prefill, setup.decode):
         engine.first_byte_s, engine.gate = 0, gate
         engine.bodies.clear()
-    # By turns: prefill has as much before it as decode, or one prompt more.
     with ThreadPoolExecutor(5) as pool:
         answers = []
         for number in range(5):
             asked = pool.submit(complete, setup, list(range(number, number + 1000)))
             answers.append(asked)
             until(lambda: len(setup.prefill.bodies) + len(setup.decode.bodies) == len(answers))
-        assert (len(setup.prefill.bodies), len(setup.decode.bodies)) == (3, 2)
+        assert (len(setup.prefill.bodies), len(setup.decode.bodies)) == read_by
         gate.set()
         assert [answer.result().status_code for answer in answers] == [200] * 5
-    assert metric(setup, 'disagg_router_local_total{reason="prefill_busy"}') == 2
+    assert metric(setup, 'disagg_router_local_total{reason="prefill_busy"}') == read_by[1]
 
 
 def test_failed_answers_are_not_remembered(make: Make) -> None:
