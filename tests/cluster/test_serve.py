@@ -274,8 +274,8 @@ def shown_by_ray(served: Served, name: str, **labels: str) -> float | None:
     return next((s.value for s in samples if labels.items() <= s.labels.items()), None)
 
 
-def actors_that_logged(served: Served, word: str) -> set[str]:
-    """Whose log, as Ray keeps it and its dashboard shows it, has this word."""
+def who_logged(served: Served, word: str) -> set[str]:
+    """The classes of actors whose log, as Ray keeps it for its dashboard, has this word."""
     logs = [path.read_text() for path in served.temp.rglob("logs/worker-*.out")]
     return {log.partition(":actor_name:")[2].split()[0] for log in logs if word in log}
 
@@ -316,8 +316,8 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     served.until_shown("the router is back")
     complete(port, "and of a third one, for all to hear ", **{"x-request-id": "the-third"})
     assert handed_over(port) == before + 2
-    asked = {"router", "prefill-0", "decode-0"}
-    served.until(lambda: actors_that_logged(served, '"id":"the-third"') >= asked, 15)
+    asked = {"RouterActor", "PrefillEngine", "DecodeEngine"}
+    served.until(lambda: who_logged(served, '"id":"the-third"') >= asked, 15)
     assert served.text.count("is back:") == 2, "the engines did not notice"
     served.note()
 
