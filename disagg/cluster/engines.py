@@ -129,6 +129,12 @@ class Engine:
             self._load, self._load_asked_at = self.actor.load.remote(), now
         return 0.0 if self._load is None else now - self._load_asked_at
 
+    @property
+    def ran_on(self) -> str | None:
+        """Its node, which need not be the one that was preferred."""
+        home = self.home()
+        return self.node_id if home is None else home.node_id
+
     def post_mortem(self, error: RayError) -> EngineFailure:
         """Why the actor itself is gone, from what its log still says."""
         home, self.vanished = self.home(), True

@@ -218,7 +218,7 @@ class Healer:
         now, settings = time.monotonic(), self.settings
         if place.again_at is not None and now >= place.again_at:
             last, others = place.engine, self._present(place)
-            avoid = last.node_id if last.vanished else None
+            avoid = last.ran_on if last.vanished else None
             try:
                 place.engine = pools.launch([last.spec], others, avoid, self._create)[0]
             except NotNow:

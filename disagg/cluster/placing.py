@@ -77,10 +77,10 @@ def resources(pool: PoolSection) -> dict[str, float]:
 def choose(
     pool: PoolSection, role: Role, among: Sequence[Node], avoid: str | None = None
 ) -> Node | None:
-    """The best node that has room now; the one to avoid only if no other has."""
+    """The best node that has room now, other than the one to avoid; None if none has."""
     asked = resources(pool)
-    fitting = [node for node in among if node.fits(asked, pool.resources.labels)]
-    fitting = [node for node in fitting if node.node_id != avoid] or fitting
+    labels = pool.resources.labels
+    fitting = [node for node in among if node.node_id != avoid and node.fits(asked, labels)]
 
     def rank(node: Node) -> tuple[float, ...]:
         own, others = node.engines[role], sum(node.engines.values()) - node.engines[role]

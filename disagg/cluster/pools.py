@@ -115,10 +115,11 @@ def launch(
 ) -> list[Engine]:
     """Create all actors and begin all starts; returns at once. Raises NotNow.
 
-    `present`: the other engines. `avoid`: a node that may be dead before Ray knows it.
+    `present`: the other engines. `avoid`: a node that may be dead before Ray knows it. What is
+    started there then hangs until Ray does, so an engine that has no other place waits for one.
     """
     nodes = populated(present)
-    if any(node.node_id == avoid and node.answers() for node in nodes):
+    if not any(node.node_id == avoid and not node.answers() for node in nodes):
         avoid = None
     return [_launch(spec, nodes, avoid, create) for spec in wanted]
 
@@ -181,6 +182,8 @@ def _launch(
     node = None
     if near and not asked.labels:
         node = placing.choose(spec.pool, spec.role, nodes, avoid)
+        if node is None and avoid is not None:
+            raise NotNow("its node does not answer, and no other has room")
     if node is not None:
         node.take(placing.resources(spec.pool), spec.role)
     node_id = node.node_id if node else None
