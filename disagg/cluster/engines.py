@@ -28,6 +28,10 @@ class NotNow(Exception):
     """An actor cannot be created at the moment; ask again soon."""
 
 
+class NoRoom(NotNow):
+    """Not before a node has room. Says what people can do about it."""
+
+
 @dataclass(frozen=True)
 class Held:
     """An engine's actor, for someone else who shall look after it. node_id: that was preferred.

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from disagg.cluster import pools
-from disagg.cluster.engines import Engine, NotNow, outcome_of, too_slow, why_ended
+from disagg.cluster.engines import Engine, NoRoom, NotNow, outcome_of, too_slow, why_ended
 from disagg.cluster.router_life import Router
 from disagg.config import EngineSection, Role
 from disagg.engine.spec import EngineFailure, EngineInfo, EngineSpec
@@ -221,8 +221,11 @@ class Healer:
             avoid = last.ran_on if last.vanished else None
             try:
                 place.engine = pools.launch([last.spec], others, avoid, self._create)[0]
-            except NotNow:
+            except NotNow as error:
                 place.again_at = now + _NOT_NOW_S
+                if isinstance(error, NoRoom) and place.stage != str(error):
+                    place.stage = str(error)
+                    self._tell(f"{place.name}: {place.stage}", "")
                 return
             place.again_at = None
         elif place.awaited is None:

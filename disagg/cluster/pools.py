@@ -16,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from disagg.cluster import placing
-from disagg.cluster.engines import Engine, Held, NotNow, engine_of, outcome_of, too_slow
+from disagg.cluster.engines import Engine, Held, NoRoom, NotNow, engine_of, outcome_of, too_slow
 from disagg.config import Deployment, Role
 from disagg.engine import guardian
 from disagg.engine.actor import DecodeEngine, PrefillEngine
@@ -183,7 +183,9 @@ def _launch(
     if near and not asked.labels:
         node = placing.choose(spec.pool, spec.role, nodes, avoid)
         if node is None and avoid is not None:
-            raise NotNow("its node does not answer, and no other has room")
+            others = [node for node in nodes if node.node_id != avoid]
+            lacks = placing.missing(spec.pool, spec.role, others)
+            raise NoRoom(f"its node does not answer, so it waits for another: {lacks}")
     if node is not None:
         node.take(placing.resources(spec.pool), spec.role)
     node_id = node.node_id if node else None

@@ -121,7 +121,7 @@ async def head(
             return await call
     except TimeoutError as error:
         raise _late(role, timeout_s) from error
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, ConnectionError) as error:
         raise _unreachable(role) from error
 
 

@@ -6,8 +6,13 @@ import socket
 from collections import Counter
 from typing import Any
 
+import pytest
+
+from disagg.cluster import placing, pools
+from disagg.cluster.engines import NoRoom
 from disagg.cluster.placing import Node, choose, missing, resources
-from disagg.config import PoolSection
+from disagg.config import Deployment, PoolSection
+from disagg.engine.spec import EngineSpec
 
 
 def node(name: str, cpus: float, labels: dict[str, str] | None = None, **engines: int) -> Node:
@@ -68,3 +73,19 @@ def test_says_what_is_missing() -> None:
     for part in ("2 CPU", "zone=a", "10.0.0.1 1 CPU (other labels)", "10.0.0.2 0.5 CPU",
                  "decode.resources"):  # fmt: skip
         assert part in said
+
+
+def test_nothing_is_started_on_a_node_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray still counts it; whoever waits hears what for."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    table = [Node("1", "127.0.0.1", {"CPU": 4.0}, port=port), node("2", 0.5)]
+    monkeypatch.setattr(placing, "nodes", lambda: table)
+    made = Deployment.model_validate({"model": {"path": "/m"}, "decode": pool().model_dump()})
+    spec = EngineSpec(made, "decode", 0, "run", "/tmp/kv", True, "secret", "key")
+
+    def create(spec: EngineSpec, node_id: str | None) -> Any:
+        raise AssertionError(f"started on {node_id}")
+
+    with pytest.raises(NoRoom, match=r"1 CPU on one node; free: 10\.0\.0\.2 0\.5 CPU; add a node"):
+        pools.launch([spec], avoid="1", create=create)
