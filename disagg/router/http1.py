@@ -22,6 +22,10 @@ import httptools
 
 # vLLM closes a connection that was idle for five seconds.
 _IDLE_S = 4.0
+# A reader gets the first bytes of a burst at once, twice (a chat's role, and its first token), and
+# what follows them in rounds: shorter than what most models take for a token.
+_ROUND_S = 0.003
+_FEW = 2
 # What may lie here unread before the engine is made to wait.
 _HIGH_WATER = 128 << 10
 _MOST_HEAD_BYTES = 64 << 10
@@ -32,6 +36,33 @@ class EngineLost(ConnectionError):
     """The engine cannot be reached, or its answer broke off or is no HTTP."""
 
 
+class _Rounds:
+    """Wakes the readers of answers that come in bursts, all at once and not too often.
+
+    What a reader is woken for costs several times what one more chunk does.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Answer, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def join(self, answer: Answer) -> bool:
+        """Let it be read in the next round. Returns whether many wait for it."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_ROUND_S, self._begin)
+        self._waiting[answer] = None
+        return len(self._waiting) > _FEW
+
+    def leave(self, answer: Answer) -> None:
+        """It does not wait any more."""
+        self._waiting.pop(answer, None)
+
+    def _begin(self) -> None:
+        waiting, self._waiting, self._timer = self._waiting, {}, None
+        for answer in waiting:
+            answer.gathered()
+
+
 class Answer:
     """An answer whose head has come.
 
@@ -39,13 +70,19 @@ class Answer:
     """
 
     def __init__(
-        self, connection: _Connection, status: int, raw: list[tuple[bytes, bytes]]
+        self,
+        connection: _Connection,
+        status: int,
+        raw: list[tuple[bytes, bytes]],
+        rounds: _Rounds,
     ) -> None:
-        self._connection = connection
+        self._connection, self._rounds = connection, rounds
+        self._time = asyncio.get_running_loop().time
         self.status, self.raw_headers = status, raw
         self._pieces: deque[bytes] = deque()
         self._size = 0
-        self._is_whole = False
+        self._is_whole = self._gathers = self._is_burst = False
+        self._read_at = 0.0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -68,7 +105,7 @@ class Answer:
     @property
     def is_ready(self) -> bool:
         """Whether a read would not have to wait."""
-        return bool(self._pieces or self._is_whole or self._error)
+        return bool((self._pieces and not self._gathers) or self._is_whole or self._error)
 
     def at_eof(self) -> bool:
         """Whether all of it has come and was read."""
@@ -76,17 +113,18 @@ class Answer:
 
     async def readany(self) -> bytes:
         """All that has come since; empty at the end. Raises `EngineLost`, or what was set."""
-        while not self._pieces:
-            if self._error is not None:
-                raise self._error
-            if self._is_whole:
-                return b""
+        while not self.is_ready:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
         pieces, self._size = self._pieces, 0
+        if not pieces:
+            if self._error is not None:
+                raise self._error
+            return b""
+        self._read_at = self._time()
         data = pieces.popleft() if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         self._connection.read_on()
@@ -113,14 +151,33 @@ class Answer:
 
     def feed(self, data: bytes) -> bool:
         """Returns whether that is enough for now."""
+        was_read = not self._pieces
         self._pieces.append(data)
         self._size += len(data)
-        self._wake()
-        return self._size > _HIGH_WATER
+        is_enough = self._size > _HIGH_WATER
+        if is_enough:
+            self.gathered()
+        elif was_read:
+            is_burst = self._time() - self._read_at <= _ROUND_S
+            if is_burst and self._is_burst:
+                self._gathers = True
+                # One read in the next round costs less than several until then; of few readers,
+                # who are soon served, each gets its end at once.
+                return self._rounds.join(self)
+            self._is_burst = is_burst
+            self._wake()
+        return is_enough
 
     def end(self) -> None:
         """The body is whole."""
         self._is_whole = True
+        if self._gathers:
+            self._rounds.leave(self)
+        self._wake()
+
+    def gathered(self) -> None:
+        """What has come may be read now."""
+        self._gathers = False
         self._wake()
 
     def _wake(self) -> None:
@@ -131,8 +188,8 @@ class Answer:
 class _Connection(asyncio.Protocol):
     """One request at a time. `pool` is where it goes when it may be used again."""
 
-    def __init__(self, pool: list[_Connection]) -> None:
-        self._pool = pool
+    def __init__(self, pool: list[_Connection], rounds: _Rounds) -> None:
+        self._pool, self._rounds = pool, rounds
         self._head: asyncio.Future[Answer] | None = None
         self._answer: Answer | None = None
         self._raw: list[tuple[bytes, bytes]] = []
@@ -226,7 +283,7 @@ class _Connection(asyncio.Protocol):
             status not in (204, 304)
         )
         self._stop_waiting()
-        self._answer = Answer(self, status, self._raw)
+        self._answer = Answer(self, status, self._raw, self._rounds)
         if self._head is not None and not self._head.done():
             self._head.set_result(self._answer)
 
@@ -283,6 +340,7 @@ class Client:
         self._key = fields([(b"authorization", b"Bearer " + key.encode())] if key else [])
         self._idle: dict[str, list[_Connection]] = {}
         self._tls: ssl.SSLContext | None = None
+        self._rounds = _Rounds()
 
     async def post(self, url: str, path: str, data: bytes, header: bytes, limit_s: float) -> Answer:
         """POST to an engine; returns when the answer's head is there. Raises `EngineLost`, and
@@ -337,7 +395,7 @@ class Client:
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(pool), host, port, **options
+                    lambda: _Connection(pool, self._rounds), host, port, **options
                 )
         except TimeoutError as error:
             raise EngineLost(f"no connection in {self._connect_s:g} s") from error

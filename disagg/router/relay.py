@@ -75,6 +75,7 @@ class Relayed:
             await send(start)
             self._progress.first_byte()
             last = await self._relay(pass_on)
+            chunks += bool(chunks and last)
         except ApiError as error:
             logger.warning("the answer of %s broke off: %s", self._opened.engine.name, error)
             if not self._opened.is_events:
@@ -100,31 +101,35 @@ class Relayed:
         """Returns what is left to send at the end."""
         watcher = self._watcher
         if watcher is None:
-            if self._opened.answer.content.at_eof():
-                return self._opened.first  # in one piece
-            await self._pass_on_all(pass_on)
-            return b""
+            return await self._pass_on_all(pass_on)
         while True:
+            last = b""
             try:
-                await self._pass_on_all(pass_on)
+                last = await self._pass_on_all(pass_on)
                 if not watcher.is_whole:
+                    if last:
+                        await pass_on(last)  # whoever goes on begins behind it
                     raise watcher.failure or ApiError(502, "the answer ended too early")
             except ApiError as error:
                 if not watcher.is_whole and not await self._goes_on(error):
                     raise
             if watcher.is_whole:
-                return watcher.left()
+                return last + watcher.left()
 
-    async def _pass_on_all(self, pass_on: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _pass_on_all(self, pass_on: Callable[[bytes], Awaitable[None]]) -> bytes:
+        """Returns what came with the end, which is sent with it too."""
         watcher, chunk = self._watcher, self._opened.first
         while chunk:
             data = chunk if watcher is None else watcher.feed(chunk)
+            failure = None if watcher is None else watcher.failure
+            if failure is None and self._opened.answer.content.at_eof():
+                return data
             if data:
                 await pass_on(data)
-            if watcher is not None and watcher.failure is not None:
-                raise watcher.failure
-            await asyncio.sleep(0)  # what comes in the same moment goes in one piece
+            if failure is not None:
+                raise failure
             chunk = await self._opened.chunk(self._silence_s)
+        return b""
 
     async def _goes_on(self, error: ApiError) -> bool:
         """Whether another engine adds what is missing."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import pytest
 
+from disagg.router import http1
 from disagg.router.http1 import Answer, Client, EngineLost, fields
 
 T = TypeVar("T")
@@ -131,6 +132,57 @@ def test_kept_connections(parts: list[bytes], body: bytes) -> None:
         assert engine.connections == 1
 
     asked(says(*parts), use)
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def _each(letters: bytes) -> list[bytes]:
+    return [b"1\r\n%c\r\n" % letter for letter in letters]
+
+
+@pytest.mark.parametrize(
+    ("round_s", "parts", "reads"),
+    [
+        # The first bytes are handed on at once, twice; nor is the end waited with.
+        (60.0, [*_each(b"abcd"), b"0\r\n\r\n"], [b"a", b"b", b"cd"]),
+        (60.0, [b"1\r\na\r\n0\r\n\r\n"], [b"a"]),
+        # Nor is what would be too much to keep.
+        (60.0, [*_each(b"ab"), b"40000\r\n" + b"b" * 0x40000, b"\r\n0\r\n\r\n"], None),
+        # What comes seldom is never waited with.
+        (0.001, [*_each(b"abcd"), b"0\r\n\r\n"], [b"a", b"b", b"c", b"d"]),
+        (0.2, _each(b"abcd"), [b"a", b"b", b"cd"]),
+    ],
+)
+def test_a_burst_is_read_in_few_pieces(
+    round_s: float, parts: list[bytes], reads: list[bytes] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http1, "_ROUND_S", round_s)
+
+    async def use(engine: Engine, client: Client) -> None:
+        answer = await post(engine, client)
+        got = [await answer.readany()]
+        while len(got) < len(reads or ()) or (reads is None and got[-1]):
+            got.append(await answer.readany())
+        if reads is None:
+            assert b"".join(got) == b"a" + b"b" * 0x40001
+        else:
+            assert got == reads
+        answer.close()
+
+    asked(says(CHUNKED, *parts), use)
+
+
+def test_what_came_before_a_break_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http1, "_ROUND_S", 60.0)
+
+    async def use(engine: Engine, client: Client) -> None:
+        answer = await post(engine, client)
+        assert [await answer.readany() for _ in range(3)] == [b"a", b"b", b"c"]
+        with pytest.raises(EngineLost):
+            await answer.readany()
+
+    asked(says(CHUNKED, *_each(b"abc"), close=True), use)
 
 
 @pytest.mark.parametrize(
