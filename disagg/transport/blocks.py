@@ -84,6 +84,9 @@ class BlockCache:
         heads = {r.memory.shape[1] for r in regions}
         self.heads = heads.pop() if len(heads) == 1 else None
         self._host = [_host_view(region) for region in regions]
+        # The first region that each one is like in geometry: as a rule, layers are all alike.
+        geometries = [(*r.memory.shape, *r.memory.stride()) for r in regions]
+        self._like = [geometries.index(geometry) for geometry in geometries]
 
     @property
     def on_host(self) -> bool:
@@ -188,15 +191,9 @@ class BlockCache:
         return _merged(offsets, length)
 
     def all_runs(self, selection: Selection) -> list[Runs]:
-        """`runs` of every region."""
-        found: dict[tuple[int, ...], Runs] = {}  # layers have one geometry, as a rule
-        every = []
-        for index, region in enumerate(self.regions):
-            geometry = (*region.memory.shape, *region.memory.stride())
-            if geometry not in found:
-                found[geometry] = self.runs(index, selection)
-            every.append(found[geometry])
-        return every
+        """`runs` of every region; the same object for regions of one geometry."""
+        found = {index: self.runs(index, selection) for index in set(self._like)}
+        return [found[index] for index in self._like]
 
     def head_count(self, index: int, selection: Selection) -> int:
         """Heads of region `index` that a selection covers."""

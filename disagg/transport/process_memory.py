@@ -27,7 +27,7 @@ import logging
 import os
 import secrets
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from pathlib import Path
 
 import msgspec
@@ -36,6 +36,7 @@ import numpy as np
 from disagg.errors import DataCorrupt
 from disagg.transport import named
 from disagg.transport.base import Deadline, FetchJob
+from disagg.transport.beside import Helpers, cores
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.process_vm import Pieces, is_supported, libc_function, read, read_span
 
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "process_memory"
 # One core does not fill the memory's bandwidth, and more than a few take it from the model.
-_LANES = min(4, os.cpu_count() or 1)
+_MOST_LANES = 4
 _LANE_BYTES = 8 << 20
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -138,7 +139,8 @@ class ProcessMemoryReceiver:
         self._addresses = _addresses(cache)
         self._remotes: dict[bytes, _Remote] = {}
         self._reasons = named.Reasons(NAME)
-        self._helpers = ThreadPoolExecutor(_LANES - 1 or 1, "disagg-read")
+        self._lanes = min(_MOST_LANES, cores())
+        self._helpers = Helpers(self._lanes - 1 or 1, "disagg-read")
         self._prepared = _Prepared()
 
     def usable(self, offer: bytes) -> bool:
@@ -152,11 +154,11 @@ class ProcessMemoryReceiver:
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
         remote, theirs = named.decode(answer, self._remotes)
-        near = self._prepared.take(job) or self._near(job)
         far = Pieces.of(remote.cache, remote.addresses, theirs)
+        near = self._prepared.take(job) or self._near(job)
         if job.blocks.unit != theirs.unit or not np.array_equal(near.per_region, far.per_region):
             raise DataCorrupt("the two sides do not mean the same selection", reason="range")
-        lanes = max(1, min(_LANES, near.total // _LANE_BYTES))
+        lanes = max(1, min(self._lanes, near.total // _LANE_BYTES))
         spans = iter(_spans(near.total, lanes))
 
         def run() -> None:
@@ -180,7 +182,7 @@ class ProcessMemoryReceiver:
     def close(self) -> None:
         """Forget the producers."""
         self._remotes.clear()
-        self._helpers.shutdown(wait=False, cancel_futures=True)
+        self._helpers.close()
 
     def _near(self, job: FetchJob) -> Pieces:
         return Pieces.of(self._cache, self._addresses, job.blocks)

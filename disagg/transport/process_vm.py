@@ -36,6 +36,13 @@ class Pieces:
     def of(cls, cache: BlockCache, addresses: list[int], blocks: Selection) -> Pieces:
         """The selection's pieces, with the regions at these addresses."""
         every = cache.all_runs(blocks)
+        first, count = every[0], len(every)
+        if all(runs is first for runs in every):
+            return cls(
+                (np.array(addresses)[:, None] + first.offsets).reshape(-1),
+                np.tile(first.lengths, count),
+                [int(first.lengths.sum())] * count,
+            )
         return cls(
             np.concatenate([at + runs.offsets for at, runs in zip(addresses, every, strict=True)]),
             np.concatenate([runs.lengths for runs in every]),

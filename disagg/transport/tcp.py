@@ -13,7 +13,6 @@ the fetch's connections and waits until their threads have left the cache.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from disagg.errors import DataCorrupt, PeerLost, PeerRefused, TransferError
 from disagg.transport import tcp_wire as w
 from disagg.transport.base import Deadline, FetchJob
+from disagg.transport.beside import cores
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.channel import Channel, shut, tune
 from disagg.transport.device.staging import Staging
@@ -223,8 +223,7 @@ class TcpReceiver:
     def _worthwhile(self, blocks: Selection) -> int:
         if self._staging is not None:
             return 1
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        most = min(cores // _CORES_PER_STREAM, w.MAX_STREAMS // 2)
+        most = min(cores() // _CORES_PER_STREAM, w.MAX_STREAMS // 2)
         return max(1, min(most, self._cache.num_bytes(blocks) // _STREAM_BYTES))
 
     def _pull(self, job: FetchJob, staged: w.Staged, stream: int, together: Streams) -> None:
