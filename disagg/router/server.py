@@ -78,7 +78,7 @@ def settle() -> None:
     make as often as it is wont to, every few of them: nearly all of that frees itself."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(20_000)
 
 
 def url_of(section: RouterSection, port: int) -> str:
