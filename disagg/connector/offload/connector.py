@@ -55,6 +55,7 @@ class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
         setup.check_supported(vllm_config, kv_cache_config)
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
+        self._chunks = setup.chunks(settings, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             # vLLM's default fails the request; ours is never to lose one. Read after this.
             transfer.kv_load_failure_policy = "recompute"
@@ -62,7 +63,7 @@ class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
                 settings,
                 setup.host_index(settings, vllm_config, kv_cache_config),
                 setup.directory_index(settings, vllm_config, kv_cache_config),
-                block_size=vllm_config.cache_config.block_size,
+                self._chunks,
                 world_size=vllm_config.parallel_config.tensor_parallel_size,
             )
         else:
@@ -103,28 +104,30 @@ class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler.request_finished(request, block_ids)
-        return False, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        self.scheduler.request_finished(request, block_ids)
+        return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         for event in self.scheduler.take_events():
+            hash_, group = self._chunks.told_apart(event.key)
             if event.kind is EventKind.REMOVED:
-                yield BlockRemoved(block_hashes=[event.key], medium=event.medium)
+                yield BlockRemoved(block_hashes=[hash_], medium=event.medium, group_idx=group)
                 continue
             # As vLLM's own offloading: the hash says all that the engine's event has said before.
             yield BlockStored(
-                block_hashes=[event.key],
+                block_hashes=[hash_],
                 parent_block_hash=None,
                 token_ids=[],
                 block_size=0,
                 lora_id=None,
                 medium=event.medium,
                 lora_name=None,
+                group_idx=group,
             )
 
     def reset_cache(self) -> bool | None:

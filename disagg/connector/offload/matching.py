@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from disagg.connector.offload.groups import Chunks
 from disagg.store.base import Key, Presence
 from disagg.store.directory_index import DirectoryIndex
 from disagg.store.host_index import HostIndex
@@ -14,68 +17,156 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Of one KV cache group: the keys of the chunks from number `first` on."""
+
+    group: int
+    first: int
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True)
 class Match:
-    """`keys` of the chunks from number `first` on; those not `in_files` are in host memory.
+    """What is to be loaded, so that the chunks before number `stop` are computed. Keys that are
+    not `in_files` are in host memory.
 
     `computed`: tokens that the engine's own cache holds.
     """
 
     computed: int
-    first: int
-    keys: tuple[Key, ...]
+    stop: int
+    parts: tuple[Part, ...]
     in_files: frozenset[Key]
+
+    @property
+    def keys(self) -> list[Key]:
+        return [key for part in self.parts for key in part.keys]
 
 
 class Matcher:
-    """Over both tiers; `directory` may be none. A chunk is `per_chunk` blocks of the engine's."""
+    """Over both tiers; `directory` may be none."""
 
-    def __init__(
-        self, host: HostIndex, directory: DirectoryIndex | None, per_chunk: int, block_size: int
-    ) -> None:
-        self._host, self._directory = host, directory
-        self._per_chunk, self._chunk_tokens = per_chunk, per_chunk * block_size
-
-    def keys(self, request: Request, first: int, stop: int) -> list[Key]:
-        """Of chunks [first, stop): the hash of each one's last block, as far as known."""
-        per, hashes = self._per_chunk, request.block_hashes
-        return [bytes(hash_) for hash_ in hashes[(first + 1) * per - 1 : stop * per : per]]
+    def __init__(self, host: HostIndex, directory: DirectoryIndex | None, chunks: Chunks) -> None:
+        self._host, self._directory, self._chunks = host, directory, chunks
 
     def find(self, request: Request, computed: int) -> tuple[Match, bool]:
         """What the tiers hold, and whether it may be more in a moment."""
-        first = computed // self._chunk_tokens
-        keys = self.keys(request, first, request.num_tokens // self._chunk_tokens)
-        leading = self._host.leading(keys)
-        found, in_files = keys[: leading.ready], set[Key]()
-        if leading.later or self._host.loading(found):
-            return Match(computed, first, tuple(found), frozenset()), True
-        if self._directory is None or leading.ready == len(keys):
-            return Match(computed, first, tuple(found), frozenset()), False
-        rest = keys[leading.ready :]
+        return _Search(self._host, self._directory, self._chunks, request, computed).result()
+
+
+class _Search:
+    """One question. `later`: something is not known yet, and counts as not there."""
+
+    def __init__(
+        self,
+        host: HostIndex,
+        directory: DirectoryIndex | None,
+        chunks: Chunks,
+        request: Request,
+        computed: int,
+    ) -> None:
+        self._host, self._directory, self._chunks = host, directory, chunks
+        self._request, self._computed = request, computed
+        self._first = computed // chunks.tokens
+        self._in_files = set[Key]()
+        self._later = False
+
+    def result(self) -> tuple[Match, bool]:
+        first, stop = self._first, max(self._first, self._chunks.loadable(self._request))
+        if full := self._chunks.full:
+            stop = first + self._leading(self._keys(full, first, stop)) // len(full)
+        match = self._match(self._within_windows(stop))
+        while (excess := self._excess(match)) > 0:
+            less = match.stop - -(-excess // self._chunks.groups)
+            match = self._match(self._within_windows(max(first, less)))
+        return match, self._later
+
+    def _keys(self, groups: Sequence[int], first: int, stop: int) -> list[Key]:
+        """Chunk by chunk."""
+        by_group = [self._chunks.keys(self._request, group, first, stop) for group in groups]
+        return by_group[0] if len(groups) == 1 else [*chain(*zip(*by_group, strict=True))]
+
+    def _leading(self, keys: list[Key]) -> int:
+        """How many of the keys are there, from the first on."""
+        ready, self._later = self._host.leading(keys)
+        self._later = self._later or self._host.loading(keys[:ready])
+        if self._later or self._directory is None or ready == len(keys):
+            return ready
+        rest = keys[ready:]
         present = self._directory.leading(rest)
         if present.later:
-            return Match(computed, first, tuple(found), frozenset()), True
+            self._later = True
+            return ready
         for number, key in enumerate(rest):
             presence = self._host.lookup(key)
             if presence is Presence.LATER:
-                return Match(computed, first, tuple(found), frozenset(in_files)), True
+                self._later = True
+                return ready + number
             if presence is Presence.MISS:
                 if number >= present.ready:
-                    break
-                in_files.add(key)
-            found.append(key)
-        return self._that_fits(Match(computed, first, tuple(found), frozenset(in_files))), False
+                    return ready + number
+                self._in_files.add(key)
+        return len(keys)
 
-    def _that_fits(self, match: Match) -> Match:
-        """Without what cannot be read from files, for want of slots that are free or idle."""
+    def _within_windows(self, stop: int) -> int:
+        """The longest prefix of so many chunks at most whose windows are there too."""
+        windowed, end, begin = self._chunks.windowed, stop, stop
+        keys, there = list[list[Key]](), set[Key]()
+        while windowed and stop * self._chunks.tokens > self._computed:
+            firsts = [max(self._first, self._chunks.first(group, stop)) for group in windowed]
+            if min(firsts) < begin:
+                # After the first gap all that may matter is looked for at once: of files, the
+                # answer takes a while.
+                low = min(firsts) if begin == end else self._first
+                keys = [self._chunks.keys(self._request, group, low, end) for group in windowed]
+                there |= self._present([key for of in keys for key in of[: begin - low]])
+                begin = low
+            gaps = (
+                chunk
+                for chunk in range(stop - 1, min(firsts) - 1, -1)
+                for first, of in zip(firsts, keys, strict=True)
+                if chunk >= first and of[chunk - begin] not in there
+            )
+            gap = next(gaps, None)
+            if gap is None:
+                break
+            stop = gap
+        return stop
+
+    def _present(self, keys: list[Key]) -> set[Key]:
+        """Those of the keys that are there, each for itself."""
+        there, missing = set[Key](), list[Key]()
+        for key in keys:
+            presence = self._host.lookup(key)
+            self._later = self._later or presence is Presence.LATER
+            if presence is Presence.HIT:
+                there.add(key)
+            elif presence is Presence.MISS:
+                missing.append(key)
+        if self._later or self._directory is None:
+            return there
+        for key in missing:
+            presence = self._directory.lookup(key)
+            self._later = self._later or presence is Presence.LATER
+            if presence is Presence.HIT:
+                there.add(key)
+                self._in_files.add(key)
+        return there
+
+    def _match(self, stop: int) -> Match:
+        parts = []
+        for group in range(self._chunks.groups):
+            first = max(self._first, self._chunks.first(group, stop))
+            keys = self._chunks.keys(self._request, group, first, stop)
+            parts.append(Part(group, first, tuple(keys)))
+            if group in self._chunks.windowed and self._host.loading(keys):
+                self._later = True
+        in_files = self._in_files.intersection(key for part in parts for key in part.keys)
+        return Match(self._computed, stop, tuple(parts), frozenset(in_files))
+
+    def _excess(self, match: Match) -> int:
+        """How many slots too few are free or idle, for what must be read from files."""
+        if not match.in_files:
+            return 0
         stats = self._host.stats
-        room = stats.capacity - stats.in_use - (len(match.keys) - len(match.in_files))
-        if len(match.in_files) <= room:
-            return match
-        keys: list[Key] = []
-        for key in match.keys:
-            if key in match.in_files:
-                room -= 1
-                if room < 0:
-                    break
-            keys.append(key)
-        return Match(match.computed, match.first, tuple(keys), match.in_files & {*keys})
+        return len(match.keys) - (stats.capacity - stats.in_use)

@@ -17,7 +17,10 @@ from disagg.store.base import Key, Slot
 
 @dataclass(frozen=True)
 class Store:
-    """Scheduler -> worker: copy blocks into slots, as many for each slot as a chunk has."""
+    """Scheduler -> worker: copy blocks into slots, as many for each slot as a chunk has.
+
+    The null block stands at a chunk's beginning for blocks that are not kept.
+    """
 
     job: int
     slots: list[Slot]
@@ -25,18 +28,22 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Load:
-    """Scheduler -> worker: fill `block_ids` from slots, in prompt order.
+class Filling:
+    """Of one KV cache group: `block_ids`, to be filled from slots in prompt order. `skip`: blocks
+    of the first slot that are not wanted."""
 
-    `skip`: blocks of the first slot that are not wanted. `from_files`: slots to be read from the
-    directory before.
-    """
-
-    job: int
-    request_id: str
     slots: list[Slot]
     skip: int
     block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Scheduler -> worker: fill blocks. `from_files`: slots to be read from the directory before."""
+
+    job: int
+    request_id: str
+    fillings: list[Filling]
     from_files: frozenset[Key] = frozenset()
 
 

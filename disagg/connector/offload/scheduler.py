@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
+from disagg.connector.offload.groups import NULL_BLOCK, Chunks
 from disagg.connector.offload.jobs import LoadJob, ReadJob, StoreJob, WriteJob
 from disagg.connector.offload.matching import Match, Matcher
 from disagg.connector.offload.messages import (
     Done,
+    Filling,
     Load,
     OffloadReport,
     OffloadWork,
@@ -70,15 +72,13 @@ class OffloadScheduler:
         settings: OffloadSettings,
         host: HostIndex,
         directory: DirectoryIndex | None,
+        chunks: Chunks,
         *,
-        block_size: int,
         world_size: int,
     ) -> None:
         self._settings, self._host, self._directory = settings, host, directory
-        self._block_size, self._world_size = block_size, world_size
-        self._per_chunk = settings.blocks_per_chunk
-        self._chunk_tokens = block_size * self._per_chunk
-        self._matcher = Matcher(host, directory, self._per_chunk, block_size)
+        self._chunks, self._world_size = chunks, world_size
+        self._matcher = Matcher(host, directory, chunks)
         self._tracked: dict[str, _Tracked] = {}
         self._jobs: dict[int, StoreJob | LoadJob | WriteJob] = {}
         self._reads: dict[tuple[int, Key], ReadJob] = {}
@@ -108,7 +108,7 @@ class OffloadScheduler:
         if later and not self._waited_enough(tracked):
             return None, False
         tracked.match, tracked.asked = match, None
-        tokens = (match.first + len(match.keys)) * self._chunk_tokens - computed
+        tokens = match.stop * self._chunks.tokens - computed
         return (tokens, True) if match.keys and tokens > 0 else (0, False)
 
     def _waited_enough(self, tracked: _Tracked) -> bool:
@@ -118,18 +118,16 @@ class OffloadScheduler:
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks are allocated: begin the load that was answered."""
-        (group,) = blocks.blocks
-        # What has no hash is new, and will be written to by whoever loads it.
-        self._allocated.update(block.block_id for block in group if block.block_hash is None)
+        for table in blocks.blocks:
+            # What has no hash is new, and will be written to by whoever loads it.
+            self._allocated.update(block.block_id for block in table if block.block_hash is None)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
-        self._touch(self._matcher.keys(request, 0, request.num_tokens // self._chunk_tokens))
+        self._touch(self._chunks.needed(request, self._chunks.loadable(request)))
         if not external or tracked.match is None:
             return
         match, tracked.match, tracked.loading = tracked.match, None, True
-        first_block = match.computed // self._block_size
-        stop = first_block + external // self._block_size
         held = self._host.begin_load([key for key in match.keys if key not in match.in_files])
         to_read = self._host.prepare_store([key for key in match.keys if key in match.in_files])
         slots = {slot.key: slot for slot in (*held, *to_read)}
@@ -139,16 +137,14 @@ class OffloadScheduler:
             slots, to_read = {}, []
         number = self._new_job(LoadJob(self._world_size, held, request_id=request.request_id))
         self._begin_reads(number, to_read)
-        self._work.loads.append(
-            Load(
-                number,
-                request.request_id,
-                [slots[key] for key in match.keys if slots],
-                first_block - match.first * self._per_chunk,
-                [block.block_id for block in group[first_block:stop]],
-                frozenset(slot.key for slot in to_read),
-            )
-        )
+        begin = match.computed // self._chunks.block_size
+        stop = begin + external // self._chunks.block_size
+        fillings = []
+        for part, table in zip(match.parts, blocks.get_block_ids(), strict=True):
+            skip, ids = self._chunks.wanted(part.first, table, begin, stop)
+            fillings.append(Filling([slots[key] for key in part.keys if slots], skip, ids))
+        from_files = frozenset(slot.key for slot in to_read)
+        self._work.loads.append(Load(number, request.request_id, fillings, from_files))
 
     def _begin_reads(self, number: int, slots: Sequence[Slot]) -> None:
         load = self._jobs[number]
@@ -170,7 +166,7 @@ class OffloadScheduler:
 
     def step_work(self, output: SchedulerOutput) -> OffloadWork:
         """What the workers shall do in this step."""
-        self._allocated |= _newly_written(output, self._block_size)
+        self._allocated |= _newly_written(output, self._chunks.block_size)
         # Before this step's own stores: they copy what this step writes.
         self._work.flush = {
             job for block in self._allocated for job in self._copying.get(block, ())
@@ -183,15 +179,18 @@ class OffloadScheduler:
                 continue
             request = tracked.request
             tracked.computed = min(request.num_computed_tokens + count, request.num_tokens)
-            if tracked.computed // self._chunk_tokens > tracked.considered:
-                ids = blocks.get_block_ids(request_id)
-                if ids is not None:
-                    self._store(tracked, ids[0])
+            if tracked.computed // self._chunks.tokens > tracked.considered:
+                tables = blocks.get_block_ids(request_id)
+                if tables is not None:
+                    self._store(tracked, tables)
         work, self._work = self._work, OffloadWork()
         return work
 
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Store what it has computed since; its blocks are about to be freed."""
+    def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
+        """Store what it has computed since; its blocks are about to be freed.
+
+        tables: its block ids, by KV cache group.
+        """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
@@ -200,23 +199,20 @@ class OffloadScheduler:
             # The last token was sampled and never computed.
             computed = min(computed, max(request.num_prompt_tokens, request.num_tokens - 1))
         tracked.computed = computed
-        self._store(tracked, block_ids)
-        self._host.refresh(self._matcher.keys(request, 0, computed // self._chunk_tokens))
+        self._store(tracked, tables)
+        self._host.refresh(self._chunks.needed(request, computed // self._chunks.tokens))
 
-    def _store(self, tracked: _Tracked, block_ids: Sequence[int]) -> None:
-        per, first = self._per_chunk, tracked.considered
-        stop = min(tracked.computed // self._chunk_tokens, len(block_ids) // per)
-        keys = self._matcher.keys(tracked.request, first, stop)
-        if not keys:
-            return
-        tracked.considered = first + len(keys)
-        at = {key: first + number for number, key in enumerate(keys)}
-        slots = self._host.prepare_store(keys)
+    def _store(self, tracked: _Tracked, tables: Sequence[Sequence[int]]) -> None:
+        tracked.considered, filled = self._chunks.filled(
+            tracked.request, tracked.considered, tracked.computed, tables
+        )
+        slots = self._host.prepare_store([*filled])
         if not slots:
             return
-        ids = [id_ for slot in slots for id_ in block_ids[at[slot.key] * per :][:per]]
-        number = self._new_job(StoreJob(self._world_size, slots, block_ids=frozenset(ids)))
-        for id_ in ids:
+        ids = [id_ for slot in slots for id_ in filled[slot.key]]
+        copied = frozenset(ids) - {NULL_BLOCK}
+        number = self._new_job(StoreJob(self._world_size, slots, block_ids=copied))
+        for id_ in copied:
             self._copying.setdefault(id_, set()).add(number)
         self._work.stores.append(Store(number, slots, ids))
 
@@ -355,12 +351,13 @@ class OffloadScheduler:
 
 
 def _newly_written(output: SchedulerOutput, block_size: int) -> set[int]:
-    """Blocks that this step may write to, of one group."""
+    """Blocks that this step may write to, of all KV cache groups."""
     blocks = set[int]()
     for new in output.scheduled_new_reqs:
-        blocks.update(new.block_ids[0][new.num_computed_tokens // block_size :])
-    for ids in output.scheduled_cached_reqs.new_block_ids:
-        if ids is not None:
-            blocks.update(ids[0])
+        for table in new.block_ids:
+            blocks.update(table[new.num_computed_tokens // block_size :])
+    for tables in output.scheduled_cached_reqs.new_block_ids:
+        for table in tables or ():
+            blocks.update(table)
     blocks.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
     return blocks

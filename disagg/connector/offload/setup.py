@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import vllm
 
 from disagg.connector import geometry
+from disagg.connector.offload import groups
+from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.errors import ConfigError
 from disagg.store.base import Key
@@ -34,12 +36,6 @@ _NO_SEED = "vllm's own"
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     """Raise `ConfigError` for engines whose blocks cannot be kept."""
     geometry.check_supported(config, kv_cache)
-    groups = len(kv_cache.kv_cache_groups)
-    if groups > 1:
-        raise ConfigError(
-            f"kv_cache_groups: {groups} — tiers keep the blocks of one; set "
-            "disable_hybrid_kv_cache_manager"
-        )
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(
             "enable_prefix_caching: false — tiers find blocks by vLLM's prefix hashes; switch it on"
@@ -47,9 +43,18 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
 
 
 def block_bytes(kv_cache: KVCacheConfig) -> int:
-    """Bytes of one block over all layers, of one rank."""
-    (group,) = kv_cache.kv_cache_groups
-    return int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
+    """Bytes of one block over all layers, of one rank. The layers of several groups share the same
+    memory, in which each block belongs to one group at a time."""
+    return max(
+        int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
+        for group in kv_cache.kv_cache_groups
+    )
+
+
+def chunks(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> Chunks:
+    """How prompts are cut, in each group."""
+    per, block_size = settings.blocks_per_chunk, config.cache_config.block_size
+    return Chunks(groups.read(kv_cache), per, block_size)
 
 
 def slots(settings: OffloadSettings, kv_cache: KVCacheConfig) -> int:
@@ -122,8 +127,7 @@ def fingerprint(
             f"prefix_caching_hash_algo: {algorithm} — with a random seed in each engine, no block "
             "of the directory would ever be found again; use sha256, or set PYTHONHASHSEED"
         )
-    (group,) = kv_cache.kv_cache_groups
-    spec = group.kv_cache_spec
+    spec = kv_cache.kv_cache_groups[0].kv_cache_spec
     fields = {
         "model": Path(model.model).name,
         "checkpoint": geometry.checkpoint(model.model, model.revision),
@@ -132,7 +136,7 @@ def fingerprint(
         "dtype": str(model.dtype),
         "kv_dtype": f"{caching.cache_dtype} {getattr(spec, 'dtype', '')}",
         "layout": str(kv_cache.kv_cache_layout),
-        "group": f"{len(group.layer_names)} {type(spec).__name__} {spec.page_size_bytes}",
+        **_described(kv_cache),
         "block_size": str(caching.block_size),
         "blocks_per_chunk": str(settings.blocks_per_chunk),
         "tp_size": str(config.parallel_config.tensor_parallel_size),
@@ -140,6 +144,19 @@ def fingerprint(
     }
     shown = _NO_SEED if seed is None else hashlib.sha256(seed.encode()).hexdigest()[:16]
     return Fingerprint(fields, {"hash_algorithm": algorithm, "hash_seed": shown})
+
+
+def _described(kv_cache: KVCacheConfig) -> dict[str, str]:
+    """One group under the name that it always had, so that its folders are found again."""
+    described = [
+        f"{len(group.layer_names)} {type(group.kv_cache_spec).__name__} "
+        f"{group.kv_cache_spec.page_size_bytes}"
+        for group in kv_cache.kv_cache_groups
+    ]
+    if len(described) == 1:
+        return {"group": described[0]}
+    kinds = zip(described, groups.read(kv_cache), strict=True)
+    return {"groups": ", ".join(f"{text} {kind.window} {kind.local}" for text, kind in kinds)}
 
 
 def _events(config: VllmConfig) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from disagg.connector import geometry
+from disagg.connector.offload.groups import NULL_BLOCK
 from disagg.connector.offload.messages import (
     Done,
     Load,
@@ -219,13 +220,13 @@ class OffloadWorker:
         failed: Key | None = None
         reads = {
             slot.key: self._read_pool.submit(self._read, load.job, slot)
-            for slot in load.slots
+            for filling in load.fillings
+            for slot in filling.slots
             if slot.key in load.from_files
         }
-        at, per = -load.skip, self._settings.blocks_per_chunk
         copies = self._copies(Deadline(deadline), after)
         try:
-            for slot in load.slots:
+            for slot, skip, ids in self._chunks(load):
                 failed = slot.key
                 if slot.key in reads:
                     copies.begin()
@@ -233,21 +234,30 @@ class OffloadWorker:
                     reason = reads[slot.key].result(timeout=left)
                     if reason:
                         break
-                ids = load.block_ids[max(at, 0) : at + per]
-                skip = per - len(ids)
                 copies.added(self._into_blocks(slot, skip, ids, copies.pairs))
-                at += per
         except TooLate:
             reason = "deadline"
         except Exception as error:
             logger.exception("loading blocks failed")
             reason = _reason(error)
         reason = copies.end() or reason
-        if not reason and at < len(load.block_ids):
-            reason = "gone"
         gone = frozenset([failed or b""]) if reason else frozenset[Key]()
         seconds = time.monotonic() - began
         self._ended.put(Done(load.job, FROM_HOST, copies.num_bytes, seconds, gone, reason))
+
+    def _chunks(self, load: Load) -> Iterator[tuple[Slot, int, list[int]]]:
+        """Slots, how many of their first blocks are not wanted, and where the others go."""
+        per = self._settings.blocks_per_chunk
+        for filling in load.fillings:
+            skip, wanted = filling.skip, filling.block_ids
+            if wanted and not 0 <= skip < per:
+                raise TransferError("other blocks are to be filled than were looked for", "gone")
+            if len(filling.slots) * per < skip + len(wanted):
+                raise TransferError("what was to be loaded is not there any more", "gone")
+            for number, slot in enumerate(filling.slots):
+                ids = wanted[max(0, number * per - skip) : (number + 1) * per - skip]
+                if ids:
+                    yield slot, 0 if number else skip, ids
 
     def _read(self, job: int, slot: Slot) -> str:
         """Fill a slot from its file; returns why that failed. Reports exactly once."""
@@ -285,14 +295,17 @@ class OffloadWorker:
 
     def _out_of_blocks(self, store: Store, after: Event | None) -> int:
         """Copy blocks to their slots, all regions, region after region; returns the bytes."""
-        per, ids = self._settings.blocks_per_chunk, store.block_ids
-        chunks = [(slot, ids[n * per : (n + 1) * per]) for n, slot in enumerate(store.slots)]
+        per, chunks = self._settings.blocks_per_chunk, list[tuple[Slot, int, list[int]]]()
+        for number, slot in enumerate(store.slots):
+            of_slot = store.block_ids[number * per : (number + 1) * per]
+            ids = [id_ for id_ in of_slot if id_ != NULL_BLOCK]
+            chunks.append((slot, per - len(ids), ids))
         if self._keeper is not None:
-            kept = [Kept(self._address(slot), 0, some) for slot, some in chunks]
+            kept = [Kept(self._address(slot), skip, ids) for slot, skip, ids in chunks]
             self._keeper.store(kept, Deadline.after(_STORE_S), after)
         else:
-            copy_all([pair for slot, some in chunks for pair in self._pairs(slot, 0, some)])
-        return len(ids) * self.cache.block_bytes
+            copy_all([pair for chunk in chunks for pair in self._pairs(*chunk)])
+        return sum(len(ids) for _, _, ids in chunks) * self.cache.block_bytes
 
     def _into_blocks(
         self, slot: Slot, skip: int, block_ids: Sequence[int], pairs: list[Any]

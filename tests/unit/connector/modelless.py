@@ -42,7 +42,14 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -60,8 +67,40 @@ VOCABULARY = 4096
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 Words = npt.NDArray[np.uint64]
-_SPREAD: Words = np.random.SFC64(1).random_raw(LAYERS * HEADS * WORDS) | np.uint64(1)
+_MOST_LAYERS = 3 * LAYERS
+_SPREAD: Words = np.random.SFC64(1).random_raw(_MOST_LAYERS * HEADS * WORDS) | np.uint64(1)
 _WRAP = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A KV cache group of LAYERS layers. `window`: tokens that they see, the one to be computed
+    among them; `local`: tokens of the pieces within which they attend. 0: they see all."""
+
+    window: int = 0
+    local: int = 0
+
+    def first_seen(self, position: int) -> int:
+        """The first token that the one at this position attends to."""
+        if self.window:
+            return max(0, position - self.window + 1)
+        return position // self.local * self.local if self.local else 0
+
+    def spec(self) -> AttentionSpec:
+        shape: dict[str, Any] = {
+            "block_size": BLOCK,
+            "num_kv_heads": HEADS,
+            "head_size": HEAD_DIM,
+            "dtype": torch.float32,
+        }
+        if self.window:
+            return SlidingWindowSpec(**shape, sliding_window=self.window)
+        if self.local:
+            return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.local)
+        return FullAttentionSpec(**shape)
+
+
+PLAIN = (Layers(),)
 
 
 # ---- the rule ----------------------------------------------------------------------------------
@@ -75,23 +114,31 @@ def chained(hashes: list[int], tokens: Sequence[int]) -> list[int]:
     return hashes
 
 
-def contents(hashes: Sequence[int]) -> Words:
-    """What the cache holds for these tokens: [tokens, layers, heads, words]."""
-    spread = np.array(hashes, dtype=np.uint64)[:, None] * _SPREAD
-    return (spread ^ (spread >> np.uint64(29))).reshape(-1, LAYERS, HEADS, WORDS)
+def contents(hashes: Sequence[int], layer: int) -> Words:
+    """What the cache of a layer holds for these tokens: [tokens, heads, words]."""
+    of_layer = _SPREAD.reshape(_MOST_LAYERS, HEADS, WORDS)[layer]
+    spread = np.array(hashes, dtype=np.uint64)[:, None, None] * of_layer
+    return spread ^ (spread >> np.uint64(29))
 
 
-def next_token(held: Words) -> int:
-    """The token that follows all that the cache holds. held: as `contents` gives it."""
-    places = np.arange(1, held.size + 1, dtype=np.uint64)
-    return int(np.bitwise_xor.reduce(held.reshape(-1) * places) >> np.uint64(40)) % VOCABULARY
+def next_token(held: Sequence[Words]) -> int:
+    """The token that follows. held: what each layer sees of its cache."""
+    words = np.concatenate([of_layer.reshape(-1) for of_layer in held])
+    places = np.arange(1, words.size + 1, dtype=np.uint64)
+    return int(np.bitwise_xor.reduce(words * places) >> np.uint64(40)) % VOCABULARY
 
 
-def answer(prompt: Sequence[int], count: int) -> list[int]:
-    """What every engine must answer."""
-    tokens = list(prompt)
+def answer(prompt: Sequence[int], count: int, groups: Sequence[Layers] = PLAIN) -> list[int]:
+    """What every engine of these groups must answer."""
+    tokens, hashes = list(prompt), list[int]()
     for _ in range(count):
-        tokens.append(next_token(contents(chained([], tokens))))
+        chained(hashes, tokens)
+        held = [
+            contents(hashes[group.first_seen(len(tokens) - 1) :], number * LAYERS + layer)
+            for number, group in enumerate(groups)
+            for layer in range(LAYERS)
+        ]
+        tokens.append(next_token(held))
     return tokens[len(prompt) :]
 
 
@@ -115,10 +162,10 @@ def one_rank(folder: Path) -> Iterator[None]:
 
 @dataclass
 class Known:
-    """What a model runner remembers of a request."""
+    """What a model runner remembers of a request. blocks: by KV cache group."""
 
     tokens: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
     computed: int
     hashes: list[int] = field(default_factory=list)
 
@@ -135,13 +182,15 @@ class Engine:
         layout: KVCacheLayout = KVCacheLayout.LBHNC,
         max_seqs: int = 8,
         events: bool = False,
+        groups: Sequence[Layers] = PLAIN,
     ) -> None:
+        self.groups = groups
         self.config = _engine_config(model, transfer, max_seqs)
         if events:
             self.config.kv_events_config = KVEventsConfig(
                 enable_kv_cache_events=True, publisher="null"
             )
-        self.cache_config = _cache_config(self.config, blocks, layout)
+        self.cache_config = _cache_config(self.config, blocks, layout, groups)
         self.scheduler = Scheduler(
             self.config,
             self.cache_config,
@@ -153,7 +202,7 @@ class Engine:
         worker = KVConnectorFactory.create_connector(
             self.config, KVConnectorRole.WORKER, self.cache_config
         )
-        if layout.is_block_outermost:
+        if layout.is_block_outermost and len(groups) == 1:
             self.caches = allocate_uniform(self.cache_config, layout, torch.device("cpu")).layers
         else:
             self.caches = allocate_kv_cache(self.cache_config, torch.device("cpu"), layout)
@@ -242,7 +291,9 @@ class Engine:
             self.known.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
             self.known[new.req_id] = Known(
-                list(new.prompt_token_ids or ()), list(new.block_ids[0]), new.num_computed_tokens
+                list(new.prompt_token_ids or ()),
+                [list(table) for table in new.block_ids],
+                new.num_computed_tokens,
             )
         cached = scheduled.scheduled_cached_reqs
         for name, new_blocks, computed in zip(
@@ -251,8 +302,9 @@ class Engine:
             known = self.known[name]
             known.computed = computed
             if name in cached.resumed_req_ids:
-                known.blocks = []
-            known.blocks += new_blocks[0] if new_blocks else ()
+                known.blocks = [[] for _ in self.groups]
+            for table, more in zip(known.blocks, new_blocks or (), strict=bool(new_blocks)):
+                table += more
 
     def _forward(self, scheduled: SchedulerOutput) -> tuple[list[list[int]], KVConnectorOutput]:
         attn_metadata = dict.fromkeys(self.caches, "attention metadata")
@@ -268,20 +320,27 @@ class Engine:
         return sampled, step.output
 
     def _attend(self, layer: int, known: Known, count: int) -> None:
-        """Write this layer's part of `count` tokens, and compare that of all before them."""
+        """Write this layer's part of `count` tokens, and compare that of those before them."""
         start, stop = known.computed, known.computed + count
-        expected = contents(chained(known.hashes, known.tokens)[:stop])[:, layer]
-        blocks, offsets = _slots(known, start, stop)
-        self.words[layer][blocks, :, offsets] = expected[start:]
-        blocks, offsets = _slots(known, 0, stop)
-        assert np.array_equal(self.words[layer][blocks, :, offsets], expected), "wrong KV"
+        first = self.groups[layer // LAYERS].first_seen(start)
+        expected = contents(chained(known.hashes, known.tokens)[first:stop], layer)
+        blocks, offsets = _slots(known.blocks[layer // LAYERS], start, stop)
+        assert blocks.all(), "a token has no block"
+        self.words[layer][blocks, :, offsets] = expected[start - first :]
+        assert np.array_equal(self._seen(layer, known, first, stop), expected), "wrong KV"
+
+    def _seen(self, layer: int, known: Known, first: int, stop: int) -> Words:
+        blocks, offsets = _slots(known.blocks[layer // LAYERS], first, stop)
+        return self.words[layer][blocks, :, offsets]
 
     def _sample(self, known: Known, count: int) -> list[int]:
         stop = known.computed + count
         if stop < len(known.tokens):
             return []
-        blocks, offsets = _slots(known, 0, stop)
-        held = np.stack([words[blocks, :, offsets] for words in self.words], axis=1)
+        held = [
+            self._seen(layer, known, self.groups[layer // LAYERS].first_seen(stop - 1), stop)
+            for layer in range(len(self.words))
+        ]
         known.tokens.append(next_token(held))
         return known.tokens[-1:]
 
@@ -321,10 +380,10 @@ def run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 2
             time.sleep(0.001)
 
 
-def _slots(known: Known, start: int, stop: int) -> tuple[npt.NDArray[np.int64], ...]:
+def _slots(table: Sequence[int], start: int, stop: int) -> tuple[npt.NDArray[np.int64], ...]:
     """Block and offset of each position."""
     positions = np.arange(start, stop)
-    return np.array(known.blocks, dtype=np.int64)[positions // BLOCK], positions % BLOCK
+    return np.array(table, dtype=np.int64)[positions // BLOCK], positions % BLOCK
 
 
 def _engine_config(model: Path, transfer: dict[str, Any], max_seqs: int) -> VllmConfig:
@@ -341,14 +400,18 @@ def _engine_config(model: Path, transfer: dict[str, Any], max_seqs: int) -> Vllm
     ).create_engine_config()
 
 
-def _cache_config(config: VllmConfig, blocks: int, layout: KVCacheLayout) -> KVCacheConfig:
+def _cache_config(
+    config: VllmConfig, blocks: int, layout: KVCacheLayout, groups: Sequence[Layers]
+) -> KVCacheConfig:
     record_kv_cache_layout(config.cache_config, layout.name)
-    spec = FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32
-    )
-    group = KVCacheGroupSpec([f"model.layers.{i}.attn" for i in range(LAYERS)], spec)
-    memory = blocks * LAYERS * spec.page_size_bytes
-    cache = get_kv_cache_config_from_groups(config, [group], memory)
+    specs = [
+        KVCacheGroupSpec(
+            [f"model.layers.{number * LAYERS + i}.attn" for i in range(LAYERS)], group.spec()
+        )
+        for number, group in enumerate(groups)
+    ]
+    memory = blocks * LAYERS * specs[0].kv_cache_spec.page_size_bytes
+    cache = get_kv_cache_config_from_groups(config, specs, memory)
     cache.kv_cache_layout, cache.hash_block_size = layout.name, BLOCK
     config.cache_config.num_gpu_blocks = cache.num_blocks
     return cache

@@ -12,7 +12,7 @@ from transport.host_device import COMPILER
 from unit.connector import standin
 from unit.connector.standin import ModelDevice
 
-from disagg.connector.offload.messages import Done, Load, OffloadWork, Store
+from disagg.connector.offload.messages import Done, Filling, Load, OffloadWork, Store
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.offload.worker import FROM_HOST, TO_HOST, OffloadWorker
 from disagg.errors import ConfigError
@@ -37,7 +37,7 @@ class Rig:
 
     def load(self, job: int, slots: list[int], skip: int, blocks: list[int]) -> Load:
         chosen = [Slot(bytes([slot + 1]), slot) for slot in slots]
-        return Load(job, f"request-{job}", chosen, skip, blocks)
+        return Load(job, f"request-{job}", [Filling(chosen, skip, blocks)])
 
     def slot(self, number: int) -> bytes:
         assert self.worker._pool is not None

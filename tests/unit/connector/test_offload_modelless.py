@@ -8,20 +8,33 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transport.host_device import COMPILER
 from unit.connector import standin
-from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, Engine, answer, run
+from unit.connector.modelless import (
+    BLOCK,
+    PLAIN,
+    POISON,
+    PREFILL,
+    VOCABULARY,
+    Engine,
+    Layers,
+    answer,
+    run,
+)
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, EventPublisher
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request, RequestStatus
 
 from disagg.connector.offload.connector import DisaggOffloadConnector
+from disagg.connector.offload.groups import NULL_BLOCK
+from disagg.connector.offload.messages import Load
 from disagg.connector.offload.scheduler import OffloadScheduler
 from disagg.errors import ConfigError
 
@@ -52,14 +65,36 @@ def start(
         standin.use(monkeypatch)
     started: list[Engine] = []
 
-    def start(slots: int = 64, *, blocks: int = 48, layout: str = "LBHNC", **extra: Any) -> Engine:
-        layout_ = KVCacheLayout[layout]
-        started.append(Engine(model, tiers(slots, **extra), blocks=blocks, layout=layout_))
+    def start(
+        slots: int = 64,
+        *,
+        blocks: int = 48,
+        layout: str = "LBHNC",
+        groups: Sequence[Layers] = PLAIN,
+        **extra: Any,
+    ) -> Engine:
+        config, layout_ = tiers(slots, **extra), KVCacheLayout[layout]
+        started.append(Engine(model, config, blocks=blocks, layout=layout_, groups=groups))
+        poison_before_loads(started[-1])
         return started[-1]
 
     yield start
     for engine in started:
         engine.close()
+
+
+def poison_before_loads(engine: Engine) -> None:
+    """What a load leaves out is seen, though the blocks were those of the same prompt before."""
+    worker = engine.lifecycle.connector.worker
+    load = worker._load
+
+    def poisoned(work: Load, after: Any) -> None:
+        for filling in work.fillings:
+            for cache in engine.caches.values():
+                cache.view(torch.uint8)[filling.block_ids] = POISON
+        load(work, after)
+
+    worker._load = poisoned
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -76,7 +111,8 @@ def half(engine: Engine) -> OffloadScheduler:
 
 
 def check(engine: Engine) -> None:
-    """Nothing is in use when nothing is to be done."""
+    """Nothing is in use when nothing is to be done, and the null block is as it was."""
+    assert all(bool((part == POISON).all()) for part in engine.bytes_of([NULL_BLOCK]))
     scheduler = half(engine)
     scheduler._host.check_integrity()
     assert not scheduler._host.stats.in_use
@@ -93,7 +129,7 @@ def check(engine: Engine) -> None:
 def ask(engine: Engine, prompt: list[int], count: int = 3) -> str:
     name = engine.add(prompt, count, None)
     run([engine], lambda: name in engine.finished and engine.is_idle())
-    assert engine.answers[name] == answer(prompt, count)
+    assert engine.answers[name] == answer(prompt, count, engine.groups)
     check(engine)
     return name
 
@@ -177,7 +213,7 @@ def test_what_cannot_be_read_is_computed(start: Start, tmp_path: Path, spoiled: 
     ask(engine, prompt)
     forget(engine, host=True)
     request = Request("x", prompt, SamplingParams(), None, block_hasher=engine._hasher)
-    (key,) = half(engine)._matcher.keys(request, spoiled, spoiled + 1)
+    (key,) = half(engine)._chunks.keys(request, 0, spoiled, spoiled + 1)
     (file,) = tmp_path.rglob(f"{key.hex()}*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -249,10 +285,24 @@ def test_events_tell_what_comes_and_goes(model: Path) -> None:
 @pytest.mark.parametrize(("seed", "eviction"), [(0, "lru"), (1, "arc"), (2, "arc"), (3, "lru")])
 def test_any_order(start: Start, tmp_path: Path, seed: int, eviction: str) -> None:
     """Shared prefixes, aborts and preemption, with a cache and a pool of a few blocks."""
+    any_order(start, tmp_path, seed, eviction, PLAIN, slots=6, blocks=20)
+
+
+def any_order(
+    start: Start,
+    tmp_path: Path,
+    seed: int,
+    eviction: str,
+    groups: Sequence[Layers],
+    slots: int,
+    blocks: int,
+) -> Engine:
     generator = random.Random(seed)
     extra = {"directory": str(tmp_path)} if seed % 2 else {}
     per = 1 + seed % 3
-    engine = start(6, blocks=20, blocks_per_chunk=per, eviction=eviction, **extra)
+    engine = start(
+        slots, blocks=blocks, blocks_per_chunk=per, eviction=eviction, groups=groups, **extra
+    )
     slow(engine.lifecycle.connector.worker, "_out_of_blocks", "_into_blocks")
     bases = [prompt_of(8 * BLOCK, seed=100 + n) for n in range(4)]
     asked: dict[str, tuple[list[int], int]] = {}
@@ -274,8 +324,9 @@ def test_any_order(start: Start, tmp_path: Path, seed: int, eviction: str) -> No
         half(engine)._host.check_integrity()
     run([engine], lambda: set(asked) <= set(engine.finished) and engine.is_idle())
     for name, (prompt, count) in asked.items():
-        assert engine.answers[name] == answer(prompt, count)
+        assert engine.answers[name] == answer(prompt, count, engine.groups)
     check(engine)
+    return engine
 
 
 @pytest.mark.slow

@@ -1,0 +1,154 @@
+"""The KV cache groups of a model: which blocks of each a prompt needs, and how chunks are named.
+
+vLLM keeps one block table for each group. Layers with a sliding window, or with local attention,
+look back only so far: behind it vLLM gives blocks back, and the null block takes their place. So
+of such a group a prefix needs only its last chunks, and of a chunk maybe only its last blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from disagg.store.base import Key
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+NULL_BLOCK = 0
+"""vLLM's own block that stands for those no longer kept. No request's data is ever there."""
+_SUFFIX_BYTES = 4  # as in vLLM's own `BlockHashWithGroupId`
+
+
+@dataclass(frozen=True)
+class Group:
+    """`window`: tokens that its layers see, the one to be computed among them; `local`: tokens of
+    the pieces within which they attend. 0: they see all."""
+
+    window: int = 0
+    local: int = 0
+
+    @property
+    def sees_all(self) -> bool:
+        return not (self.window or self.local)
+
+    def skipped(self, computed: int) -> int:
+        """Tokens at the beginning that are not needed any more when so many are computed: those
+        of vLLM's `get_num_skipped_tokens`."""
+        if self.window:
+            return max(0, computed - self.window + 1)
+        return computed // self.local * self.local if self.local else 0
+
+
+def read(kv_cache: KVCacheConfig) -> list[Group]:
+    """The groups that vLLM has made."""
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+
+    groups = []
+    for group in kv_cache.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, SlidingWindowSpec):
+            groups.append(Group(window=spec.sliding_window + spec.extra_retained_tokens))
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            groups.append(Group(local=spec.attention_chunk_size))
+        else:
+            groups.append(Group())
+    return groups
+
+
+class Chunks:
+    """The chunks of prompts, by group and number; a chunk is `per` blocks of `block_size` tokens.
+
+    `full`, `windowed`: the numbers of the groups that see all, and of the others.
+    """
+
+    def __init__(self, groups: Sequence[Group], per: int, block_size: int) -> None:
+        self._groups, self.per, self.block_size = tuple(groups), per, block_size
+        self.tokens = per * block_size
+        self.full = [n for n, group in enumerate(groups) if group.sees_all]
+        self.windowed = [n for n, group in enumerate(groups) if not group.sees_all]
+        # Of one group, a key is the block's hash alone.
+        several = len(groups) > 1
+        self._suffixes = [
+            n.to_bytes(_SUFFIX_BYTES, "big") if several else b"" for n in range(len(groups))
+        ]
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        return len(self._groups)
+
+    def loadable(self, request: Request) -> int:
+        """How many chunks of a request a load may bring at most.
+
+        vLLM computes the last token in any case, and of windows allocates what the token after
+        those that are loaded needs: it must be told of one token less than there are.
+        """
+        return self._known(request, request.num_tokens - bool(self.windowed))
+
+    def first(self, group: int, stop: int) -> int:
+        """The first chunk of a group that is needed when those before `stop` are computed."""
+        return self._groups[group].skipped(stop * self.tokens) // self.tokens
+
+    def keys(self, request: Request, group: int, first: int, stop: int) -> list[Key]:
+        """Of chunks [first, stop): the hash of each one's last block, as far as known."""
+        hashes, suffix = request.block_hashes, self._suffixes[group]
+        ends = hashes[(first + 1) * self.per - 1 : stop * self.per : self.per]
+        return [bytes(hash_) + suffix for hash_ in ends]
+
+    def needed(self, request: Request, stop: int) -> list[Key]:
+        """What a prompt needs that goes on after so many chunks of the request, chunk by chunk."""
+        stop = self._known(request, stop * self.tokens)
+        firsts = [self.first(group, stop) for group in range(self.groups)]
+        numbered = [
+            (first + number, key)
+            for group, first in enumerate(firsts)
+            for number, key in enumerate(self.keys(request, group, first, stop))
+        ]
+        return [key for _, key in sorted(numbered, key=lambda one: one[0])]
+
+    def filled(
+        self, request: Request, first: int, tokens: int, tables: Sequence[Sequence[int]]
+    ) -> tuple[int, dict[Key, list[int]]]:
+        """What there is to store of a request's first tokens, from chunk `first` on: up to which
+        chunk, and the blocks of each, in prompt order.
+
+        tables: the request's block ids, by group. The null block stands at the beginning of a
+        chunk for what nobody will need of it: a load ends with a chunk, this one or a later one.
+        """
+        stop = min(self._known(request, tokens), min(map(len, tables)) // self.per)
+        found = dict[Key, list[int]]()
+        for chunk in range(first, stop):
+            for group, table in enumerate(tables):
+                ids = list(table[chunk * self.per : (chunk + 1) * self.per])
+                gone = max((n + 1 for n, id_ in enumerate(ids) if id_ == NULL_BLOCK), default=0)
+                ids[:gone] = [NULL_BLOCK] * gone
+                skipped = self._groups[group].skipped((chunk + 1) * self.tokens)
+                unneeded = max(0, skipped // self.block_size - chunk * self.per)
+                if gone <= unneeded < self.per:
+                    (key,) = self.keys(request, group, chunk, chunk + 1)
+                    found[key] = ids
+        return max(first, stop), found
+
+    def wanted(
+        self, first: int, table: Sequence[int], begin: int, stop: int
+    ) -> tuple[int, list[int]]:
+        """Blocks [begin, stop) of a group that a load fills: those that vLLM keeps, and how many
+        come before them in chunk `first`.
+
+        table: the request's block ids.
+        """
+        ids = list(table[begin:stop])
+        gone = max((n + 1 for n, id_ in enumerate(ids) if id_ == NULL_BLOCK), default=0)
+        return (begin + gone - first * self.per if ids[gone:] else 0), ids[gone:]
+
+    def told_apart(self, key: Key) -> tuple[Key, int | None]:
+        """The hash in a key, and the group's number if there are several."""
+        if self.groups == 1:
+            return key, None
+        return key[:-_SUFFIX_BYTES], int.from_bytes(key[-_SUFFIX_BYTES:], "big")
+
+    def _known(self, request: Request, tokens: int) -> int:
+        return min(tokens // self.tokens, len(request.block_hashes) // self.per)
