@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
 from disagg.connector.offload.groups import Chunks
@@ -77,7 +77,8 @@ class _Search:
             stop = first + self._leading(self._keys(full, first, stop)) // len(full)
         match = self._match(self._within_windows(stop))
         while (excess := self._excess(match)) > 0:
-            less = match.stop - -(-excess // self._chunks.groups)
+            # No further than it may help: what is in host memory needs no other slots.
+            less = match.stop - -(-min(excess, len(match.in_files)) // self._chunks.groups)
             match = self._match(self._within_windows(max(first, less)))
         return match, self._later
 
@@ -92,21 +93,18 @@ class _Search:
         self._later = self._later or self._host.loading(keys[:ready])
         if self._later or self._directory is None or ready == len(keys):
             return ready
-        rest = keys[ready:]
-        present = self._directory.leading(rest)
+        where = [(key, self._host.lookup(key)) for key in keys[ready:]]
+        rest = list(takewhile(lambda one: one[1] is not Presence.LATER, where))
+        missing = [key for key, presence in rest if presence is Presence.MISS]
+        present = self._directory.leading(missing)
         if present.later:
             self._later = True
             return ready
-        for number, key in enumerate(rest):
-            presence = self._host.lookup(key)
-            if presence is Presence.LATER:
-                self._later = True
-                return ready + number
-            if presence is Presence.MISS:
-                if number >= present.ready:
-                    return ready + number
-                self._in_files.add(key)
-        return len(keys)
+        self._in_files.update(missing[: present.ready])
+        if present.ready < len(missing):
+            return keys.index(missing[present.ready], ready)
+        self._later = len(rest) < len(where)
+        return ready + len(rest)
 
     def _within_windows(self, stop: int) -> int:
         """The longest prefix of so many chunks at most whose windows are there too."""

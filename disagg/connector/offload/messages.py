@@ -39,7 +39,8 @@ class Filling:
 
 @dataclass(frozen=True)
 class Load:
-    """Scheduler -> worker: fill blocks. `from_files`: slots to be read from the directory before."""
+    """Scheduler -> worker: fill blocks of all groups. `from_files`: slots to be read from the
+    directory before."""
 
     job: int
     request_id: str

@@ -118,9 +118,9 @@ class OffloadScheduler:
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks are allocated: begin the load that was answered."""
-        for table in blocks.blocks:
+        for of_group in blocks.blocks:
             # What has no hash is new, and will be written to by whoever loads it.
-            self._allocated.update(block.block_id for block in table if block.block_hash is None)
+            self._allocated.update(block.block_id for block in of_group if block.block_hash is None)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return

@@ -36,8 +36,10 @@ class Rig:
         return Store(job, [Slot(bytes([slot + 1]), slot) for slot in slots], blocks)
 
     def load(self, job: int, slots: list[int], skip: int, blocks: list[int]) -> Load:
-        chosen = [Slot(bytes([slot + 1]), slot) for slot in slots]
-        return Load(job, f"request-{job}", [Filling(chosen, skip, blocks)])
+        return Load(job, f"request-{job}", [self.filling(slots, skip, blocks)])
+
+    def filling(self, slots: list[int], skip: int, blocks: list[int]) -> Filling:
+        return Filling([Slot(bytes([slot + 1]), slot) for slot in slots], skip, blocks)
 
     def slot(self, number: int) -> bytes:
         assert self.worker._pool is not None
@@ -98,6 +100,43 @@ def test_there_and_back(make: Callable[..., Rig]) -> None:
     (done,) = rig.done()
     assert (done.medium, done.num_bytes, done.reason) == (FROM_HOST, 3 * BLOCK_BYTES, "")
     for layer, right in zip(rig.layers, expected, strict=True):
+        assert layer.equal(right)
+
+
+def test_a_chunk_without_its_beginning(make: Callable[..., Rig]) -> None:
+    """The null block stands for what is not kept of it."""
+    rig = make()
+    rig.worker.before_step(OffloadWork(stores=[rig.store(1, [3, 0], [0, 2, 9, 4])]))
+    rig.worker.before_step(OffloadWork())
+    (done,) = rig.done()
+    assert (done.num_bytes, done.reason) == (3 * BLOCK_BYTES, "")
+    block = BLOCK_BYTES // LAYERS
+    held = [rig.slot(3)[n * PER * block :][: PER * block] for n in range(LAYERS)]
+    assert [of_layer[block:] for of_layer in held] == [
+        layer[[2]].numpy().tobytes() for layer in rig.layers
+    ]
+    assert rig.slot(0) == rig.held([9, 4])
+    expected = [layer.clone() for layer in rig.layers]
+    for layer in expected:
+        layer[[12, 5]] = layer[[2, 4]]
+    fillings = [rig.filling([3], 1, [12]), rig.filling([0], 1, [5])]
+    rig.worker.start(OffloadWork(loads=[Load(2, "request", fillings)]))
+    (done,) = rig.done()
+    assert (done.num_bytes, done.reason) == (2 * BLOCK_BYTES, "")
+    for layer, right in zip(rig.layers, expected, strict=True):
+        assert layer.equal(right)
+
+
+@pytest.mark.parametrize(("slots", "skip", "blocks"), [([3], 0, 3), ([3], -1, 2), ([3, 0], 2, 2)])
+def test_blocks_that_the_slots_do_not_fit_are_left_alone(
+    make: Callable[..., Rig], slots: list[int], skip: int, blocks: int
+) -> None:
+    rig = make()
+    before = [layer.clone() for layer in rig.layers]
+    rig.worker.start(OffloadWork(loads=[rig.load(1, slots, skip, [7, 2, 9][:blocks])]))
+    (done,) = rig.done()
+    assert done.reason == "gone"
+    for layer, right in zip(rig.layers, before, strict=True):
         assert layer.equal(right)
 
 

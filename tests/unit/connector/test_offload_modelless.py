@@ -348,8 +348,10 @@ def slow(what: Any, *methods: str, seconds: float = 0.002) -> None:
         setattr(what, name, late)
 
 
-@pytest.fixture
-def pair(model: Path, tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
+@pytest.fixture(params=[PLAIN, (Layers(window=70), Layers())], ids=["plain", "sliding and full"])
+def pair(
+    model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[Engine, Engine]]:
     """A producer and a consumer with tiers, of one folder."""
     extra = {"storage_path": str(tmp_path / "s"), "lease_s": 20.0}
     handover = {
@@ -370,6 +372,7 @@ def pair(model: Path, tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
                     "connectors": [{**c, "kv_role": role} for c in children]
                 },
             },
+            groups=request.param,
         )
 
     engines = engine("kv_producer"), engine("kv_consumer")
@@ -391,7 +394,7 @@ def test_beside_the_hand_over(pair: tuple[Engine, Engine]) -> None:
     for turn in range(3):
         name = handed(producer, consumer, prompt, 40)
         run(pair, lambda name=name: name in consumer.finished and all(e.is_idle() for e in pair))
-        assert consumer.answers[name] == answer(prompt, 40)
+        assert consumer.answers[name] == answer(prompt, 40, consumer.groups)
         prompt = [*prompt, *consumer.answers[name], turn]
         check(consumer)
         check(producer)
