@@ -9,31 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.deepseek_v2 import DeepseekV2Config
-from transformers.models.gemma3 import Gemma3TextConfig
 
 from disagg.bench.vllm_server import VllmServer, token_ids
-from disagg.checkpoint_tokenizer import write_tokenizer
 from disagg.errors import StartupError
 from engine.conftest import running, transfer
+from engine.windows import BLOCK, GROUP_BYTES, SIZES, WINDOW, make, make_windows
 
 Prompt = Callable[[int], list[int]]
-VOCABULARY, WINDOW, BLOCK = 4096, 256, 128
-GROUP_BYTES = 2 * 2 * BLOCK * 2 * 64 * 4  # layers of a group, KV heads, tokens, K and V, dim, float
 LEASE_S = 3.0
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 8192,
-    "dtype": "float32",
-}
 
 
 @dataclass(frozen=True)
@@ -46,21 +32,6 @@ class Pair:
 
     def failed(self, reason: str) -> float:
         return self.second.metric("disagg_kv_load_failures_total", reason=reason)
-
-
-def make(config: PretrainedConfig, folder: Path) -> None:
-    """A checkpoint whose answers depend on every token: see disagg/checkpoint.py."""
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config)
-    for name, weights in model.named_parameters():
-        if "embed_tokens" in name:  # small, or models that tie it to the output echo their input
-            torch.nn.init.normal_(weights, std=0.02)
-        elif weights.dim() == 2:
-            torch.nn.init.normal_(weights, std=1.28 / weights.shape[1] ** 0.5)
-        elif "q_norm" in name or "k_norm" in name:  # attend to some tokens, not to their mean
-            torch.nn.init.ones_(weights)
-    model.save_pretrained(folder)
-    write_tokenizer(folder, VOCABULARY, 8192)
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +66,7 @@ def pair(
 ) -> Iterator[Pair]:
     """Three KV cache groups: two of sliding layers, one of full ones."""
     model = tmp_path_factory.mktemp("model") / "windows"
-    config = Gemma3TextConfig(
-        **SIZES,
-        num_hidden_layers=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    )
-    make(config, model)
+    make_windows(model)
     env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp"))}
     logs = tmp_path_factory.mktemp("logs")
     args = ("--max-model-len", "4096", "--num-gpu-blocks-override", "512")

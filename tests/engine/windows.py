@@ -1,0 +1,50 @@
+"""Small checkpoints whose KV cache is not one of plain attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.gemma3 import Gemma3TextConfig
+
+from disagg.checkpoint_tokenizer import write_tokenizer
+
+VOCABULARY, WINDOW, BLOCK = 4096, 256, 128
+GROUP_BYTES = 2 * 2 * BLOCK * 2 * 64 * 4  # layers of a group, KV heads, tokens, K and V, dim, float
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+    "dtype": "float32",
+}
+
+
+def make(config: PretrainedConfig, folder: Path) -> None:
+    """A checkpoint whose answers depend on every token: see disagg/checkpoint.py."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weights in model.named_parameters():
+        if "embed_tokens" in name:  # small, or models that tie it to the output echo their input
+            torch.nn.init.normal_(weights, std=0.02)
+        elif weights.dim() == 2:
+            torch.nn.init.normal_(weights, std=1.28 / weights.shape[1] ** 0.5)
+        elif "q_norm" in name or "k_norm" in name:  # attend to some tokens, not to their mean
+            torch.nn.init.ones_(weights)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, VOCABULARY, 8192)
+
+
+def make_windows(folder: Path) -> None:
+    """Three KV cache groups: two of sliding layers, one of full ones."""
+    config = Gemma3TextConfig(
+        **SIZES,
+        num_hidden_layers=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    )
+    make(config, folder)
