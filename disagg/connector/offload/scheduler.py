@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -86,7 +86,7 @@ class OffloadScheduler:
         self._work = OffloadWork()
         self._allocated: set[int] = set()
         self._copying: dict[int, set[int]] = {}  # block -> stores that have not copied it yet
-        self._unwritten: deque[Key] = deque(maxlen=_MOST_UNWRITTEN)
+        self._unwritten: OrderedDict[Key, None] = OrderedDict()
         self._writing = 0
         self._stats = OffloadStats()
         self._told: dict[str, IndexStats] = {}
@@ -283,7 +283,10 @@ class OffloadScheduler:
         self._host.complete_store(ok, True)
         self._host.complete_store([slot for slot in job.slots if slot.key in job.failed], False)
         if self._directory is not None:
-            self._unwritten.extend(slot.key for slot in ok)
+            # Once, also if it was evicted and stored again before it was written.
+            self._unwritten.update((slot.key, None) for slot in ok)
+            while len(self._unwritten) > _MOST_UNWRITTEN:
+                self._unwritten.popitem(last=False)
             self._write(self._directory)
 
     def _write(self, directory: DirectoryIndex) -> None:
@@ -293,7 +296,7 @@ class OffloadScheduler:
         while self._unwritten and self._writing + len(slots) < max(
             1, self._host.stats.capacity // 2
         ):
-            slots += self._host.pin([self._unwritten.popleft()])
+            slots += self._host.pin([self._unwritten.popitem(last=False)[0]])
         wanted = set(directory.prepare_store([slot.key for slot in slots]))
         self._host.unpin([slot for slot in slots if slot.key not in wanted])
         slots = [slot for slot in slots if slot.key in wanted]

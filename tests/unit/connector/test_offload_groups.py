@@ -6,6 +6,8 @@ As `test_offload_modelless.py`, whose fixtures these are: no model, and every by
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from unit.connector.modelless import BLOCK, Engine, Layers, run
@@ -26,7 +28,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from disagg.connector.offload import setup
+from disagg.connector.offload.groups import Chunks, Group
+from disagg.connector.offload.scheduler import OffloadScheduler
 from disagg.connector.offload.settings import OffloadSettings
+from disagg.store.host_index import HostIndex
 
 pytestmark = pytest.mark.usefixtures("distributed")
 __all__ = ["start"]
@@ -169,13 +174,53 @@ def test_caches_of_other_groups_are_kept_apart(start: Start) -> None:
     assert len({each["groups"] for each in (one, *others)}) == 3
 
 
+@pytest.mark.parametrize("way", ["allocated", "new", "cached"])
+def test_blocks_of_any_group_are_copied_before_they_are_written(way: str) -> None:
+    """Block 7, which a store has not copied yet, becomes one of the second group's."""
+    chunks, tables = Chunks([Group(), Group(window=BLOCK)], 1, BLOCK), ([5, 6], [0, 7])
+    scheduler = OffloadScheduler(OffloadSettings(), HostIndex(4), None, chunks, world_size=1)
+    scheduler._copying[7] = {3}
+    if way == "allocated":
+        blocks = tuple([SimpleNamespace(block_id=n, block_hash=None) for n in t] for t in tables)
+        request: Any = SimpleNamespace(request_id="x")
+        scheduler.after_alloc(request, SimpleNamespace(blocks=blocks), 0)  # type: ignore[arg-type]
+    new = SimpleNamespace(block_ids=tables, num_computed_tokens=BLOCK)
+    output: Any = SimpleNamespace(
+        scheduled_new_reqs=[new] if way == "new" else [],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, tables] * (way == "cached")),
+        kv_cache_block_copies=None,
+        kv_connector_block_state=None,
+        num_scheduled_tokens={},
+    )
+    assert scheduler.step_work(output).flush == {3}
+
+
+def test_what_is_stored_twice_before_it_is_written_is_written_once(
+    start: Start, tmp_path: Path
+) -> None:
+    """A disk that is behind, and a host tier that forgets meanwhile."""
+    engine = start(8, groups=(FULL, Layers(window=BLOCK)), directory=str(tmp_path))
+    prompt = prompt_of(BLOCK, seed=6)
+    scheduler = half(engine)
+    scheduler._writing = 8  # none may be begun
+    for _ in range(2):
+        name = engine.add(prompt, 1, None)
+        run([engine], lambda name=name: name in engine.finished and not scheduler.is_busy)
+        forget(engine, host=True)
+    name = engine.add(prompt, 1, None)
+    run([engine], lambda: name in engine.finished and not scheduler.is_busy)
+    scheduler._writing = 0
+    ask(engine, prompt_of(BLOCK, seed=7), 1)
+    assert scheduler._directory.stats.stored == 4
+
+
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_order(start: Start, tmp_path: Path, name: str, seed: int) -> None:
     eviction, groups = "lru" if seed % 2 else "arc", CACHES[name]
-    # As few as one request may need, so that blocks go from hand to hand at once.
-    blocks = 2 + sum(12 if group == FULL else 8 for group in groups)
-    any_order(start, tmp_path, seed, eviction, groups, slots=14, blocks=blocks)
+    # Of fewer blocks, two loaded requests could wait for each other's: of those that wait to be
+    # scheduled, vLLM 0.32 counts null blocks as if they were held.
+    any_order(start, tmp_path, seed, eviction, groups, slots=14, blocks=44)
 
 
 @pytest.mark.slow
