@@ -119,18 +119,24 @@ class Chunks:
         chunk for what nobody will need of it: a load ends with a chunk, this one or a later one.
         """
         stop = min(self._known(request, tokens), min(map(len, tables)) // self.per)
+        keys = [self.keys(request, group, first, stop) for group in range(self.groups)]
         found = dict[Key, list[int]]()
         for chunk in range(first, stop):
             for group, table in enumerate(tables):
                 ids = list(table[chunk * self.per : (chunk + 1) * self.per])
-                gone = max((n + 1 for n, id_ in enumerate(ids) if id_ == NULL_BLOCK), default=0)
-                ids[:gone] = [NULL_BLOCK] * gone
-                skipped = self._groups[group].skipped((chunk + 1) * self.tokens)
-                unneeded = max(0, skipped // self.block_size - chunk * self.per)
-                if gone <= unneeded < self.per:
-                    (key,) = self.keys(request, group, chunk, chunk + 1)
-                    found[key] = ids
+                if self._is_there(group, chunk, ids):
+                    found[keys[group][chunk - first]] = ids
         return max(first, stop), found
+
+    def _is_there(self, group: int, chunk: int, ids: list[int]) -> bool:
+        """Whether all that a load may want of a chunk is there; the null block is put in place of
+        what is not wanted before it."""
+        if self._groups[group].sees_all:
+            return NULL_BLOCK not in ids
+        gone = _gone(ids)
+        ids[:gone] = [NULL_BLOCK] * gone
+        skipped = self._groups[group].skipped((chunk + 1) * self.tokens)
+        return gone <= max(0, skipped // self.block_size - chunk * self.per) < self.per
 
     def wanted(
         self, first: int, table: Sequence[int], begin: int, stop: int
@@ -141,7 +147,7 @@ class Chunks:
         table: the request's block ids.
         """
         ids = list(table[begin:stop])
-        gone = max((n + 1 for n, id_ in enumerate(ids) if id_ == NULL_BLOCK), default=0)
+        gone = _gone(ids)
         return (begin + gone - first * self.per if ids[gone:] else 0), ids[gone:]
 
     def told_apart(self, key: Key) -> tuple[Key, int | None]:
@@ -152,3 +158,8 @@ class Chunks:
 
     def _known(self, request: Request, tokens: int) -> int:
         return min(tokens // self.tokens, len(request.block_hashes) // self.per)
+
+
+def _gone(ids: Sequence[int]) -> int:
+    """How many blocks there are up to the last one that was given back."""
+    return max((n + 1 for n, id_ in enumerate(ids) if id_ == NULL_BLOCK), default=0)
