@@ -97,14 +97,17 @@ class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self.scheduler.num_new_matched_tokens(request, num_computed_tokens)
+        found = self.scheduler.num_new_matched_tokens(request, num_computed_tokens)
+        return self._where_room_is(request, num_computed_tokens, found)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self.scheduler.after_alloc(request, blocks, num_external_tokens)
+        self._load_begins(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._loads_end(scheduler_output.num_scheduled_tokens)
         return self.scheduler.step_work()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -113,11 +116,12 @@ class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.request_finished(request, [block_ids])
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._loads_end([request.request_id])
         return self.scheduler.request_finished(request, block_ids)
 
     # ---- worker side -----------------------------------------------------------------------

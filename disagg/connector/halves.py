@@ -7,6 +7,7 @@ by layer.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -22,12 +23,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
+from disagg.connector import geometry
 from disagg.connector.logs import log_as_vllm_does
+from disagg.connector.room import Room, room_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 SchedulerT = TypeVar("SchedulerT")
 WorkerT = TypeVar("WorkerT")
@@ -46,6 +51,7 @@ class TwoHalves(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
         log_as_vllm_does()
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
+        self._room: Room | None = None
 
     @classmethod
     def device_bytes(cls, extra_config: dict[str, Any]) -> int:
@@ -70,6 +76,30 @@ class TwoHalves(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
     @abstractmethod
     def take_stats(self) -> KVConnectorStats | None:
         """What the half of this process has counted since the last call, if it counts."""
+
+    # ---- loads of models with windows ------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if geometry.has_windows(self._kv_cache_config):
+            self._room = room_of(kv_cache_manager)
+
+    def _where_room_is(
+        self, request: Request, computed: int, found: tuple[int | None, bool]
+    ) -> tuple[int | None, bool]:
+        """What `get_num_new_matched_tokens` found, or "ask again" while others need the blocks."""
+        if self._room and found[0] and not self._room.is_left(request, computed + found[0]):
+            return None, False
+        return found
+
+    def _load_begins(self, request: Request, external: int) -> None:
+        if self._room and external:
+            self._room.begins(request)
+
+    def _loads_end(self, request_ids: Iterable[str]) -> None:
+        """Requests that run now, or are finished."""
+        if self._room:
+            self._room.end(request_ids)
 
     # ---- vLLM's ----------------------------------------------------------------------------
 

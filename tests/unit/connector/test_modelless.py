@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, Engine, answer, run
+from unit.connector.modelless import (
+    BLOCK,
+    PLAIN,
+    PREFILL,
+    VOCABULARY,
+    Engine,
+    Layers,
+    answer,
+    run,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -32,14 +41,22 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     started: list[Engine] = []
     storage = tmp_path_factory.mktemp("storage")
 
-    def start(role: str, *, blocks: int = 48, layout: str = "LBHNC", **extra: Any) -> Engine:
+    def start(
+        role: str,
+        *,
+        blocks: int = 48,
+        layout: str = "LBHNC",
+        groups: Sequence[Layers] = PLAIN,
+        **extra: Any,
+    ) -> Engine:
         config = {
             "kv_connector": "DisaggConnector",
             "kv_connector_module_path": "disagg.connector",
             "kv_role": role,
             "kv_connector_extra_config": {"storage_path": str(storage), "lease_s": 20.0, **extra},
         }
-        started.append(Engine(model, config, blocks=blocks, layout=KVCacheLayout[layout]))
+        layout_ = KVCacheLayout[layout]
+        started.append(Engine(model, config, blocks=blocks, layout=layout_, groups=groups))
         return started[-1]
 
     yield start
@@ -123,6 +140,24 @@ def test_many_at_once(start: Start) -> None:
     assert [consumer.answers[name] for name in seconds] == [answer(p, 40) for p in prompts]
     assert not any(output.failed_recving for output in consumer.seen)
     assert any(scheduled.preempted_req_ids for scheduled in consumer.scheduled)
+
+
+def test_loads_do_not_wait_for_each_other(start: Start) -> None:
+    """Of each prompt, three blocks are loaded and one is to be computed; there are six."""
+    groups = (Layers(window=3 * BLOCK + 1),)
+    producer = start("kv_producer", blocks=64, groups=groups)
+    consumer = start("kv_consumer", blocks=1 + 6, groups=groups)
+    prompts = [prompt_of(9 * BLOCK + 1, seed=n) for n in range(3)]
+    firsts = [producer.add(prompt, 1, PREFILL) for prompt in prompts]
+    run([producer], lambda: set(firsts) <= set(producer.finished))
+    seconds = [
+        consumer.add(prompt, 4, producer.params[first])
+        for prompt, first in zip(prompts, firsts, strict=True)
+    ]
+    run([producer, consumer], lambda: set(seconds) <= set(consumer.finished))
+    run([producer, consumer], lambda: at_rest(producer, consumer))
+    assert [consumer.answers[name] for name in seconds] == [answer(p, 4, groups) for p in prompts]
+    assert sum(len(output.finished_recving or ()) for output in consumer.seen) == 3
 
 
 def test_a_lease_that_ran_out(start: Start) -> None:
