@@ -180,7 +180,8 @@ def _launch(
 ) -> Engine:
     asked, near = spec.pool.resources, spec.deployment.engine.placement == "near"
     node = None
-    if near and not asked.labels:
+    # Ray knows nothing of a node to avoid; where labels fit, only Ray knows.
+    if not asked.labels and (near or avoid is not None):
         node = placing.choose(spec.pool, spec.role, nodes, avoid)
         if node is None and avoid is not None:
             others = [node for node in nodes if node.node_id != avoid]

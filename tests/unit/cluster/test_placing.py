@@ -75,13 +75,22 @@ def test_says_what_is_missing() -> None:
         assert part in said
 
 
-def test_nothing_is_started_on_a_node_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("placement", ["near", "spread"])
+def test_nothing_is_started_on_a_node_that_does_not_answer(
+    placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray still counts it; whoever waits hears what for."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     table = [Node("1", "127.0.0.1", {"CPU": 4.0}, port=port), node("2", 0.5)]
     monkeypatch.setattr(placing, "nodes", lambda: table)
-    made = Deployment.model_validate({"model": {"path": "/m"}, "decode": pool().model_dump()})
+    made = Deployment.model_validate(
+        {
+            "model": {"path": "/m"},
+            "engine": {"placement": placement},
+            "decode": pool().model_dump(),
+        }
+    )
     spec = EngineSpec(made, "decode", 0, "run", "/tmp/kv", True, "secret", "key")
 
     def create(spec: EngineSpec, node_id: str | None) -> Any:
