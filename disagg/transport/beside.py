@@ -1,8 +1,9 @@
 """Threads that help the one that calls them, each time on other cores than its own.
 
-To the scheduler of a virtual machine a core that sleeps looks like one that was taken away. It then
-puts a thread that is woken beside its waker, where the two share a core for milliseconds while
-another one idles. So helpers are kept off the caller's core, if there is another.
+On virtual machines a thread that is woken after a pause was seen to run beside its waker, where
+both share a core for milliseconds while another one idles; most likely since a core that sleeps
+there looks like one that was taken away. So helpers are kept off the caller's core, if there is
+another.
 """
 
 from __future__ import annotations
