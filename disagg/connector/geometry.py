@@ -32,6 +32,8 @@ _DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _SAMPLE = 1 << 20
+NULL_BLOCK = 0
+"""vLLM's own block that stands for those no longer kept. No request's data is ever there."""
 
 
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:

@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from disagg.connector import params as wire
 from disagg.connector import prompt
+from disagg.connector.geometry import NULL_BLOCK
 from disagg.connector.messages import Grant, Letter, Load, LoadReport, StepReport, StepWork
 from disagg.connector.metrics import ConnectorStats
 from disagg.connector.settings import ConnectorSettings
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# vLLM's own block that stands for those no longer kept. No request's data is ever there.
-_NULL_BLOCK = 0
 _GONE = -1
 _KEPT = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -204,7 +203,7 @@ class SchedulerHalf:
         spans, ours = [], list[int]()
         for group, ids in enumerate(blocks.get_block_ids()):
             begin, wanted = start, list(ids[start // per_block : -(-stop // per_block)])
-            while self._windows and wanted and wanted[0] == _NULL_BLOCK:
+            while self._windows and wanted and wanted[0] == NULL_BLOCK:
                 begin, wanted = begin + 1, wanted[1:]  # one unit is a block here
             if wanted:
                 spans.append((group * theirs + begin, group * theirs + stop))
@@ -263,7 +262,7 @@ class SchedulerHalf:
         groups = [ids[:count] for ids in block_ids]
         kept = groups[0]
         if self._windows:
-            kept = [_GONE if id_ == _NULL_BLOCK else id_ for ids in groups for id_ in ids]
+            kept = [_GONE if id_ == NULL_BLOCK else id_ for ids in groups for id_ in ids]
         self._work.grants.append(Grant(lease, request.request_id, kept, seconds))
         self._leases[request.request_id] = "held"
         self._stats.set_leases_held(len(self._leases))

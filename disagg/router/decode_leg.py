@@ -16,8 +16,8 @@ from typing import TypeAlias
 import aiohttp
 
 from disagg.config import LimitsSection
-from disagg.router import http1
 from disagg.router.admission import Admission
+from disagg.router.answer import Answer
 from disagg.router.errors import ApiError, EngineRefusal
 from disagg.router.health import Health
 from disagg.router.metrics import RouterMetrics
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 2
 _LONGEST_REFUSAL = 64 << 10
-AnyAnswer: TypeAlias = aiohttp.ClientResponse | http1.Answer
+AnyAnswer: TypeAlias = aiohttp.ClientResponse | Answer
 Call: TypeAlias = Callable[[EngineEndpoint], Awaitable[AnyAnswer]]
 
 
@@ -61,7 +61,7 @@ class Opened:
     async def chunk(self, silence_s: float) -> bytes:
         """What has come since; empty at the end. What goes wrong becomes an `ApiError`."""
         self._waits_since, self._silence_s = time.monotonic(), silence_s
-        is_ready = isinstance(self.answer, http1.Answer) and self.answer.is_ready
+        is_ready = isinstance(self.answer, Answer) and self.answer.is_ready
         if self._timer is None and not is_ready:
             self._timer = self._loop.call_later(silence_s, self._look)
         try:

@@ -12,22 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections import deque
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import httptools
 
+from disagg.router.answer import ROUND_S, Answer, Rounds
+
 # vLLM closes a connection that was idle for five seconds.
 _IDLE_S = 4.0
-# A reader gets the first bytes of a burst at once, twice (a chat's role, and its first token), and
-# what follows them in rounds: shorter than what most models take for a token.
-_ROUND_S = 0.003
-_FEW = 2
-# What may lie here unread before the engine is made to wait.
-_HIGH_WATER = 128 << 10
 _MOST_HEAD_BYTES = 64 << 10
 RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
@@ -36,159 +30,10 @@ class EngineLost(ConnectionError):
     """The engine cannot be reached, or its answer broke off or is no HTTP."""
 
 
-class _Rounds:
-    """Wakes the readers of answers that come in bursts, all at once and not too often.
-
-    What a reader is woken for costs several times what one more chunk does.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[Answer, None] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    def join(self, answer: Answer) -> bool:
-        """Let it be read in the next round. Returns whether many wait for it."""
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_ROUND_S, self._begin)
-        self._waiting[answer] = None
-        return len(self._waiting) > _FEW
-
-    def leave(self, answer: Answer) -> None:
-        """It does not wait any more."""
-        self._waiting.pop(answer, None)
-
-    def _begin(self) -> None:
-        waiting, self._waiting, self._timer = self._waiting, {}, None
-        for answer in waiting:
-            answer.gathered()
-
-
-class Answer:
-    """An answer whose head has come.
-
-    Whoever has it reads to its end or calls `close`, which ends the connection.
-    """
-
-    def __init__(
-        self,
-        connection: _Connection,
-        status: int,
-        raw: list[tuple[bytes, bytes]],
-        rounds: _Rounds,
-    ) -> None:
-        self._connection, self._rounds = connection, rounds
-        self._time = asyncio.get_running_loop().time
-        self.status, self.raw_headers = status, raw
-        self._pieces: deque[bytes] = deque()
-        self._size = 0
-        self._is_whole = self._gathers = self._is_burst = False
-        self._read_at = 0.0
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    @cached_property
-    def headers(self) -> dict[str, str]:
-        """Names in lower case; of repeated ones, the last."""
-        raw = self.raw_headers
-        return {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
-
-    @property
-    def content(self) -> Answer:
-        """What is read from, as in aiohttp."""
-        return self
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of it has come."""
-        return self._is_whole
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a read would not have to wait."""
-        return bool((self._pieces and not self._gathers) or self._is_whole or self._error)
-
-    def at_eof(self) -> bool:
-        """Whether all of it has come and was read."""
-        return self._is_whole and not self._pieces
-
-    async def readany(self) -> bytes:
-        """All that has come since; empty at the end. Raises `EngineLost`, or what was set."""
-        while not self.is_ready:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        pieces, self._size = self._pieces, 0
-        if not pieces:
-            if self._error is not None:
-                raise self._error
-            return b""
-        self._read_at = self._time()
-        data = pieces.popleft() if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
-        self._connection.read_on()
-        return data
-
-    async def read(self) -> bytes:
-        """The whole body. Raises `EngineLost`."""
-        pieces = []
-        while piece := await self.readany():
-            pieces.append(piece)
-        return b"".join(pieces)
-
-    def close(self) -> None:
-        """Nobody reads on. Of no effect once it was read to its end."""
-        if not self._is_whole:
-            self._connection.abort()
-
-    def set_exception(self, error: Exception) -> None:
-        """Whoever reads, or will read, gets this after what has come."""
-        self._error = self._error or error
-        self._wake()
-
-    # ---- from the connection ---------------------------------------------------------------
-
-    def feed(self, data: bytes) -> bool:
-        """Returns whether that is enough for now."""
-        was_read = not self._pieces
-        self._pieces.append(data)
-        self._size += len(data)
-        is_enough = self._size > _HIGH_WATER
-        if is_enough:
-            self.gathered()
-        elif was_read:
-            is_burst = self._time() - self._read_at <= _ROUND_S
-            if is_burst and self._is_burst:
-                self._gathers = True
-                # One read in the next round costs less than several until then; of few readers,
-                # who are soon served, each gets its end at once.
-                return self._rounds.join(self)
-            self._is_burst = is_burst
-            self._wake()
-        return is_enough
-
-    def end(self) -> None:
-        """The body is whole."""
-        self._is_whole = True
-        if self._gathers:
-            self._rounds.leave(self)
-        self._wake()
-
-    def gathered(self) -> None:
-        """What has come may be read now."""
-        self._gathers = False
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 class _Connection(asyncio.Protocol):
     """One request at a time. `pool` is where it goes when it may be used again."""
 
-    def __init__(self, pool: list[_Connection], rounds: _Rounds) -> None:
+    def __init__(self, pool: list[_Connection], rounds: Rounds) -> None:
         self._pool, self._rounds = pool, rounds
         self._head: asyncio.Future[Answer] | None = None
         self._answer: Answer | None = None
@@ -333,14 +178,19 @@ def fields(headers: RawHeaders) -> bytes:
 
 
 class Client:
-    """Kept connections to engines, and what every request shows. `connect_s`: time to connect."""
+    """Kept connections to engines, and what every request shows.
 
-    def __init__(self, connect_s: float, key: str | None = None) -> None:
+    `connect_s`: time to connect. `round_s`: of `Rounds`; 0 for who wants each chunk when it comes.
+    """
+
+    def __init__(
+        self, connect_s: float, key: str | None = None, *, round_s: float = ROUND_S
+    ) -> None:
         self._connect_s = connect_s
         self._key = fields([(b"authorization", b"Bearer " + key.encode())] if key else [])
         self._idle: dict[str, list[_Connection]] = {}
         self._tls: ssl.SSLContext | None = None
-        self._rounds = _Rounds()
+        self._rounds = Rounds(round_s)
 
     async def post(self, url: str, path: str, data: bytes, header: bytes, limit_s: float) -> Answer:
         """POST to an engine; returns when the answer's head is there. Raises `EngineLost`, and

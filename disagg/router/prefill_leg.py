@@ -10,6 +10,7 @@ from starlette.responses import Response
 from disagg.config import LimitsSection
 from disagg.router import http1, legs, upstream
 from disagg.router.admission import Admission
+from disagg.router.answer import Answer
 from disagg.router.errors import ApiError
 from disagg.router.health import Health
 from disagg.router.metrics import RouterMetrics
@@ -118,7 +119,7 @@ class PrefillLeg:
             return None
         return Handed(seat.engine, params)
 
-    async def _whole(self, answer: http1.Answer) -> bytes:
+    async def _whole(self, answer: Answer) -> bytes:
         try:
             if answer.is_whole:
                 return await answer.read()

@@ -17,6 +17,7 @@ from yarl import URL
 from disagg.config import ConnectorName, RouterSection
 from disagg.router import http1, legs, migration, upstream
 from disagg.router.admission import Admission
+from disagg.router.answer import Answer
 from disagg.router.continuing import Continuing
 from disagg.router.decode_leg import DecodeLeg, Opened
 from disagg.router.errors import ApiError
@@ -143,7 +144,7 @@ class Service:
 
         limit = self._settings.limits.first_byte_timeout_s
 
-        async def call(engine: Any) -> http1.Answer:
+        async def call(engine: Any) -> Answer:
             return await upstream.post_leg(self._legs, engine, request.path, data, header, limit)
 
         try:

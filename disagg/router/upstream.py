@@ -10,6 +10,7 @@ import aiohttp
 
 from disagg.config import LimitsSection
 from disagg.router import http1
+from disagg.router.answer import Answer
 from disagg.router.connections import Connector
 from disagg.router.errors import ApiError
 from disagg.router.topology import EngineEndpoint
@@ -91,7 +92,7 @@ async def post_leg(
     data: bytes,
     header: bytes,
     timeout_s: float,
-) -> http1.Answer:
+) -> Answer:
     """POST JSON, as a leg; the answer's head has come when this returns. Raises `ApiError`."""
     try:
         return await client.post(engine.url, path, data, header, timeout_s)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from disagg.connector.geometry import NULL_BLOCK
 from disagg.connector.hidden_states import naming
 from disagg.connector.hidden_states.messages import StepWork, WriterAddress
 from disagg.connector.hidden_states.writer import Save
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-# vLLM's own block that stands for those no longer kept. No request's data is ever there.
-_NULL_BLOCK = 0
 _NO_TOKEN = -1
 _TOLD = (
     RequestStatus.FINISHED_STOPPED,
@@ -83,7 +82,7 @@ class SchedulerHalf:
         computed = min(request.num_computed_tokens, len(ids) * self._block_size)
         if computed < num_tokens:
             return f"only {computed} of {num_tokens} tokens are in the engine's cache"
-        if _NULL_BLOCK in ids:
+        if NULL_BLOCK in ids:
             return "the engine's cache gave up some of the prompt while it ran"
         return None
 

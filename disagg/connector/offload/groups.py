@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from disagg.connector.geometry import NULL_BLOCK
 from disagg.store.base import Key
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-NULL_BLOCK = 0
-"""vLLM's own block that stands for those no longer kept. No request's data is ever there."""
 _SUFFIX_BYTES = 4  # as in vLLM's own `BlockHashWithGroupId`
 
 

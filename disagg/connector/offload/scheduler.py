@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
-from disagg.connector.offload.groups import NULL_BLOCK, Chunks
+from disagg.connector.geometry import NULL_BLOCK
+from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.jobs import LoadJob, ReadJob, StoreJob, WriteJob
 from disagg.connector.offload.matching import Match, Matcher
 from disagg.connector.offload.messages import (

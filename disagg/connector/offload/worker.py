@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from disagg.connector import geometry
-from disagg.connector.offload.groups import NULL_BLOCK
+from disagg.connector.geometry import NULL_BLOCK
 from disagg.connector.offload.messages import (
     Done,
     Load,

@@ -125,19 +125,27 @@ def test_a_whole_hand_over(start: Start, transport: str, layout: str) -> None:
     assert [o.finished_sending for o in producer.seen if o.finished_sending] == [{first}]
 
 
-def test_many_at_once(start: Start) -> None:
-    """More than the consumer has blocks for: some wait, and some are preempted."""
-    producer, consumer = start("kv_producer", blocks=160), start("kv_consumer", blocks=36)
-    prompts = [prompt_of(20 + 17 * n, seed=n) for n in range(16)]
+def hand_over_all(
+    producer: Engine, consumer: Engine, prompts: Sequence[list[int]], count: int
+) -> None:
+    """All at once; the answers are right, and nothing is left."""
     firsts = [producer.add(prompt, 1, PREFILL) for prompt in prompts]
     run([producer], lambda: set(firsts) <= set(producer.finished))
     seconds = [
-        consumer.add(prompt, 40, producer.params[first])
+        consumer.add(prompt, count, producer.params[first])
         for prompt, first in zip(prompts, firsts, strict=True)
     ]
     run([producer, consumer], lambda: set(seconds) <= set(consumer.finished))
     run([producer, consumer], lambda: at_rest(producer, consumer))
-    assert [consumer.answers[name] for name in seconds] == [answer(p, 40) for p in prompts]
+    expected = [answer(prompt, count, consumer.groups) for prompt in prompts]
+    assert [consumer.answers[name] for name in seconds] == expected
+
+
+def test_many_at_once(start: Start) -> None:
+    """More than the consumer has blocks for: some wait, and some are preempted."""
+    producer, consumer = start("kv_producer", blocks=160), start("kv_consumer", blocks=36)
+    prompts = [prompt_of(20 + 17 * n, seed=n) for n in range(16)]
+    hand_over_all(producer, consumer, prompts, 40)
     assert not any(output.failed_recving for output in consumer.seen)
     assert any(scheduled.preempted_req_ids for scheduled in consumer.scheduled)
 
@@ -148,15 +156,7 @@ def test_loads_do_not_wait_for_each_other(start: Start) -> None:
     producer = start("kv_producer", blocks=64, groups=groups)
     consumer = start("kv_consumer", blocks=1 + 6, groups=groups)
     prompts = [prompt_of(9 * BLOCK + 1, seed=n) for n in range(3)]
-    firsts = [producer.add(prompt, 1, PREFILL) for prompt in prompts]
-    run([producer], lambda: set(firsts) <= set(producer.finished))
-    seconds = [
-        consumer.add(prompt, 4, producer.params[first])
-        for prompt, first in zip(prompts, firsts, strict=True)
-    ]
-    run([producer, consumer], lambda: set(seconds) <= set(consumer.finished))
-    run([producer, consumer], lambda: at_rest(producer, consumer))
-    assert [consumer.answers[name] for name in seconds] == [answer(p, 4, groups) for p in prompts]
+    hand_over_all(producer, consumer, prompts, 4)
     assert sum(len(output.finished_recving or ()) for output in consumer.seen) == 3
 
 

@@ -18,7 +18,8 @@ from unit.store.chunks import FINGERPRINT
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
 
-from disagg.connector.offload.groups import NULL_BLOCK, Chunks, Group
+from disagg.connector.geometry import NULL_BLOCK
+from disagg.connector.offload.groups import Chunks, Group
 from disagg.connector.offload.matching import Match, Matcher
 from disagg.store.base import Key
 from disagg.store.directory_files import file_name

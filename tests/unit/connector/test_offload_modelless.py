@@ -32,8 +32,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request, RequestStatus
 
+from disagg.connector.geometry import NULL_BLOCK
 from disagg.connector.offload.connector import DisaggOffloadConnector
-from disagg.connector.offload.groups import NULL_BLOCK
 from disagg.connector.offload.messages import Load
 from disagg.connector.offload.scheduler import OffloadScheduler
 from disagg.errors import ConfigError

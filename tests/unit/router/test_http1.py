@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import pytest
 
-from disagg.router import http1
-from disagg.router.http1 import Answer, Client, EngineLost, fields
+from disagg.router.answer import ROUND_S, Answer
+from disagg.router.http1 import Client, EngineLost, fields
 
 T = TypeVar("T")
 Speak = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -39,8 +39,8 @@ class Engine:
 
 
 @asynccontextmanager
-async def running(speak: Speak) -> AsyncIterator[tuple[Engine, Client]]:
-    engine, client = Engine(speak), Client(5.0, "secret")
+async def running(speak: Speak, round_s: float) -> AsyncIterator[tuple[Engine, Client]]:
+    engine, client = Engine(speak), Client(5.0, "secret", round_s=round_s)
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
     engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
@@ -64,9 +64,11 @@ def says(*parts: bytes, close: bool = False) -> Speak:
     return speak
 
 
-def asked(speak: Speak, use: Callable[[Engine, Client], Awaitable[T]]) -> T:
+def asked(
+    speak: Speak, use: Callable[[Engine, Client], Awaitable[T]], round_s: float = ROUND_S
+) -> T:
     async def run() -> T:
-        async with running(speak) as (engine, client), asyncio.timeout(20):
+        async with running(speak, round_s) as (engine, client), asyncio.timeout(20):
             return await use(engine, client)
 
     return asyncio.run(run())
@@ -149,16 +151,15 @@ def _each(letters: bytes) -> list[bytes]:
         (60.0, [b"1\r\na\r\n0\r\n\r\n"], [b"a"]),
         # Nor is what would be too much to keep.
         (60.0, [*_each(b"ab"), b"40000\r\n" + b"b" * 0x40000, b"\r\n0\r\n\r\n"], None),
-        # What comes seldom is never waited with.
+        # What comes seldom is never waited with, and nothing where there are no rounds.
+        (0.0, [*_each(b"abcd"), b"0\r\n\r\n"], [b"a", b"b", b"c", b"d"]),
         (0.001, [*_each(b"abcd"), b"0\r\n\r\n"], [b"a", b"b", b"c", b"d"]),
         (1.0, _each(b"abcd"), [b"a", b"b", b"cd"]),
     ],
 )
 def test_a_burst_is_read_in_few_pieces(
-    round_s: float, parts: list[bytes], reads: list[bytes] | None, monkeypatch: pytest.MonkeyPatch
+    round_s: float, parts: list[bytes], reads: list[bytes] | None
 ) -> None:
-    monkeypatch.setattr(http1, "_ROUND_S", round_s)
-
     async def use(engine: Engine, client: Client) -> None:
         answer = await post(engine, client)
         got = [await answer.readany()]
@@ -170,19 +171,17 @@ def test_a_burst_is_read_in_few_pieces(
             assert got == reads
         answer.close()
 
-    asked(says(CHUNKED, *parts), use)
+    asked(says(CHUNKED, *parts), use, round_s)
 
 
-def test_what_came_before_a_break_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http1, "_ROUND_S", 60.0)
-
+def test_what_came_before_a_break_is_read() -> None:
     async def use(engine: Engine, client: Client) -> None:
         answer = await post(engine, client)
         assert [await answer.readany() for _ in range(3)] == [b"a", b"b", b"c"]
         with pytest.raises(EngineLost):
             await answer.readany()
 
-    asked(says(CHUNKED, *_each(b"abc"), close=True), use)
+    asked(says(CHUNKED, *_each(b"abc"), close=True), use, 60.0)
 
 
 @pytest.mark.parametrize(
