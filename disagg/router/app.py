@@ -31,6 +31,7 @@ from disagg.router.siblings import Siblings
 from disagg.router.status import Failures, Status
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.tracing import open_tracer
+from disagg.router.turns import Turns
 
 _READ = ["GET", "HEAD"]
 _METHODS = [*_READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -56,7 +57,11 @@ def create_app(
         async with upstream.open_client(settings.limits, engine_key) as client:
             service = Service(
                 client,
-                http1.Client(settings.limits.connect_timeout_s, engine_key),
+                http1.Client(
+                    settings.limits.connect_timeout_s,
+                    engine_key,
+                    turns=Turns() if settings.processes > 1 else None,
+                ),
                 topology,
                 health,
                 metrics,

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import httptools
 
 from disagg.router.answer import ROUND_S, Answer, Rounds
+from disagg.router.turns import Turns
 
 # vLLM closes a connection that was idle for five seconds.
 _IDLE_S = 4.0
@@ -33,8 +34,10 @@ class EngineLost(ConnectionError):
 class _Connection(asyncio.Protocol):
     """One request at a time. `pool` is where it goes when it may be used again."""
 
-    def __init__(self, pool: list[_Connection], rounds: Rounds) -> None:
-        self._pool, self._rounds = pool, rounds
+    def __init__(
+        self, pool: list[_Connection], rounds: Rounds, came: Callable[[], None] | None
+    ) -> None:
+        self._pool, self._rounds, self._came = pool, rounds, came
         self._head: asyncio.Future[Answer] | None = None
         self._answer: Answer | None = None
         self._raw: list[tuple[bytes, bytes]] = []
@@ -84,6 +87,8 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
+        if self._came is not None:
+            self._came()
         if self._head is None:
             self.abort()  # nobody asked
             return
@@ -181,16 +186,23 @@ class Client:
     """Kept connections to engines, and what every request shows.
 
     `connect_s`: time to connect. `round_s`: of `Rounds`; 0 for who wants each chunk when it comes.
+    `turns`: for a process that shares its core with others of its kind.
     """
 
     def __init__(
-        self, connect_s: float, key: str | None = None, *, round_s: float = ROUND_S
+        self,
+        connect_s: float,
+        key: str | None = None,
+        *,
+        round_s: float = ROUND_S,
+        turns: Turns | None = None,
     ) -> None:
         self._connect_s = connect_s
         self._key = fields([(b"authorization", b"Bearer " + key.encode())] if key else [])
         self._idle: dict[str, list[_Connection]] = {}
         self._tls: ssl.SSLContext | None = None
         self._rounds = Rounds(round_s)
+        self._came = turns.came if turns else None
 
     async def post(self, url: str, path: str, data: bytes, header: bytes, limit_s: float) -> Answer:
         """POST to an engine; returns when the answer's head is there. Raises `EngineLost`, and
@@ -245,7 +257,7 @@ class Client:
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(pool, self._rounds), host, port, **options
+                    lambda: _Connection(pool, self._rounds, self._came), host, port, **options
                 )
         except TimeoutError as error:
             raise EngineLost(f"no connection in {self._connect_s:g} s") from error
