@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import pytest
 
 from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer
 from engine.conftest import Fleet, routed
+from engine.processes import core_of
+from engine.streams import Streamed, stream
 
 STREAMS, TOKENS = 16, 320
 WORDS = [
@@ -36,18 +35,6 @@ WORDS = [
 ]
 
 
-@dataclass
-class Streamed:
-    """What a client saw of one stream."""
-
-    text: str = ""
-    events: int = 0
-    ids: set[str] = field(default_factory=set)
-    finish: list[str] = field(default_factory=list)
-    usage: dict[str, Any] = field(default_factory=dict)
-    is_done: bool = False
-
-
 def requests() -> list[tuple[str, dict[str, Any]]]:
     """Completions and chats; some prompts are handed over, some are too short for it."""
     asked = []
@@ -64,35 +51,13 @@ def requests() -> list[tuple[str, dict[str, Any]]]:
     return asked
 
 
-def stream(url: str, path: str, body: dict[str, Any], seen: Streamed) -> None:
-    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    with client().stream("POST", f"{url}{path}", json=body, timeout=120) as answer:
-        assert answer.status_code == 200
-        for line in answer.iter_lines():
-            if not line:
-                continue
-            assert not seen.is_done, "nothing follows the end"
-            if line == "data: [DONE]":
-                seen.is_done = True
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            seen.events += 1
-            seen.ids.add(event["id"])
-            seen.usage = event.get("usage") or seen.usage
-            for choice in event["choices"]:
-                seen.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-                seen.finish += [choice["finish_reason"]] if choice["finish_reason"] else []
-
-
 def kill(server: VllmServer, what: str) -> None:
     """`core`: the process that computes, so that the HTTP server is left to say so."""
     assert server.process is not None
     if what == "group":
         os.killpg(server.process.pid, signal.SIGKILL)
         return
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    next(child for child in children if "EngineCore" in " ".join(child.cmdline())).kill()
+    core_of(server).kill()
 
 
 @pytest.mark.parametrize(
@@ -126,10 +91,5 @@ def test_all_streams_end_as_undisturbed(fleet: Fleet, dying: str, heir: str, wha
     with ThreadPoolExecutor(STREAMS) as pool:
         undisturbed = list(pool.map(lambda one: fleet.single.post(*one).json(), asked))
     for reference, one in zip(undisturbed, seen, strict=True):
-        choice = reference["choices"][0]
-        assert one.text == (choice.get("text") or choice["message"]["content"])
-        assert one.finish == [choice["finish_reason"]] == ["length"]
-        assert len(one.ids) == 1
-        assert one.is_done
-        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
-            assert one.usage[count] == reference["usage"][count]
+        assert one.finish == ["length"]
+        one.check(reference)

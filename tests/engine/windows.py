@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -37,14 +38,17 @@ def make(config: PretrainedConfig, folder: Path) -> None:
     write_tokenizer(folder, VOCABULARY, 8192)
 
 
-def make_windows(folder: Path) -> None:
-    """Three KV cache groups: two of sliding layers, one of full ones."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def make_windows(folder: Path, layers: Sequence[str] = (SLIDING, SLIDING, FULL) * 2) -> None:
+    """With these layers three KV cache groups: two of sliding layers, one of full ones."""
     config = Gemma3TextConfig(
         **SIZES,
-        num_hidden_layers=6,
+        num_hidden_layers=len(layers),
         num_key_value_heads=2,
         head_dim=64,
         sliding_window=WINDOW,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        layer_types=[*layers],
     )
     make(config, folder)
