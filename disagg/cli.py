@@ -195,6 +195,9 @@ def router(
     prefill_wait_s: Annotated[
         float | None, typer.Option(help="And any that waits longer for prefill, by this a request.")
     ] = None,
+    first_token: Annotated[
+        str | None, typer.Option(help="Whose first token a stream has: prefill's or decode's.")
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate; serves https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
     connector: Annotated[
@@ -212,6 +215,7 @@ def router(
         "decode": decode_policy,
         "local_prefill_tokens": local_prefill_tokens,
         "prefill_wait_s": prefill_wait_s,
+        "first_token": first_token,
     }
     options = {
         "host": host,

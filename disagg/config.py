@@ -261,6 +261,10 @@ class PairingSection(Section):
         description="Decode computes a prompt itself that would wait longer for prefill, by so "
         "much for each request that the decode engine has; without it, never",
     )
+    first_token: Role = Field(
+        "decode",
+        description="Whose first token a stream begins with: prefill's is there a hand-over sooner",
+    )
 
 
 class RouterSection(Section):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
 from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE, TransportName
+
+Role: TypeAlias = Literal["prefill", "decode"]  # without pydantic, which takes a while
 
 # All that move between CPU engines.
 ON_CPU = "process_memory,tcp,shared_storage"
@@ -222,12 +224,15 @@ def router_faults(
     ] = 10_000,
     clients: Annotated[int, typer.Option(min=1, help="At once.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the order, and of all that is random.")] = 1,
+    first_token: Annotated[
+        Role, typer.Option(help="Whose first token a stream begins with.")
+    ] = "decode",
     json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
 ) -> None:
     """The router in front of engines that fail on purpose: right, or one error, in time."""
     from disagg.bench import router_faults as bench
 
-    raise typer.Exit(bench.run(requests, clients, seed, json_path=json))
+    raise typer.Exit(bench.run(requests, clients, seed, first_token, json_path=json))
 
 
 @app.command()
@@ -253,6 +258,9 @@ def serve(
         float | None,
         typer.Option(min=0, help="And any that waits longer for prefill, by this a request."),
     ] = None,
+    first_token: Annotated[
+        Role, typer.Option(help="In `apart`, whose first token a stream begins with.")
+    ] = "decode",
     batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")
     ] = None,
@@ -282,6 +290,7 @@ def serve(
         targets=Targets(ttft_target, itl_target),
         local_prefill_tokens=local_prefill_tokens,
         prefill_wait_s=prefill_wait_s,
+        first_token=first_token,
         batched_tokens=batched_tokens,
         decode_batched_tokens=decode_batched_tokens,
         seed=seed,

@@ -47,15 +47,23 @@ def generated(body: dict[str, Any]) -> list[int]:
 
 def answer(path: str, body: dict[str, Any]) -> bytes:
     """The JSON of an answer that is not streamed."""
-    tokens = generated(body)
+    return compact(content(path, body))
+
+
+def content(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What an answer that is not streamed has."""
+    tokens, is_chat = generated(body), path == CHAT
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
-    if path == CHAT:
+    if is_chat:
         choice["message"] = {"role": "assistant", "content": text_of(tokens)}
     else:
         choice["text"] = text_of(tokens)
-    kind = "chat.completion" if path == CHAT else "text_completion"
+    kind = "chat.completion" if is_chat else "text_completion"
     head = {"id": "cmpl-1", "object": kind, "created": 1, "model": "m"}
-    return compact({**head, "choices": [choice], "usage": _usage(body)})
+    if body.get("return_token_ids"):
+        choice["token_ids"] = tokens
+        (head if is_chat else choice)["prompt_token_ids"] = _prompt(body)
+    return {**head, "choices": [choice], "usage": _usage(body)}
 
 
 def events(path: str, body: dict[str, Any]) -> Iterator[bytes]:

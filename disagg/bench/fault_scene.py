@@ -21,7 +21,7 @@ import psutil
 import uvloop
 
 from disagg.bench.faulty_engine import FaultyEngine, State
-from disagg.config import LimitsSection, PairingSection, RouterSection
+from disagg.config import LimitsSection, PairingSection, Role, RouterSection
 from disagg.errors import StartupError
 from disagg.router.app import create_app
 from disagg.router.server import RouterServer, bind
@@ -46,8 +46,8 @@ class Scene:
         self._granted, self._ended = set[str](), set[str]()
 
     @staticmethod
-    async def open(stack: AsyncExitStack) -> Scene:
-        """Start everything; the stack ends it."""
+    async def open(stack: AsyncExitStack, first_token: Role = "decode") -> Scene:
+        """Start everything; the stack ends it. `first_token`: as in `router.pairing`."""
         engines, urls = [], dict[str, list[str]]()
         for role in ("prefill", "decode"):
             words = ["engines", role, str(ENGINES)]
@@ -56,7 +56,7 @@ class Scene:
             urls[role] = [f"http://127.0.0.1:{port}" for port in ports]
         log = tempfile.TemporaryFile()  # noqa: SIM115
         stack.callback(log.close)
-        words = ["router", json.dumps(urls)]
+        words = ["router", json.dumps(urls), first_token]
         router, url = await _launch(stack, words, log)
         client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         scene = Scene(url, await stack.enter_async_context(client), router, log)
@@ -100,13 +100,21 @@ class Scene:
         self._granted.update(granted)
         self._ended.update(used, released)
 
+    async def figure(self, prefix: str) -> float:
+        """The sum of the router's counters whose names begin so."""
+        figures = await self._figures(prefix)
+        return sum(value for name, value in figures.items() if name.endswith("_total"))
+
     async def _in_flight(self) -> dict[str, float]:
+        return await self._figures("disagg_router_in_flight")
+
+    async def _figures(self, prefix: str) -> dict[str, float]:
         async with (
             asyncio.timeout(DEADLINE_S),
             self.client.get(f"{self.url}/metrics") as answer,
         ):
             lines = (await answer.text()).splitlines()
-        shown = [line.rpartition(" ") for line in lines if line.startswith("disagg_router_in_fl")]
+        shown = [line.rpartition(" ") for line in lines if line.startswith(prefix)]
         return {name: float(value) for name, _, value in shown}
 
 
@@ -184,12 +192,12 @@ async def _serve_engines(role: str, count: int) -> None:
             leases.clear()
 
 
-async def _serve_router(urls: dict[str, list[str]]) -> None:
+async def _serve_router(urls: dict[str, list[str]], first_token: Role) -> None:
     settings = RouterSection(
         port=0,
         access_log=False,
         probe_interval_s=0.2,
-        pairing=PairingSection(local_prefill_tokens=0),
+        pairing=PairingSection(local_prefill_tokens=0, first_token=first_token),
         limits=LimitsSection(
             connect_timeout_s=TIMEOUT_S,
             prefill_timeout_s=TIMEOUT_S,
@@ -215,5 +223,5 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["engines", role, count]:
             uvloop.run(_serve_engines(role, int(count)))
-        case ["router", urls]:
-            uvloop.run(_serve_router(json.loads(urls)))
+        case ["router", urls, "prefill" | "decode" as first_token]:
+            uvloop.run(_serve_router(json.loads(urls), first_token))

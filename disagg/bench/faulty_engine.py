@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
-from disagg.bench.fake_answers import answer, compact, detokenized, events
+from disagg.bench.fake_answers import answer, compact, content, detokenized, events
 
 # hang: no answer. stall: half of one, then silence. reset, die: the same, with the connection
 # reset. close, cut: with it closed. long, short: content-length against the body. chunks: broken
@@ -40,6 +40,10 @@ _EVENT_S = 0.001
 # of it, and it ends by its deadline.
 _UNREAD_S = 1.0
 _REASONS = {200: b"OK", 404: b"Not Found", 500: b"Broken", 502: b"Bad", 503: b"Busy"}
+_SAID = {
+    "/v1/models": b'{"data":[{"id":"m","max_model_len":4096}]}',
+    "/disagg/fingerprint": b'{"chats":"plain"}',
+}
 _ERROR = b'{"error":{"message":"told to","type":"InternalServerError","param":null,"code":500}}'
 _HTML = b"<html><body>bad gateway at http://127.0.0.1:1/</body></html>"
 
@@ -136,7 +140,7 @@ class FaultyEngine(asyncio.Protocol):
         elif request.path == "/detokenize":
             self._whole(200, compact({"prompt": detokenized(request.body["tokens"])}))
         elif not request.path.endswith("completions"):
-            self._whole(200, b'{"data":[{"id":"m"}]}' if request.path == "/v1/models" else b"")
+            self._whole(200, _SAID.get(request.path, b""))
         elif (fault := request.fault(self._state)) == "right":
             await self._right(request)
         else:
@@ -163,7 +167,7 @@ class FaultyEngine(asyncio.Protocol):
             self._state.granted.add(lease)
             self._last = lease, time.monotonic()
         params = {"do_remote_prefill": True, "remote_engine_id": self._engine, "lease": lease}
-        return compact({"id": "1", "choices": [], "kv_transfer_params": params})
+        return compact({**content(request.path, asked), "kv_transfer_params": params})
 
     def _use(self, request: Request) -> None:
         params = request.body.get("kv_transfer_params")

@@ -43,6 +43,7 @@ from disagg.bench.serve_score import (
 from disagg.bench.serve_trace import Ask, Kind
 from disagg.bench.vllm_server import VllmServer
 from disagg.checkpoint import make_model
+from disagg.config import Role
 from disagg.errors import ConfigError, StartupError
 
 _CONTEXT = 16384  # of the engines, see `VllmServer`
@@ -62,8 +63,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `local_prefill_tokens`, `prefill_wait_s`: of `apart`; `trace`
-    replaces rates and mix.
+    """What to measure. `local_prefill_tokens`, `prefill_wait_s`, `first_token`: of `apart`;
+    `trace` replaces rates and mix.
 
     `batched_tokens`: vLLM's `max_num_batched_tokens` of all engines; its own default if None.
     `decode_batched_tokens`: of the decode engine; as the others' if None.
@@ -77,6 +78,7 @@ class Plan:
     targets: Targets
     local_prefill_tokens: int
     prefill_wait_s: float | None
+    first_token: Role
     batched_tokens: int | None
     decode_batched_tokens: int | None
     seed: int
@@ -179,6 +181,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "targets": {"ttft_s": plan.targets.first_s, "itl_s": plan.targets.gap_s},
         "local_prefill_tokens": plan.local_prefill_tokens,
         "prefill_wait_s": plan.prefill_wait_s,
+        "first_token": plan.first_token,
         "max_num_batched_tokens": plan.batched_tokens,
         "decode_max_num_batched_tokens": plan.decode_batched_tokens,
     }
@@ -245,6 +248,8 @@ class _Scene:
         ours += ["--local-prefill-tokens", str(local)]
         if way == APART and self._plan.prefill_wait_s is not None:
             ours += ["--prefill-wait-s", str(self._plan.prefill_wait_s)]
+        if way == APART:
+            ours += ["--first-token", self._plan.first_token]
         return [*ours, "--prefill", prefill.url, "--decode", decode.url]
 
 

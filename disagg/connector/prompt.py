@@ -36,14 +36,15 @@ def hasher(algorithm: str) -> Hasher:
     return hash_blocks
 
 
-def digests(request: Request, hashes: Sequence[bytes], block_size: int) -> bytes:
-    """`DIGEST` bytes per full block of the prompt, then `DIGEST` bytes for its tail.
+def digests(request: Request, hashes: Sequence[bytes], block_size: int, num_tokens: int) -> bytes:
+    """`DIGEST` bytes per full block of the prompt's first tokens, then `DIGEST` bytes for the rest
+    of these.
 
     `hashes`: vLLM's chained block hashes of the request at this block size.
     """
-    full = request.num_prompt_tokens // block_size
+    full = num_tokens // block_size
     blocks = b"".join(hash_[:DIGEST] for hash_ in hashes[:full])
-    return blocks + _tail(request, hashes, full, block_size)
+    return blocks + _tail(request, hashes, full, slice(full * block_size, num_tokens))
 
 
 def shared_tokens(ours: bytes, theirs: bytes, num_tokens: int, block_size: int) -> int:
@@ -67,8 +68,8 @@ def hashable(request: Request) -> bool:
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
-def _tail(request: Request, hashes: Sequence[bytes], full: int, block_size: int) -> bytes:
-    tokens = list(request.prompt_token_ids or ())[full * block_size :]
+def _tail(request: Request, hashes: Sequence[bytes], full: int, rest: slice) -> bytes:
+    tokens = list(request.prompt_token_ids or ())[rest]
     identity = (
         request.lora_request.lora_name if request.lora_request else None,
         request.cache_salt,

@@ -131,7 +131,9 @@ class SchedulerHalf:
             return 0, "tensor_parallel_size"
         if not prompt.hashable(request):
             return 0, "prompt_embeds"
-        ours = self._digests(request, handoff.block_size)
+        # Of a prompt that goes on behind the lease's, as much is compared as that one had.
+        length = min(handoff.num_tokens, request.num_prompt_tokens)
+        ours = self._digests(request, handoff.block_size, length)
         tokens = prompt.shared_tokens(ours, handoff.digests, handoff.num_tokens, handoff.block_size)
         tokens = min(tokens, request.num_prompt_tokens)
         if tokens <= 0 or (self._windows and tokens < handoff.num_tokens):
@@ -144,11 +146,11 @@ class SchedulerHalf:
             return small == large
         return small == large or (self._splits_blocks and small > 0 and large % small == 0)
 
-    def _digests(self, request: Request, block_size: int) -> bytes:
+    def _digests(self, request: Request, block_size: int, num_tokens: int) -> bytes:
         hashes: Sequence[bytes] = request.block_hashes
         if block_size != self._block_size:
             hashes = self._hash_blocks(request, block_size)
-        return prompt.digests(request, hashes, block_size)
+        return prompt.digests(request, hashes, block_size, num_tokens)
 
     def _refuse(self, request: Request, problem: str, handoff: Handoff | None) -> None:
         logger.warning("request %s computes its prompt here: %s", request.request_id, problem)
@@ -272,7 +274,7 @@ class SchedulerHalf:
             self._endpoints,
             tokens,
             self._block_size,
-            self._digests(request, self._block_size),
+            self._digests(request, self._block_size, request.num_prompt_tokens),
         )
         return wire.answer(handoff, self._secret, request.request_id, groups)
 

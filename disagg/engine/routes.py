@@ -67,7 +67,8 @@ def _digest(key: str) -> bytes:
 
 @router.get("/fingerprint")
 async def fingerprint(request: Request) -> dict[str, str]:
-    """What must agree before a router pairs two engines; the workers compare more at hello."""
+    """What must agree before a router pairs two engines (the workers compare more at hello), and
+    what it must know of one to have it go on with an answer."""
     config = request.app.state.engine_client.vllm_config
     model, cache = config.model_config, config.cache_config
     is_cpu = config.device_config.device_type == "cpu"
@@ -76,7 +77,14 @@ async def fingerprint(request: Request) -> dict[str, str]:
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(cache.cache_dtype),
         "block_size": str(cache.block_size) if is_cpu else "any",
+        "chats": "parsed" if _parses_chats(config) else "plain",
     }
+
+
+def _parses_chats(config: Any) -> bool:
+    """Whether what a chat's answer says is not all text: reasoning, or a format with channels."""
+    parser = config.structured_outputs_config.reasoning_parser
+    return bool(parser) or config.model_config.hf_config.model_type == "gpt_oss"
 
 
 @router.post("/release")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -50,6 +50,14 @@ class Opened:
     @property
     def engine(self) -> EngineEndpoint:
         return self.seat.engine
+
+    @property
+    def status(self) -> int:
+        return self.answer.status
+
+    @property
+    def raw_headers(self) -> Sequence[tuple[bytes, bytes]]:
+        return self.answer.raw_headers
 
     @property
     def is_events(self) -> bool:

@@ -13,6 +13,9 @@ from disagg.router.topology import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
+# What an engine says of itself alone.
+_OWN = {"max_model_len", "chats"}
+
 
 class Fits:
     """What the engines said last."""
@@ -39,6 +42,10 @@ class Fits:
                     others[key],
                 )
 
+    def said(self, engine: EngineEndpoint) -> Mapping[str, str]:
+        """By this engine; empty if it was not asked yet, or says nothing."""
+        return self._said.get(engine.name, {})
+
     def forget(self, engine: EngineEndpoint) -> None:
         """It is gone; what comes back must be asked."""
         self._said.pop(engine.name, None)
@@ -50,4 +57,5 @@ class Fits:
 
 
 def _misfit(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    return next((key for key in one.keys() & other.keys() if one[key] != other[key]), None)
+    both = (one.keys() & other.keys()) - _OWN
+    return next((key for key in both if one[key] != other[key]), None)

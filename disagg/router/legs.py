@@ -138,14 +138,19 @@ def _may_name_params(data: bytes) -> bool:
     return _KEY in data or _ESCAPED in data or b"\0" in data
 
 
-def prefill_body(body: dict[str, Any], *, asks_params: bool = True) -> dict[str, Any]:
-    """The prefill leg's body. `asks_params`: for a lease, as all but ExampleConnector give."""
+def prefill_body(
+    body: dict[str, Any], *, asks_params: bool = True, asks_ids: bool = False
+) -> dict[str, Any]:
+    """The prefill leg's body. `asks_params`: for a lease, as all but ExampleConnector give.
+    `asks_ids`: for the tokens of prompt and answer."""
     leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     leg |= {"stream": False, "max_tokens": 1, "n": 1}
     if asks_params:
         leg[PARAMS] = REMOTE_DECODE
     if "max_completion_tokens" in body:
         leg["max_completion_tokens"] = 1
+    if asks_ids:
+        leg["return_token_ids"] = True
     return leg
 
 

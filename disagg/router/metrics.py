@@ -58,6 +58,11 @@ class RouterMetrics:
             ("reason",),
             registry=self.registry,
         )
+        self.first_tokens = Counter(
+            "disagg_router_first_tokens_from_prefill",
+            "Streams that began with the prefill engine's first token.",
+            registry=self.registry,
+        )
         self.pairings = Counter(
             "disagg_router_pairings",
             "Requests that were handed over, by who computed the prompt and who answered.",

@@ -26,7 +26,7 @@ _IDS = re.compile(rb'"token_ids":\[([0-9,]*)\]')
 _ERROR = b'data: {"error"'
 _FINISH, _NO_CHOICES = b'"finish_reason":"', b'"choices":[]'
 _TEXT = re.compile(rb'"(?:content|text)":"[^"]')
-_HALF_A_CHARACTER = "\ufffd"
+HALF_A_CHARACTER = "\ufffd"
 # Of a chat's delta: what a plain completion cannot continue.
 _MORE_THAN_TEXT = re.compile(rb'"(?:reasoning|reasoning_content)":"|"tool_calls":\[\{')
 _COMPLETION_TOKENS = 16  # of a completion that says no max_tokens
@@ -106,6 +106,15 @@ def watched(path: str, body: Mapping[str, Any]) -> Stream | None:
     return Stream(path, body) if _is_text(body) else None
 
 
+def limit_of(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
+    """How many tokens may be given, as vLLM 0.32 reads it; None: as many as there is room for."""
+    if not is_chat:
+        limit: int | None = body.get("max_tokens", _COMPLETION_TOKENS)
+        return limit
+    limit = body.get("max_completion_tokens")
+    return body.get("max_tokens") if limit is None else limit
+
+
 class Stream(Splitter):
     """One answer on its way to the client."""
 
@@ -116,6 +125,7 @@ class Stream(Splitter):
         self._prompt: list[int] | None = None
         self._tokens: list[int] = []
         self._first = b""  # the first event, for its id, time and model
+        self._names: dict[str, Any] | None = None
         self._recent: deque[bytes] = deque(maxlen=_TEXT_KEPT)
         self._finished = self._done = self._usage_sent = False
         self._is_plain, self._continues = True, False
@@ -175,7 +185,7 @@ class Stream(Splitter):
         """Whether the text sent ends as this one: else some of it was held back, or not all of
         the tokens were."""
         sent = "".join(map(_text_of, self._choices()))
-        held_back = not sent and text.endswith(_HALF_A_CHARACTER)
+        held_back = not sent and text.endswith(HALF_A_CHARACTER)
         return text.endswith(sent) and not held_back
 
     def silent(self) -> set[int]:
@@ -193,9 +203,7 @@ class Stream(Splitter):
         given = self.tokens(back)
         body: dict[str, Any] = {k: v for k, v in self._body.items() if k in _KEPT}
         body |= {"prompt": [*self._prompt, *given], "stream": True, "return_token_ids": True}
-        limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
-        if limit is None and not (self._is_chat or "max_tokens" in self._body):
-            limit = _COMPLETION_TOKENS
+        limit = limit_of(self._body, is_chat=self._is_chat)
         body["max_tokens"] = None if limit is None else limit - len(given)
         body["min_tokens"] = max(0, (self._body.get("min_tokens") or 0) - len(given))
         return body
@@ -206,6 +214,14 @@ class Stream(Splitter):
         self._base = len(self._tokens)
         self._continues = True
         self._restarts()
+
+    def follows(self) -> dict[str, Any]:
+        """The body of the completion that gives all but the tokens fed so far, by prefill's leg;
+        the next events are its."""
+        body = self.rest(0)
+        assert body is not None, "prefill's answer had the prompt"
+        self._base, self._continues = len(self._tokens), True
+        return body
 
     def begins_anew(self) -> None:
         """The next events are of the same request at another engine."""
@@ -277,9 +293,11 @@ class Stream(Splitter):
             yield from ((_content(event) or {}).get("choices") or ())[:1]
 
     def _event(self, content: dict[str, Any]) -> bytes:
-        first = _content(self._first) or {}
-        names = {key: first[key] for key in ("id", "object", "created", "model") if key in first}
-        return b"data: " + msgspec.json.encode({**content, **names}) + END
+        if self._names is None:
+            first = _content(self._first) or {}
+            keys = ("id", "object", "created", "model")
+            self._names = {key: first[key] for key in keys if key in first}
+        return b"data: " + msgspec.json.encode({**content, **self._names}) + END
 
 
 def _may_be(body: Mapping[str, Any], key: str) -> bool:

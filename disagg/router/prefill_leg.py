@@ -45,13 +45,15 @@ class PrefillLeg:
         self._strict, self._gives_params = strict, gives_params
 
     async def run(
-        self, request: RequestInfo, header: bytes, record: Record
+        self, request: RequestInfo, header: bytes, record: Record, *, asks_ids: bool = False
     ) -> Handed | Response | None:
         """What to hand over, None if decode shall work alone, or an answer that is final.
 
-        Raises `ApiError`.
+        `asks_ids`: see `legs.prefill_body`. Raises `ApiError`.
         """
-        data = legs.encoded(legs.prefill_body(request.body, asks_params=self._gives_params))
+        gives = self._gives_params
+        body = legs.prefill_body(request.body, asks_params=gives, asks_ids=asks_ids)
+        data = legs.encoded(body)
         seat, tried = await self._admission.seat("prefill", request), list[EngineEndpoint]()
         while seat is not None:
             tried.append(seat.engine)
@@ -117,7 +119,7 @@ class PrefillLeg:
         if params is None:
             self._alone("no_params", record)
             return None
-        return Handed(seat.engine, params)
+        return Handed(seat.engine, params, content)
 
     async def _whole(self, answer: Answer) -> bytes:
         try:

@@ -104,7 +104,9 @@ class Probes:
                 found["vllm"] = _words(await answer.read()).get("version", "")
         async with self._client.get(f"{engine.url}/v1/models", timeout=timeout) as answer:
             if answer.status == 200:
-                found["model"] = _first_model(await answer.read())
+                models = await answer.read()
+                found["model"] = _first_model(models)
+                found |= _room(models)
         async with self._client.get(f"{engine.url}/disagg/fingerprint", timeout=timeout) as answer:
             if answer.status == 200:
                 found |= _words(await answer.read())
@@ -160,6 +162,12 @@ def _first_model(models: bytes) -> str:
         return str(msgspec.json.decode(models)["data"][0]["id"])
     except (msgspec.MsgspecError, KeyError, IndexError, TypeError) as error:
         raise ApiError(502, "the engine names no models") from error
+
+
+def _room(models: bytes) -> dict[str, str]:
+    """How many tokens prompt and answer may have together, if that is said."""
+    length = msgspec.json.decode(models)["data"][0].get("max_model_len")
+    return {"max_model_len": str(length)} if isinstance(length, int) else {}
 
 
 def _hand_overs(text: str) -> Iterator[tuple[str, float]]:

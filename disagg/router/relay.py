@@ -19,6 +19,7 @@ from disagg.router.decode_leg import Opened
 from disagg.router.drain import CUT
 from disagg.router.errors import ApiError
 from disagg.router.events import Watcher
+from disagg.router.first_token import Begun
 from disagg.router.migration import Stream
 from disagg.router.record import ID_HEADER
 
@@ -42,14 +43,14 @@ class Relayed:
 
     def __init__(
         self,
-        opened: Opened,
+        opened: Opened | Begun,
         request_id: str,
         silence_s: float,
         progress: Progress,
         watcher: Watcher | None = None,
         go_on: Callable[[Stream, Opened], Awaitable[Opened | None]] | None = None,
     ) -> None:
-        self.status_code = opened.answer.status
+        self.status_code = opened.status
         self._opened, self._silence_s, self._progress = opened, silence_s, progress
         self._id = (ID_HEADER.encode(), request_id.encode())
         self._watcher, self._go_on = watcher, go_on
@@ -94,50 +95,57 @@ class Relayed:
         left_out = [self._id[0]]
         if self._opened.is_events:
             left_out.append(b"content-length")  # an error event must fit behind
-        headers = upstream.to_client(self._opened.answer.raw_headers)
+        headers = upstream.to_client(self._opened.raw_headers)
         return [*(header for header in headers if header[0] not in left_out), self._id]
 
     async def _relay(self, pass_on: Callable[[bytes], Awaitable[None]]) -> bytes:
         """Returns what is left to send at the end."""
-        watcher = self._watcher
+        watcher, opened = self._watcher, self._opened
+        if isinstance(opened, Begun):
+            assert watcher is not None
+            await pass_on(watcher.feed(opened.first))
+            self._opened = opened = await opened.go_on()
         if watcher is None:
-            return await self._pass_on_all(pass_on)
+            return await self._pass_on_all(opened, pass_on)
         while True:
             last = b""
             try:
-                last = await self._pass_on_all(pass_on)
+                last = await self._pass_on_all(opened, pass_on)
                 if not watcher.is_whole:
                     if last:
                         await pass_on(last)  # whoever goes on begins behind it
                     raise watcher.failure or ApiError(502, "the answer ended too early")
             except ApiError as error:
-                if not watcher.is_whole and not await self._goes_on(error):
-                    raise
+                if not watcher.is_whole:
+                    other = await self._goes_on(opened, error)
+                    if other is None:
+                        raise
+                    self._opened = opened = other
             if watcher.is_whole:
                 return last + watcher.left()
 
-    async def _pass_on_all(self, pass_on: Callable[[bytes], Awaitable[None]]) -> bytes:
+    async def _pass_on_all(
+        self, opened: Opened, pass_on: Callable[[bytes], Awaitable[None]]
+    ) -> bytes:
         """Returns what came with the end, which is sent with it too."""
-        watcher, chunk = self._watcher, self._opened.first
+        watcher, chunk = self._watcher, opened.first
         while chunk:
             data = chunk if watcher is None else watcher.feed(chunk)
             failure = None if watcher is None else watcher.failure
-            if failure is None and self._opened.answer.content.at_eof():
+            if failure is None and opened.answer.content.at_eof():
                 return data
             if data:
                 await pass_on(data)
             if failure is not None:
                 raise failure
-            chunk = await self._opened.chunk(self._silence_s)
+            chunk = await opened.chunk(self._silence_s)
         return b""
 
-    async def _goes_on(self, error: ApiError) -> bool:
-        """Whether another engine adds what is missing."""
-        broken, stream = self._opened, self._watcher
+    async def _goes_on(self, broken: Opened, error: ApiError) -> Opened | None:
+        """What is missing, of another engine, if there is one that adds it."""
+        stream = self._watcher
         if self._go_on is None or not isinstance(stream, Stream):
-            return False
+            return None
         broken.close()
         logger.warning("the answer of %s broke off: %s", broken.engine.name, error)
-        opened = await self._go_on(stream, broken)
-        self._opened = opened or broken
-        return opened is not None
+        return await self._go_on(stream, broken)

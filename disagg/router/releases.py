@@ -18,10 +18,12 @@ RELEASE_S = 5.0
 
 
 class Handed(NamedTuple):
-    """What a prefill leg gave: the params for decode, and whom to give them back to."""
+    """What a prefill leg gave: the params for decode, whom to give them back to, and its whole
+    answer."""
 
     prefill: EngineEndpoint
     params: dict[str, Any]
+    answer: bytes
 
 
 class Releases:
@@ -35,7 +37,7 @@ class Releases:
         """Returns at once."""
         if handed is None:
             return
-        task = asyncio.create_task(self._release(*handed))
+        task = asyncio.create_task(self._release(handed.prefill, handed.params))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 

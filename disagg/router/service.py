@@ -15,13 +15,14 @@ from starlette.responses import Response
 from yarl import URL
 
 from disagg.config import ConnectorName, RouterSection
-from disagg.router import http1, legs, migration, upstream
+from disagg.router import first_token, http1, legs, migration, upstream
 from disagg.router.admission import Admission
 from disagg.router.answer import Answer
 from disagg.router.continuing import Continuing
 from disagg.router.decode_leg import DecodeLeg, Opened
 from disagg.router.errors import ApiError
 from disagg.router.events import Plain
+from disagg.router.first_token import Begun
 from disagg.router.fits import Fits
 from disagg.router.health import Health
 from disagg.router.metrics import RouterMetrics
@@ -69,6 +70,11 @@ class Service:
         self._decode = DecodeLeg(self._admission, health, metrics, settings.limits)
         self._releases = Releases(client, metrics)
         self._held = PrefixMemory()
+        self._fits = fits
+        # Whoever else's engines take no lease for a longer prompt than its own.
+        self._begins_at_prefill = (
+            settings.pairing.first_token == "prefill" and connector == "disagg"
+        )
         self._topology = topology
         self._continuing = Continuing(self, client, self._admission, metrics, settings)
 
@@ -81,14 +87,24 @@ class Service:
         request = RequestInfo(path, body, headers)
         self._check_length(request)
         seat = await self._seat(request, record)
-        stream = migration.watched(path, body) if self._migrates() else None
-        if stream is not None:
+        said = self._fits.said(seat.engine)
+        begins = self._begins_at_prefill and first_token.may_begin(path, body, said)
+        stream = migration.watched(path, body) if begins or self._migrates() else None
+        if stream is not None and self._migrates():
             request = RequestInfo(path, stream.leg_body, headers)
-        opened = await self.open(request, seat, sent, record)
-        if isinstance(opened, Response):
-            return opened
-        watcher = (stream or Plain()) if opened.answer.status == 200 and opened.is_events else None
+        begins = begins and stream is not None
+        handed = await self._prefilled(request, seat, sent, record, asks_ids=begins)
+        if isinstance(handed, Response):
+            return handed
         go_on = self._continuing.of(request, sent, record)
+        if begins and stream is not None and handed is not None:
+            first = first_token.begin(path, body, said, handed.answer)
+            if first is not None:
+                begun = self._begun(stream, first, request, seat, handed, sent, record)
+                return self._relayed(begun, record, watcher=stream, go_on=go_on)
+        opened = await self._decoded(request, request, seat, handed, sent, record)
+        is_stream = opened.status == 200 and opened.is_events
+        watcher = ((stream if self._migrates() else None) or Plain()) if is_stream else None
         return self._relayed(opened, record, watcher=watcher, go_on=go_on)
 
     async def forward(
@@ -122,24 +138,76 @@ class Service:
 
         Gives the seat up if there is no such answer. Raises `ApiError`.
         """
-        handed: Handed | None = None
+        handed = await self._prefilled(request, seat, header, record)
+        if isinstance(handed, Response):
+            return handed
+        return await self._decoded(request, request, seat, handed, header, record)
+
+    async def _prefilled(
+        self,
+        request: RequestInfo,
+        seat: Seat,
+        header: bytes,
+        record: Record,
+        *,
+        asks_ids: bool = False,
+    ) -> Handed | Response | None:
+        """The first leg, if there is one; gives up the seat at decode if its answer is final."""
         try:
             reason = self._local_reason(request, seat)
             if reason is not None:
                 self._prefill.skip(reason, record)
                 seat.reads(self._to_read(request, seat))
-            else:
-                request.partner = seat.engine
-                result = await self._prefill.run(request, header, record)
-                if isinstance(result, Response):
-                    seat.leave()
-                    return result
-                handed = result
-            request.partner = handed.prefill if handed else None
-            prefilled_s = record.elapsed()
+                return None
+            request.partner = seat.engine
+            handed = await self._prefill.run(request, header, record, asks_ids=asks_ids)
+        except BaseException:
+            seat.leave()
+            raise
+        if isinstance(handed, Response):
+            seat.leave()
+        return handed
+
+    def _begun(
+        self,
+        stream: migration.Stream,
+        first: bytes,
+        request: RequestInfo,
+        seat: Seat,
+        handed: Handed,
+        header: bytes,
+        record: Record,
+    ) -> Begun:
+        self._metrics.first_tokens.inc()
+
+        async def decode() -> Opened:
+            rest = RequestInfo(migration.COMPLETION, stream.follows(), request.headers)
+            opened = await self._decoded(rest, request, seat, handed, header, record)
+            if opened.status != 200 or not opened.is_events:
+                opened.close()
+                raise ApiError(502, "the decode engine refused what prefill had begun")
+            return opened
+
+        return Begun(first, seat, decode, lambda: self._releases.give_back(handed))
+
+    async def _decoded(
+        self,
+        request: RequestInfo,
+        prompt: RequestInfo,
+        seat: Seat,
+        handed: Handed | None,
+        header: bytes,
+        record: Record,
+    ) -> Opened:
+        """The second leg, as far as the answer's first bytes. Gives the seat up, and back what was
+        handed over, if there are none. `prompt`: has the client's. Raises `ApiError`."""
+        prefilled_s = record.elapsed()
+        request.partner = handed.prefill if handed else None
+        try:
             data = legs.encoded(legs.decode_body(request.body, handed.params if handed else None))
         except BaseException:
             seat.leave()
+            self._releases.give_back(handed)
             raise
 
         limit = self._settings.limits.first_byte_timeout_s
@@ -152,10 +220,10 @@ class Service:
         except BaseException:
             self._releases.give_back(handed)
             raise
-        if opened.answer.status >= 400:
+        if opened.status >= 400:
             self._releases.give_back(handed)
         else:
-            self._held.note(self._prefix_keys(request), opened.engine.name)
+            self._held.note(self._prefix_keys(prompt), opened.engine.name)
             if handed is not None:
                 pair = self._metrics.pairings.labels(handed.prefill.name, opened.engine.name)
                 pair.inc()
@@ -223,7 +291,7 @@ class Service:
         return request.prefix_keys if self._settings.pairing.local_prefill_tokens else []
 
     def _relayed(
-        self, opened: Opened, record: Record, *, counts: bool = True, **more: Any
+        self, opened: Opened | Begun, record: Record, *, counts: bool = True, **more: Any
     ) -> Relayed:
         """`counts`: towards the time to first token, and between tokens."""
 

@@ -125,6 +125,34 @@ def test_a_whole_hand_over(start: Start, transport: str, layout: str) -> None:
     assert [o.finished_sending for o in producer.seen if o.finished_sending] == [{first}]
 
 
+@pytest.mark.parametrize("groups", [PLAIN, (Layers(window=2 * BLOCK), Layers())])
+@pytest.mark.parametrize("length", [BLOCK - 1, 4 * BLOCK, 5 * BLOCK + 7])
+@pytest.mark.parametrize("more", [1, BLOCK + 3])
+def test_a_prompt_that_goes_on_behind_the_leases(
+    start: Start, groups: Sequence[Layers], length: int, more: int
+) -> None:
+    """All of the lease's tokens are loaded, not whole blocks alone; another tail is none of its."""
+    producer, consumer = start("kv_producer", groups=groups), start("kv_consumer", groups=groups)
+    prompt = prompt_of(length, seed=length + more)
+    longer = [*prompt, *prompt_of(more, seed=7)]
+    other = [*prompt[:-1], (prompt[-1] + 1) % VOCABULARY, *longer[length:]]
+    firsts = [producer.add(prompt, 1, PREFILL) for _ in range(2)]
+    run([producer], lambda: set(firsts) <= set(producer.finished))
+    asked = [
+        consumer.add(ids, 3, producer.params[first])
+        for ids, first in zip((longer, other), firsts, strict=True)
+    ]
+    run([producer, consumer], lambda: set(asked) <= set(consumer.finished))
+    assert [consumer.answers[name] for name in asked] == [
+        answer(ids, 3, groups) for ids in (longer, other)
+    ]
+    work = [step.kv_connector_metadata for step in consumer.scheduled]
+    (load,) = [load for each in work for load in each.loads if load.request_id == asked[0]]
+    assert max(stop for _, stop in load.spans) % -(-length // BLOCK) == 0
+    pulls = consumer.connector.scheduler._pulls
+    assert pulls == {} or all(pull.tokens <= length for pull in pulls.values())
+
+
 def hand_over_all(
     producer: Engine, consumer: Engine, prompts: Sequence[list[int]], count: int
 ) -> None:

@@ -32,6 +32,16 @@ def test_every_combination_of_faults() -> None:
     assert all(total[one] for one in (RIGHT, EVENT, CUT, "continued", "error 503", "error 504"))
 
 
+@pytest.mark.timeout(120)
+def test_streams_that_begin_with_a_token_of_prefills() -> None:
+    report = uvloop.run(router_faults.storm(600, clients=32, seed=6, first_token="prefill"))
+    assert report.problems == []
+    assert report.begun_at_prefill > 100
+    total = report.total()
+    assert not total[WRONG]
+    assert all(total[one] for one in (RIGHT, EVENT, "continued"))
+
+
 async def streams_whose_engine_dies(count: int) -> set[str]:
     async with AsyncExitStack() as stack:
         scene = await Scene.open(stack)

@@ -1,0 +1,100 @@
+"""Streams whose first token is the prefill engine's: the same answers, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from disagg.bench.http import client
+from engine.conftest import Fleet, routed
+from engine.streams import Streamed, stream
+from engine.waiting import eventually
+
+ENGINES = ("producer", "consumer", "single")
+PATH = "/v1/completions"
+BLOCK = 4 * 2 * 128 * 2 * 64 * 4  # as in test_exactness
+OPTIONS = {"model": "tiny", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+Prompt = Callable[[int], list[int]]
+
+
+@pytest.fixture
+def url(fleet: Fleet, prompt: Prompt) -> Iterator[str]:
+    pairing = {"first_token": "prefill", "local_prefill_tokens": 0}
+    with routed([fleet.producer], [fleet.consumer], pairing=pairing) as url:
+
+        def begins_at_prefill() -> bool:
+            """Not before the router has asked the engine for its length."""
+            stream(url, PATH, {**OPTIONS, "prompt": prompt(200)}, Streamed())
+            return begun(url) > 0
+
+        assert eventually(begins_at_prefill)
+        yield url
+
+
+def begun(url: str) -> float:
+    """How many streams began with a token of prefill's."""
+    name = "disagg_router_first_tokens_from_prefill_total "
+    lines = client().get(f"{url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+def same(fleet: Fleet, url: str, body: dict[str, Any]) -> None:
+    seen = Streamed()
+    stream(url, PATH, body, seen)
+    seen.check(fleet.single.post(PATH, body).json())
+
+
+def test_answers_and_what_moves(fleet: Fleet, url: str, prompt: Prompt) -> None:
+    """All of the prompt's blocks, whole or not: the token itself is all that decode computes."""
+    for length in (1, 5, 127, 128, 129, 1000, 3000):
+        before = begun(url), moved(fleet)
+        same(fleet, url, {**OPTIONS, "prompt": prompt(length)})
+        assert begun(url) - before[0] == 1, length
+        assert moved(fleet) - before[1] == -(-length // 128) * BLOCK
+
+
+def moved(fleet: Fleet) -> float:
+    labels = {"transport": "process_memory"}
+    return fleet.consumer.metric("disagg_handoff_bytes_total", **labels)
+
+
+def test_many_at_once_and_of_any_length(fleet: Fleet, url: str, prompt: Prompt) -> None:
+    before = begun(url)
+    bodies: list[dict[str, Any]] = [
+        {**OPTIONS, "prompt": prompt(20 + 60 * number), "max_tokens": limit, "min_tokens": limit}
+        for number, limit in enumerate([1, 2, 3, 8, 30, 60] * 3)
+    ]
+    seen = [Streamed() for _ in bodies]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        for _ in pool.map(lambda body, one: stream(url, PATH, body, one), bodies, seen):
+            pass
+        references = list(pool.map(lambda body: fleet.single.post(PATH, body).json(), bodies))
+    for one, reference in zip(seen, references, strict=True):
+        one.check(reference)
+    assert begun(url) - before == 15, "all but those of one token"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 100_000}, {"max_tokens": 5, "min_tokens": 6}, {"max_tokens": 0}]
+)
+def test_what_decode_refuses_has_its_status(url: str, prompt: Prompt, wrong: Any) -> None:
+    before = begun(url)
+    body = {**OPTIONS, "prompt": prompt(300), "stream": True, **wrong}
+    answer = client().post(f"{url}{PATH}", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "error" in answer.json()
+    assert begun(url) == before
+
+
+def test_a_client_that_leaves_gives_the_lease_back(fleet: Fleet, url: str, prompt: Prompt) -> None:
+    for number in range(6):
+        body = {**OPTIONS, "prompt": prompt(1500), "stream": True, "max_tokens": 400}
+        with client().stream("POST", f"{url}{PATH}", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            for _ in range(1 + number % 3 * 2):
+                next(lines)
+    assert eventually(lambda: not fleet.producer.metric("disagg_leases_held"))
+    assert eventually(lambda: not fleet.consumer.metric("vllm:num_requests_running"))
