@@ -41,6 +41,11 @@ def run(
         connector=connector,
     )
     credentials.tls(section, "")
+    if section.pairing.first_token == "prefill" and connector != "disagg":
+        raise ConfigError(
+            f"pairing.first_token: 'prefill' — engines with the connector {connector} cannot go "
+            "on behind it; leave it at decode, or use engines with --connector disagg"
+        )
     try:
         sock = claim(section.host, section.port, section.processes)
     except OSError as error:

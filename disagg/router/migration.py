@@ -1,10 +1,11 @@
 """What was sent of one streamed answer, so that another engine can go on where it broke off.
 
-The engine is asked for token ids (`return_token_ids`); they are taken out of the events as these
-pass, which are otherwise left as they are and never parsed. The rest of the answer is a plain
-completion of the prompt's tokens and those sent: its events get the shape and names of the first
-ones. Only what continues exactly is watched: no request whose answer hangs on more than its
-tokens (penalties, stop strings, grammars, a seed, log-probabilities). Does no I/O.
+The engine is asked for token ids (`return_token_ids`); unless the client asked for them too, they
+are taken out of the events as these pass, which are otherwise left as they are and never parsed. The
+rest of the answer is a plain completion of the prompt's tokens and those sent: its events get the
+shape and names of the first ones. Only what continues exactly is watched: no request whose answer
+hangs on more than its tokens (penalties, stop strings, grammars, a seed, log-probabilities). Does no
+I/O.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ _IF: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "response_format": (None, {"type": "text"}),
     "use_beam_search": (None, False),
-    "return_token_ids": (None, False),
+    "return_token_ids": (None, False, True),
 }
 _COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
 
@@ -130,6 +131,7 @@ class Stream(Splitter):
         self._finished = self._done = self._usage_sent = False
         self._is_plain, self._continues = True, False
         self._has_text = False
+        self._shows_ids = body.get("return_token_ids") is True
         self._base = 0  # how many tokens earlier engines gave
 
     @property
@@ -145,8 +147,9 @@ class Stream(Splitter):
     @property
     def has_begun(self) -> bool:
         """Whether the client has any of the text: before, the whole request is asked anew. What is
-        silent so far may be half a character, or open a reasoning part."""
-        return self._has_text
+        silent so far may be half a character, or open a reasoning part. A client that gets the
+        tokens' ids has heard of these too."""
+        return self._has_text or (self._shows_ids and bool(self._tokens))
 
     def feed(self, data: bytes) -> bytes:
         """What to send of what has come: whole events. `failure` is set if the engine said that
@@ -197,8 +200,9 @@ class Stream(Splitter):
         return {each[0] for each in ids if len(each) == 1}
 
     def rest(self, back: int) -> dict[str, Any] | None:
-        """The body of the completion that gives all but these tokens; None if that is unknown."""
-        if self._prompt is None or not self._is_plain:
+        """The body of the completion that gives all but these tokens; None if that is unknown, or
+        the client would get a token's id twice."""
+        if self._prompt is None or not self._is_plain or (back and self._shows_ids):
             return None
         given = self.tokens(back)
         body: dict[str, Any] = {k: v for k, v in self._body.items() if k in _KEPT}
@@ -254,6 +258,8 @@ class Stream(Splitter):
         self._has_text = self._has_text or _TEXT.search(events) is not None
         if self._continues:
             return b"".join(map(self._rewritten, each))
+        if self._shows_ids:
+            return events
         return _IDS.sub(b'"token_ids":null', _PROMPT.sub(b'"prompt_token_ids":null', events))
 
     def _rewritten(self, event: bytes) -> bytes:
@@ -265,7 +271,8 @@ class Stream(Splitter):
             return event + END
         choices = []
         for choice in content.get("choices") or ():
-            if self._is_chat and _says_nothing(choice):
+            shown = self._shows_ids and choice.get("token_ids")
+            if self._is_chat and not shown and _says_nothing(choice):
                 return b""
             choices.append(self._choice(choice))
         changed: dict[str, Any] = {**content, "choices": choices}
@@ -279,13 +286,14 @@ class Stream(Splitter):
         return self._event(changed)
 
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any]:
+        ids = choice.get("token_ids") if self._shows_ids else None
         if not self._is_chat:
-            return {**choice, "prompt_token_ids": None, "token_ids": None}
+            return {**choice, "prompt_token_ids": None, "token_ids": ids}
         if "delta" in choice:
-            return {**choice, "token_ids": None}
+            return {**choice, "token_ids": ids}
         left_out = ("text", "prompt_token_ids", "prompt_logprobs")
         kept = {key: value for key, value in choice.items() if key not in left_out}
-        return {**kept, "delta": {"content": choice["text"]}, "token_ids": None}
+        return {**kept, "delta": {"content": choice["text"]}, "token_ids": ids}
 
     def _choices(self) -> Iterator[dict[str, Any]]:
         """The choice of each recent event that has one."""

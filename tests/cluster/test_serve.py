@@ -21,12 +21,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
+from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.browser import CHROMIUM, browser
@@ -187,7 +189,10 @@ def deployment(model: Path, port: int = 0) -> dict[str, Any]:
         # More engines than cores: they take turns.
         "prefill": {"resources": {"num_cpus": 0}},
         "decode": {"resources": {"num_cpus": 0}},
-        "router": {"port": port, "pairing": {"local_prefill_tokens": 0}},
+        "router": {
+            "port": port,
+            "pairing": {"local_prefill_tokens": 0, "first_token": "prefill"},
+        },
     }
 
 
@@ -284,6 +289,33 @@ def states(port: int) -> dict[str, str]:
     """What the router says of each engine."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/ui/state", timeout=60) as response:
         return {engine["name"]: engine["state"] for engine in json.load(response)["engines"]}
+
+
+def test_a_chat_begins_with_prefills_token(beside: tuple[Served, int]) -> None:
+    served, port = beside
+    served.until_shown("Ready: ")
+    options = {"model": "tiny", "temperature": 0, "max_tokens": 12}
+    said = {"role": "user", "content": "the lazy dog sees a quick brown fox " * 40}
+    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
+        talk = partial(client.chat.completions.create, messages=[said], **options)
+        served.until(lambda: bool(list(talk(stream=True))) and begun_at_prefill(port) > 0, 30)
+        before, whole = begun_at_prefill(port), talk()
+        events = list(talk(stream=True, stream_options={"include_usage": True}))
+    assert begun_at_prefill(port) == before + 1
+    choices = [choice for event in events for choice in event.choices]
+    assert choices[0].delta.role == "assistant"
+    text = "".join(choice.delta.content or "" for choice in choices)
+    assert text == whole.choices[0].message.content
+    assert choices[-1].finish_reason == whole.choices[0].finish_reason
+    assert len({event.id for event in events}) == 1
+    assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def begun_at_prefill(port: int) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    name = "disagg_router_first_tokens_from_prefill_total "
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
 def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:

@@ -16,6 +16,7 @@ class Streamed:
     text: str = ""
     events: int = 0
     ids: set[str] = field(default_factory=set)
+    tokens: list[int] = field(default_factory=list)
     finish: list[str] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     is_done: bool = False
@@ -49,4 +50,5 @@ def stream(url: str, path: str, body: dict[str, Any], seen: Streamed) -> None:
             seen.usage = event.get("usage") or seen.usage
             for choice in event["choices"]:
                 seen.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-                seen.finish += [choice["finish_reason"]] if choice["finish_reason"] else []
+                seen.tokens += choice.get("token_ids") or []
+            seen.finish += [choice["finish_reason"]] if choice["finish_reason"] else []

@@ -42,9 +42,11 @@ def begun(url: str) -> float:
 
 
 def same(fleet: Fleet, url: str, body: dict[str, Any]) -> None:
-    seen = Streamed()
+    seen, body = Streamed(), {**body, "return_token_ids": True}
     stream(url, PATH, body, seen)
-    seen.check(fleet.single.post(PATH, body).json())
+    reference = fleet.single.post(PATH, body).json()
+    seen.check(reference)
+    assert seen.tokens == reference["choices"][0]["token_ids"]
 
 
 def test_answers_and_what_moves(fleet: Fleet, url: str, prompt: Prompt) -> None:

@@ -362,6 +362,7 @@ def plan(**changes: Any) -> serve.Plan:
         "targets": TARGETS,
         "local_prefill_tokens": 64,
         "prefill_wait_s": None,
+        "first_token": "decode",
         "batched_tokens": None,
         "decode_batched_tokens": None,
         "seed": 1,

@@ -183,6 +183,7 @@ def test_router_takes_urls_a_file_and_options_that_win(
     )
     arguments += ("--config", str(path), "--port", "2", "--decode-policy", "prefix_affinity")
     arguments += ("--local-prefill-tokens", "7", "--prefill-wait-s", "0.5")
+    arguments += ("--first-token", "decode")
     arguments += ("--connector", "nixl", "--engine-key-env", "E")
     assert status_of(monkeypatch, "router", *arguments) == 0
     section = seen["section"]
@@ -206,6 +207,12 @@ def test_router_takes_urls_a_file_and_options_that_win(
         ("{}", ("--decode-policy", "dice"), "pairing.decode: 'dice' — must be 'round_robin'"),
         ("{}", ("--tls-cert", "/none"), "tls_key_file: empty — tls_cert_file is '/none'; set both"),
         ("api_keys_env: UNSET_HERE", (), "api_keys_env: 'UNSET_HERE' — this variable is not set"),
+        ("{}", ("--first-token", "both"), "pairing.first_token: 'both' — must be 'prefill' or"),
+        (
+            "pairing: {first_token: prefill}",
+            ("--connector", "nixl"),
+            "pairing.first_token: 'prefill' — engines with the connector nixl cannot go on",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_routers_settings_is_one_line(

@@ -97,6 +97,29 @@ def test_the_rest_of_a_chat() -> None:
     assert stream.left() == b"data: [DONE]\n\n"
 
 
+def test_a_client_that_asks_for_ids_gets_each_once() -> None:
+    stream = watch(COMPLETION, {**BODY, "return_token_ids": True})
+    whole = completion([1], "a", PROMPT) + completion([2], "b")
+    assert stream.feed(whole) == whole
+    stream.goes_on(0)
+    seen = events(stream.feed(completion([3], "c", [*PROMPT, 1, 2]) + completion([4, 5], "de")))
+    assert [e["choices"][0]["token_ids"] for e in seen] == [[3], [4, 5]]
+    assert all(e["choices"][0]["prompt_token_ids"] is None for e in seen)
+    assert stream.rest(0) is not None
+    assert stream.rest(1) is None, "the last token's id would come twice"
+
+
+def test_a_chat_with_ids() -> None:
+    talk = watch(CHAT, {**TALK, "return_token_ids": True})
+    talk.feed(chat({"role": "assistant", "content": ""}, prompt_token_ids=PROMPT))
+    assert not talk.has_begun
+    talk.feed(chat({"content": ""}, [1]))
+    assert talk.has_begun, "its token's id was told"
+    talk.goes_on(0)
+    seen = events(talk.feed(completion([2], "") + completion([3], "c")))
+    assert [e["choices"][0]["token_ids"] for e in seen] == [[2], [3]]
+
+
 def test_a_chat_of_which_nothing_was_said_is_asked_anew() -> None:
     stream = watch(CHAT, TALK)
     role = chat({"role": "assistant", "content": ""}, prompt_token_ids=PROMPT)
@@ -198,7 +221,7 @@ def test_reasoning_is_not_continued() -> None:
         {"tools": [{}]},
         {"prompt": ["a", "b"]},
         {"prompt": None, "prompt_embeds": "x"},
-        {"return_token_ids": True},
+        {"return_token_ids": 1},
         {"max_tokens": "5"},
         {"stream_options": 5},
         {"something_new": 1},

@@ -1,0 +1,150 @@
+"""Which answers of prefill a stream may begin with, and that what follows is one with them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from disagg.bench.fake_answers import compact
+from disagg.router.first_token import begin, may_begin
+from disagg.router.migration import CHAT, COMPLETION, watched
+
+SAID = {"max_model_len": "20", "chats": "plain"}
+BODY: dict[str, Any] = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 6}
+TALK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]} | {
+    "stream": True
+}
+PROMPT = [5, 6, 7]
+
+
+def prefilled(path: str, text: str | None = " a", **changed: Any) -> bytes:
+    """As vLLM 0.32 answers the prefill leg."""
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
+    choice |= {"stop_reason": None, "token_ids": [9]}
+    head: dict[str, Any] = {"id": "p-1", "created": 3, "model": "m", "usage": {"total_tokens": 4}}
+    if path == CHAT:
+        message = {"role": "assistant", "content": text, "tool_calls": [], "reasoning": None}
+        choice["message"] = message | changed.pop("message", {})
+        head |= {"object": "chat.completion", "prompt_token_ids": PROMPT}
+    else:
+        choice |= {"text": text, "prompt_token_ids": PROMPT}
+        head["object"] = "text_completion"
+    return compact({**head, "choices": [choice | changed], "kv_transfer_params": {"a": 1}})
+
+
+def events(data: bytes) -> list[Any]:
+    return [json.loads(part.removeprefix(b"data: ")) for part in data.split(b"\n\n") if part]
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETION, BODY), (CHAT, TALK)])
+def test_what_the_client_sees_and_what_decode_is_asked(path: str, body: Any) -> None:
+    assert may_begin(path, body, SAID)
+    first = begin(path, body, SAID, prefilled(path))
+    stream = watched(path, body)
+    assert first is not None
+    assert stream is not None
+    seen = events(stream.feed(first))
+    choices = [event["choices"][0] for event in seen]
+    if path == CHAT:
+        deltas = [{"role": "assistant", "content": ""}, {"content": " a"}]
+        assert [choice["delta"] for choice in choices] == deltas
+        assert {event["object"] for event in seen} == {"chat.completion.chunk"}
+    else:
+        assert [choice["text"] for choice in choices] == [" a"]
+        assert {event["object"] for event in seen} == {"text_completion"}
+    assert {(event["id"], event["created"]) for event in seen} == {("p-1", 3)}
+    assert all(choice["finish_reason"] is None for choice in choices)
+    assert not stream.is_whole
+
+    asked = stream.follows()
+    assert asked["prompt"] == [*PROMPT, 9]
+    assert asked["max_tokens"] == (5 if path == COMPLETION else None)
+    choice = {"index": 0, "text": "b", "finish_reason": "stop", "token_ids": [10]}
+    usage = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
+    names = {"id": "d-2", "object": "text_completion", "created": 9, "model": "m"}
+    rest = [{**names, "choices": [choice]}, {**names, "choices": [], "usage": usage}]
+    after = events(stream.feed(b"".join(b"data: %b\n\n" % compact(one) for one in rest)))
+    said = after[0]["choices"][0]
+    assert (said["delta"]["content"] if path == CHAT else said["text"]) == "b"
+    assert {event["id"] for event in after} == {"p-1"}
+    assert {event["object"] for event in after} == {seen[0]["object"]}
+    assert after[1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert stream.is_whole
+    assert stream.migrations == 0, "nothing has failed"
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        (COMPLETION, prefilled(COMPLETION, "")),
+        (COMPLETION, prefilled(COMPLETION, "\ufffd")),
+        (COMPLETION, prefilled(COMPLETION, None)),
+        (COMPLETION, prefilled(COMPLETION, finish_reason="stop")),
+        (COMPLETION, prefilled(COMPLETION, token_ids=[1, 2])),
+        (COMPLETION, prefilled(COMPLETION, token_ids=None)),
+        (COMPLETION, prefilled(COMPLETION, prompt_token_ids=None)),
+        (COMPLETION, b'{"kv_transfer_params": {}}'),
+        (COMPLETION, b"no JSON"),
+        (CHAT, prefilled(CHAT, None)),
+        (CHAT, prefilled(CHAT, message={"reasoning": "hm"})),
+        (CHAT, prefilled(CHAT, message={"tool_calls": [{"id": "1"}]})),
+        (CHAT, prefilled(CHAT, message={"refusal": "no"})),
+    ],
+)
+def test_what_no_stream_begins_with(path: str, answer: bytes) -> None:
+    assert begin(path, BODY if path == COMPLETION else TALK, SAID, answer) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "may"),
+    [
+        ({"max_tokens": 2}, True),
+        ({"max_tokens": 1}, False),
+        ({"max_tokens": 0}, False),
+        ({"max_tokens": -1}, False),
+        ({"max_tokens": 17}, True),
+        ({"max_tokens": 18}, False),
+        ({"max_tokens": None}, True),
+        ({"min_tokens": 6}, True),
+        ({"min_tokens": 7}, False),
+        ({"min_tokens": -1}, False),
+        ({"max_completion_tokens": 1}, True),  # nothing to a completion
+    ],
+)
+def test_decode_must_take_what_is_asked(changed: dict[str, Any], may: bool) -> None:
+    found = begin(COMPLETION, {**BODY, **changed}, SAID, prefilled(COMPLETION))
+    assert (found is not None) is may
+
+
+def test_room_and_limits_of_chats_and_of_defaults() -> None:
+    tight = {**SAID, "max_model_len": "4"}
+    assert begin(CHAT, TALK, tight, prefilled(CHAT)) is None, "room for one token alone"
+    assert begin(CHAT, TALK, {**SAID, "max_model_len": "5"}, prefilled(CHAT)) is not None
+    assert begin(CHAT, {**TALK, "max_completion_tokens": 1}, SAID, prefilled(CHAT)) is None
+    no_limit = {key: value for key, value in BODY.items() if key != "max_tokens"}
+    assert begin(COMPLETION, no_limit, SAID, prefilled(COMPLETION)) is not None
+    small = {**SAID, "max_model_len": "18"}
+    assert begin(COMPLETION, no_limit, small, prefilled(COMPLETION)) is None, "16 do not fit"
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "said", "may"),
+    [
+        (COMPLETION, {"include_usage": True}, SAID, True),
+        (COMPLETION, {"include_usage": False, "continuous_usage_stats": False}, SAID, True),
+        (COMPLETION, {"continuous_usage_stats": True}, SAID, False),
+        (COMPLETION, {"include_usage": 1}, SAID, False),
+        (COMPLETION, {"other": True}, SAID, False),
+        (COMPLETION, [1], SAID, False),
+        (COMPLETION, None, {"chats": "plain"}, False),
+        (COMPLETION, None, {"max_model_len": "many"}, False),
+        (COMPLETION, None, {"max_model_len": "20"}, True),
+        (CHAT, None, {"max_model_len": "20"}, False),
+        (CHAT, None, {**SAID, "chats": "parsed"}, False),
+        (CHAT, None, SAID, True),
+    ],
+)
+def test_which_requests_may(path: str, options: Any, said: dict[str, str], may: bool) -> None:
+    assert may_begin(path, {**BODY, "stream_options": options}, said) is may
