@@ -1,11 +1,11 @@
 """What was sent of one streamed answer, so that another engine can go on where it broke off.
 
 The engine is asked for token ids (`return_token_ids`); unless the client asked for them too, they
-are taken out of the events as these pass, which are otherwise left as they are and never parsed. The
-rest of the answer is a plain completion of the prompt's tokens and those sent: its events get the
-shape and names of the first ones. Only what continues exactly is watched: no request whose answer
-hangs on more than its tokens (penalties, stop strings, grammars, a seed, log-probabilities). Does no
-I/O.
+are taken out of the events as these pass, which are otherwise left as they are and never parsed.
+The rest of the answer is a plain completion of the prompt's tokens and those sent: its events get
+the shape and names of the first ones. Only what continues exactly is watched: no request whose
+answer hangs on more than its tokens (penalties, stop strings, grammars, a seed, log-
+probabilities). Does no I/O.
 """
 
 from __future__ import annotations
