@@ -77,6 +77,7 @@ gpu:
 soak: $(INSTALLED)
 	@$(BIN)/disagg bench soak
 	@$(BIN)/disagg bench router-faults
+	@$(BIN)/disagg bench router-faults --first-token prefill
 	@$(BIN)/disagg bench heal --nodes 3 --clients 1
 	@$(BIN)/disagg bench scale
 	@DISAGG_TEST_PRESSURE=500 $(BIN)/pytest -m "slow or soak" tests
