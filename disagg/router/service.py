@@ -86,13 +86,18 @@ class Service:
         sent = upstream.leg_header(upstream.to_engine(headers.raw, record.id, record.trace))
         request = RequestInfo(path, body, headers)
         self._check_length(request)
+        migrates = self._migrates()
+        watches = migrates or self._begins_at_prefill
+        stream = migration.watched(path, body) if watches else None
+        if stream is not None and migrates:
+            request = RequestInfo(path, stream.leg_body, headers)
         seat = await self._seat(request, record)
         said = self._fits.said(seat.engine)
-        begins = self._begins_at_prefill and first_token.may_begin(path, body, said)
-        stream = migration.watched(path, body) if begins or self._migrates() else None
-        if stream is not None and self._migrates():
-            request = RequestInfo(path, stream.leg_body, headers)
-        begins = begins and stream is not None
+        begins = (
+            self._begins_at_prefill
+            and stream is not None
+            and first_token.may_begin(path, body, said)
+        )
         handed = await self._prefilled(request, seat, sent, record, asks_ids=begins)
         if isinstance(handed, Response):
             return handed
@@ -104,7 +109,7 @@ class Service:
                 return self._relayed(begun, record, watcher=stream, go_on=go_on)
         opened = await self._decoded(request, request, seat, handed, sent, record)
         is_stream = opened.status == 200 and opened.is_events
-        watcher = ((stream if self._migrates() else None) or Plain()) if is_stream else None
+        watcher = ((stream if migrates else None) or Plain()) if is_stream else None
         return self._relayed(opened, record, watcher=watcher, go_on=go_on)
 
     async def forward(
