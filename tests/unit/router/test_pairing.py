@@ -144,9 +144,11 @@ def test_pairer_never_names_one_twice(traffic: Traffic, health: Health, name: An
 def test_engines_that_do_not_fit_are_not_paired(traffic: Traffic, health: Health) -> None:
     prefills = [EngineEndpoint(f"prefill-{n}", "prefill", "") for n in range(2)]
     fits = Fits()
-    fits.note(prefills[0], {"vllm": "1", "dtype": "float32", "other": "a"})
+    own = {"max_model_len": "8", "chats": "parsed"}  # nothing to the other engine
+    fits.note(prefills[0], {"vllm": "1", "dtype": "float32", "other": "a", **own})
     fits.note(prefills[1], {"vllm": "1", "dtype": "bfloat16"})
-    fits.note(ENGINES[0], {"vllm": "1", "dtype": "float32"})
+    own = {"max_model_len": "16", "chats": "plain"}
+    fits.note(ENGINES[0], {"vllm": "1", "dtype": "float32", **own})
     fits.note(ENGINES[1], {"vllm": "2"})
     topology = Topology([*prefills, *ENGINES])
     pairer = Pairer(topology, PairingSection(), traffic, health, fits)
