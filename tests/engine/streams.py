@@ -51,4 +51,4 @@ def stream(url: str, path: str, body: dict[str, Any], seen: Streamed) -> None:
             for choice in event["choices"]:
                 seen.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
                 seen.tokens += choice.get("token_ids") or []
-            seen.finish += [choice["finish_reason"]] if choice["finish_reason"] else []
+                seen.finish += [choice["finish_reason"]] if choice["finish_reason"] else []
