@@ -23,11 +23,16 @@ class Turns:
     """Counts the connections that something came on in one turn of the loop.
 
     After a turn with several, the core is offered to others, for 4 ms and a time slice at most;
-    where nobody wants it that takes a few microseconds. `give_way` returns when it is our turn.
+    where nobody wants it that takes a few microseconds. `give_way` returns when it is our turn;
+    `clock` is in seconds.
     """
 
-    def __init__(self, give_way: Callable[[], None] = os.sched_yield) -> None:
-        self._give_way = give_way
+    def __init__(
+        self,
+        give_way: Callable[[], None] = os.sched_yield,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._give_way, self._clock = give_way, clock
         self._came = 0
 
     def came(self) -> None:
@@ -40,8 +45,8 @@ class Turns:
         came, self._came = self._came, 0
         if came < _BUSY:
             return
-        end = time.monotonic() + _LIMIT_S
+        end = self._clock() + _LIMIT_S
         for _ in range(_TIMES):
             self._give_way()
-            if time.monotonic() > end:
+            if self._clock() > end:
                 return

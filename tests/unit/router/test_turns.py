@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from disagg.router.turns import Turns
@@ -18,15 +17,14 @@ async def a_turn(turns: Turns, connections: int) -> None:
 
 
 def offered(use: Callable[[Turns], object], slow: float = 0) -> int:
-    """How often the core was offered; whoever takes it keeps it for so long."""
-    count = 0
+    """How often the core was offered; whoever takes it keeps it for so many seconds."""
+    count, now = 0, 0.0
 
     def give_way() -> None:
-        nonlocal count
-        count += 1
-        time.sleep(slow)
+        nonlocal count, now
+        count, now = count + 1, now + slow
 
-    use(Turns(give_way))
+    use(Turns(give_way, lambda: now))
     return count
 
 
