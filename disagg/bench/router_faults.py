@@ -34,7 +34,7 @@ from disagg.config import Role
 RECOVERY_S, RECOVERED = 40.0, 16
 _PER_ROUND = 2500
 _RSS_MIB = 16.0
-_MILD = 15
+_MILD = 15  # requests that prefill does right, for one that it may do wrong
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def run(
     if section.pairing.first_token == "prefill" and connector != "disagg":
         raise ConfigError(
             f"pairing.first_token: 'prefill' — engines with the connector {connector} cannot go "
-            "on behind it; leave it at decode, or use engines with --connector disagg"
+            "on behind prefill's token; set decode, or use engines of --connector disagg"
         )
     try:
         sock = claim(section.host, section.port, section.processes)
