@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from disagg.engine import forking, polling, reserving
+from disagg.engine import ending, forking, polling, reserving
 
 
 def install() -> None:
-    """Do what the environment asks for, and let engines with our connector leave it memory."""
+    """Do what the environment asks for, let engines with our connector leave it memory, and
+    workers end."""
     polling.install()
     forking.install()
     reserving.install()
+    ending.install()
