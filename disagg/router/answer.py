@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from functools import cached_property
 from typing import Protocol
 
 ROUND_S = 0.003
@@ -80,12 +79,6 @@ class Answer:
         self._read_at = 0.0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-
-    @cached_property
-    def headers(self) -> dict[str, str]:
-        """Names in lower case; of repeated ones, the last."""
-        raw = self.raw_headers
-        return {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
 
     @property
     def content(self) -> Answer:

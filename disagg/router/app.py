@@ -6,7 +6,7 @@ Nothing here talks to an engine; `service` does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -146,14 +146,15 @@ def _add_api_routes(
     limit, tracer = settings.limits.max_body_bytes, open_tracer()
     log = AccessLog(enabled=settings.access_log)
 
-    async def complete(request: Request, data: bytes, record: Record) -> Answer:
+    # Not coroutines themselves: each that a request is in costs it something at every wait.
+    def complete(request: Request, data: bytes, record: Record) -> Awaitable[Answer]:
         service: Service = app.state.service
-        return await service.complete(record.route, legs.parsed(data), request.headers, record)
+        return service.complete(record.route, legs.parsed(data), request.headers, record)
 
-    async def forward(request: Request, data: bytes, record: Record) -> Answer:
+    def forward(request: Request, data: bytes, record: Record) -> Awaitable[Answer]:
         service: Service = app.state.service
         target = _raw_target(request)
-        return await service.forward(request.method, target, data, request.headers, record)
+        return service.forward(request.method, target, data, request.headers, record)
 
     async def internal(request: Request) -> Response:
         # Engines speak to the router there, and to nobody else.

@@ -46,6 +46,7 @@ class Opened:
     _timer: asyncio.TimerHandle | None = field(default=None, repr=False)
     _waits_since: float | None = None
     _silence_s: float = 0.0
+    _is_events: bool | None = field(default=None, repr=False)
 
     @property
     def engine(self) -> EngineEndpoint:
@@ -62,9 +63,15 @@ class Opened:
     @property
     def is_events(self) -> bool:
         """Whether it is an event stream that another event can follow."""
-        headers = self.answer.headers
-        kind = headers.get("content-type", "")
-        return kind.startswith("text/event-stream") and "content-encoding" not in headers
+        if self._is_events is None:
+            kind, is_encoded = b"", False
+            for name, value in self.answer.raw_headers:
+                lower = name.lower()
+                if lower == b"content-type":
+                    kind = value
+                is_encoded |= lower == b"content-encoding"
+            self._is_events = kind.startswith(b"text/event-stream") and not is_encoded
+        return self._is_events
 
     async def chunk(self, silence_s: float) -> bytes:
         """What has come since; empty at the end. What goes wrong becomes an `ApiError`."""

@@ -52,8 +52,10 @@ class Endpoint:
         why: str | None = None
         request = Request(scope, receive)
         record = Record(self._route, request_id(_field(scope, _ID)))
-        trace = Trace(self._tracer, record, request.headers)
-        record.trace = trace.headers
+        trace: Trace | None = None
+        if self._tracer is not None:
+            trace = Trace(self._tracer, record, request.headers)
+            record.trace = trace.headers
         try:
             try:
                 record.key_name = self._keys.check(_field(scope, b"authorization") or "")
@@ -72,10 +74,12 @@ class Endpoint:
                 await _named(DEFECT.response(), record)(scope, receive, send)
             raise
         finally:
-            self._metrics.requests.labels(self._route, str(status or 500)).inc()
-            self._log.write(record, status or 500)
-            self._failures.note(status or 500, record, why)
-            trace.end(status or 500)
+            status = status or 500
+            self._metrics.answered(self._route, status)
+            self._log.write(record, status)
+            self._failures.note(status, record, why)
+            if trace is not None:
+                trace.end(status)
 
 
 class Front:
@@ -103,7 +107,11 @@ def _named(answer: Answer, record: Record) -> Answer:
 
 def _field(scope: Scope, name: bytes) -> str | None:
     """A header's first value."""
-    return next((v.decode("latin-1") for key, v in scope["headers"] if key == name), None)
+    for key, value in scope["headers"]:
+        if key == name:
+            field: str = value.decode("latin-1")
+            return field
+    return None
 
 
 async def _body(receive: Receive, limit: int) -> bytes:

@@ -22,6 +22,7 @@ class Fits:
 
     def __init__(self) -> None:
         self._said: dict[str, Mapping[str, str]] = {}
+        self._fit: dict[tuple[str, str], bool] = {}  # each request asks
 
     def knows(self, engine: EngineEndpoint) -> bool:
         """Whether it was asked since it came up."""
@@ -30,6 +31,7 @@ class Fits:
     def note(self, engine: EngineEndpoint, fields: Mapping[str, str]) -> None:
         """What it says; a misfit with the others is told once."""
         self._said[engine.name] = fields
+        self._fit.clear()
         for name, others in self._said.items():
             key = _misfit(fields, others)
             if key is not None:
@@ -49,11 +51,15 @@ class Fits:
     def forget(self, engine: EngineEndpoint) -> None:
         """It is gone; what comes back must be asked."""
         self._said.pop(engine.name, None)
+        self._fit.clear()
 
     def fit(self, one: EngineEndpoint, other: EngineEndpoint) -> bool:
         """Whether nothing is known against this pairing."""
-        said = self._said
-        return _misfit(said.get(one.name, {}), said.get(other.name, {})) is None
+        pair = (one.name, other.name)
+        fit = self._fit.get(pair)
+        if fit is None:
+            fit = self._fit[pair] = _misfit(self.said(one), self.said(other)) is None
+        return fit
 
 
 def _misfit(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:

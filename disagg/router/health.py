@@ -37,6 +37,11 @@ class _Record:
     def is_down(self) -> bool:
         return self.missed >= _MISSED_PROBES
 
+    @property
+    def is_well(self) -> bool:
+        """Whether it may get any request, now and as long as nothing happens to it."""
+        return self.failures < _FAILURES and not self.is_down and self.back_at is None
+
 
 class Health:
     """The engines' health, as this router process sees it."""
@@ -44,16 +49,22 @@ class Health:
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
         self._records: defaultdict[str, _Record] = defaultdict(_Record)
+        # The others' records need not be looked at, which is done twice for each request.
+        self._ailing: set[str] = set()
         self._random = random.Random()
 
-    def usable(self, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:
+    def usable(self, engines: Sequence[EngineEndpoint]) -> Sequence[EngineEndpoint]:
         """Those worth a try now; empty if none is. One that is just back is often left out."""
+        if not self._ailing:
+            return engines
         now = time.monotonic()
         up = [e for e in engines if self._is_up(e, now)]
         return [e for e in up if self._gets_its_turn(e, now)] or up
 
     def trying(self, engine: EngineEndpoint) -> None:
         """A request is about to be sent: of a failing engine it is the trial, and the only one."""
+        if not self._ailing:
+            return
         record = self._record(engine)
         if record.failures >= _FAILURES:
             record.resting_until = time.monotonic() + self._pause(record)
@@ -74,6 +85,7 @@ class Health:
         record = self._record(engine)
         record.failures += 1
         if record.failures >= _FAILURES:
+            self._ailing.add(engine.name)
             record.resting_until = time.monotonic() + self._pause(record)
             self._show(engine, resting=True)
 
@@ -83,6 +95,8 @@ class Health:
         record.why = problem
         if problem is not None:
             record.missed += 1
+            if record.is_down:
+                self._ailing.add(engine.name)
             return
         if record.is_down:
             record.back_at = time.monotonic()
@@ -95,6 +109,7 @@ class Health:
 
     def forget(self, engine: EngineEndpoint) -> None:
         """It is gone; who gets its name starts with a clean record."""
+        self._ailing.discard(engine.name)
         if self._records.pop(engine.name, None) is not None:
             self._show(engine, resting=False)
 
@@ -112,10 +127,14 @@ class Health:
         return not record.is_down and record.resting_until <= now
 
     def _gets_its_turn(self, engine: EngineEndpoint, now: float) -> bool:
-        back_at = self._record(engine).back_at
-        if back_at is None:
+        record = self._record(engine)
+        if record.back_at is None:
             return True
-        share = _FIRST_SHARE + (1 - _FIRST_SHARE) * (now - back_at) / _WARM_UP_S
+        share = _FIRST_SHARE + (1 - _FIRST_SHARE) * (now - record.back_at) / _WARM_UP_S
+        if share >= 1:
+            record.back_at = None
+            if record.is_well:
+                self._ailing.discard(engine.name)
         return self._random.random() < share
 
     def _show(self, engine: EngineEndpoint, *, resting: bool) -> None:

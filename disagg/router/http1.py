@@ -24,6 +24,8 @@ from disagg.router.turns import Turns
 # vLLM closes a connection that was idle for five seconds.
 _IDLE_S = 4.0
 _MOST_HEAD_BYTES = 64 << 10
+_MOST_HEADS = 1024
+_LENGTHS = (b"content-length", b"transfer-encoding")
 RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 
@@ -128,10 +130,8 @@ class _Connection(asyncio.Protocol):
         if status < 200:
             self._raw = []  # an interim answer; the real one follows
             return
-        names = {name for name, _ in self._raw}
-        self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"} and (
-            status not in (204, 304)
-        )
+        says_length = [name for name, _ in self._raw if name in _LENGTHS]
+        self._ends_with_connection = not says_length and status not in (204, 304)
         self._stop_waiting()
         self._answer = Answer(self, status, self._raw, self._rounds)
         if self._head is not None and not self._head.done():
@@ -200,6 +200,7 @@ class Client:
         self._connect_s = connect_s
         self._key = fields([(b"authorization", b"Bearer " + key.encode())] if key else [])
         self._idle: dict[str, list[_Connection]] = {}
+        self._heads: dict[tuple[str, str], bytes] = {}
         self._tls: ssl.SSLContext | None = None
         self._rounds = Rounds(round_s)
         self._came = turns.came if turns else None
@@ -210,12 +211,13 @@ class Client:
 
         `path`: of one word. `header`: of `fields`, without host and content-length.
         """
-        head = (
-            f"POST {path} HTTP/1.1\r\n"
-            f"host: {urlsplit(url).netloc}\r\n"
-            f"content-length: {len(data)}\r\n"
-        )
-        request = b"".join((head.encode(), header, self._key, b"\r\n", data))
+        head = self._heads.get((url, path))
+        if head is None:
+            head = f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\n".encode()
+            if len(self._heads) < _MOST_HEADS:
+                self._heads[url, path] = head
+        length = b"content-length: %d\r\n" % len(data)
+        request = b"".join((head, length, header, self._key, b"\r\n", data))
         connection = self._kept(url) or await self._connect(url)
         try:
             return await connection.ask(request, limit_s)

@@ -46,6 +46,7 @@ _DOORS: Sequence[Sequence[str]] = (
     ("extra_body",),
     ("sampling_params", "extra_args"),
 )
+_OUTER = frozenset([PARAMS, *(path[0] for path in _DOORS if path)])
 
 
 class _Prefilled(msgspec.Struct):
@@ -89,6 +90,8 @@ def without_params(body: dict[str, Any]) -> dict[str, Any]:
 
     The same object if there was nothing to drop.
     """
+    if _OUTER.isdisjoint(body):
+        return body  # as nearly all
     for path in _DOORS:
         body = _without(body, path)
     return body

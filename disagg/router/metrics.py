@@ -39,6 +39,9 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        # A counter of each set of labels that was met; the library looks for it for longer than
+        # it takes to count.
+        self._met: dict[tuple[object, ...], Counter] = {}
         self.requests = Counter(
             "disagg_router_requests",
             "Requests by the endpoint and the status the client got (499: the client left).",
@@ -106,6 +109,21 @@ class RouterMetrics:
         self.between_chunks = self._seconds(
             "between_chunks", "Mean time between the chunks of an answer.", _BETWEEN
         )
+
+    def answered(self, route: str, status: int) -> None:
+        """A request of this route is over."""
+        self._count(self.requests, route, status)
+
+    def paired(self, prefill: str, decode: str) -> None:
+        """A request was handed over between these."""
+        self._count(self.pairings, prefill, decode)
+
+    def _count(self, family: Counter, *labels: object) -> None:
+        key = (family, *labels)
+        counter = self._met.get(key)
+        if counter is None:
+            counter = self._met[key] = family.labels(*labels)
+        counter.inc()
 
     def _seconds(
         self, name: str, documentation: str, buckets: Sequence[float] = _TTFT

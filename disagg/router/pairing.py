@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 import xxhash
@@ -35,16 +34,23 @@ class RequestInfo:
     ) -> None:
         self.path, self.body, self.headers = path, body, headers
         self.partner: EngineEndpoint | None = None  # at the other end of the hand-over
+        # By hand: Python 3.11's cached_property takes a lock each time.
+        self._tokens: int | None = None
+        self._prefix_keys: list[int] | None = None
 
-    @cached_property
+    @property
     def tokens(self) -> int:
         """About how long the prompt is."""
-        return prompts.tokens(self.body)
+        if self._tokens is None:
+            self._tokens = prompts.tokens(self.body)
+        return self._tokens
 
-    @cached_property
+    @property
     def prefix_keys(self) -> list[int]:
         """See `prompts.prefix_keys`."""
-        return prompts.prefix_keys(self.body)
+        if self._prefix_keys is None:
+            self._prefix_keys = prompts.prefix_keys(self.body)
+        return self._prefix_keys
 
 
 class Policy(Protocol):

@@ -27,6 +27,27 @@ def request_id(given: str | None) -> str:
     return given if given and _ID.fullmatch(given) else f"{_ids.getrandbits(128):032x}"
 
 
+class _Line(msgspec.Struct, omit_defaults=True):
+    """What is shown of it; what is not known, or did not happen, is left out."""
+
+    status: int | None = None
+    id: str = ""
+    route: str = ""
+    key: str | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    local: str | None = None
+    retries: int = 0
+    migrations: int = 0
+    queued_ms: float | None = None
+    prefill_ms: float | None = None
+    first_byte_ms: float | None = None
+    total_ms: float | None = None
+
+
+_encode = msgspec.json.Encoder().encode
+
+
 @dataclass
 class Record:
     """Filled in along the request's way. Times are seconds from its arrival."""
@@ -51,27 +72,29 @@ class Record:
 
     def shown(self) -> dict[str, Any]:
         """What is known of it by now."""
-        shown: dict[str, Any] = {"id": self.id, "route": self.route}
-        if self.key_name is not None:
-            shown["key"] = self.key_name
-        if self.prefill is not None:
-            shown["prefill"] = self.prefill
-        if self.decode is not None:
-            shown["decode"] = self.decode
-        if self.local is not None:
-            shown["local"] = self.local
-        if self.retries:
-            shown["retries"] = self.retries
-        if self.migrations:
-            shown["migrations"] = self.migrations
-        if self.queued_s is not None:
-            shown["queued_ms"] = _ms(self.queued_s)
-        if self.prefill_s is not None:
-            shown["prefill_ms"] = _ms(self.prefill_s)
-        if self.first_byte_s is not None:
-            shown["first_byte_ms"] = _ms(self.first_byte_s)
-        shown["total_ms"] = _ms(self.elapsed())
+        shown: dict[str, Any] = msgspec.to_builtins(self._line())
         return shown
+
+    def line(self, status: int) -> bytes:
+        """The same as JSON, of a request that is over."""
+        return _encode(self._line(status))
+
+    def _line(self, status: int | None = None) -> _Line:
+        return _Line(
+            status,
+            self.id,
+            self.route,
+            self.key_name,
+            self.prefill,
+            self.decode,
+            self.local,
+            self.retries,
+            self.migrations,
+            _ms(self.queued_s),
+            _ms(self.prefill_s),
+            _ms(self.first_byte_s),
+            _ms(self.elapsed()),
+        )
 
 
 class AccessLog:
@@ -89,8 +112,7 @@ class AccessLog:
         """The request is over. Lines of one turn of the event loop are written together."""
         if not self._enabled:
             return
-        line = msgspec.json.encode({"status": status, **record.shown()})
-        self._lines.append(f"{line.decode()}\n")
+        self._lines.append(f"{record.line(status).decode()}\n")
         if len(self._lines) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -105,5 +127,5 @@ class AccessLog:
             self._has_failed = True
 
 
-def _ms(seconds: float) -> float:
-    return round(seconds * 1000, 1)
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 1)

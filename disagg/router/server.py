@@ -169,6 +169,7 @@ def _config(app: FastAPI, tls: TlsFiles | None) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         proxy_headers=False,  # nobody asks who the client is
+        server_header=False,  # nor what serves it
         lifespan="on",
         ssl_certfile=tls.cert if tls else None,
         ssl_keyfile=tls.key if tls else None,

@@ -7,6 +7,7 @@ so the engine aborts, and releases a lease that nobody will fetch.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 import aiohttp
@@ -32,7 +33,7 @@ from disagg.router.prefixes import PrefixMemory
 from disagg.router.record import Record
 from disagg.router.relay import Progress, Relayed
 from disagg.router.releases import Handed, Releases
-from disagg.router.topology import Topology
+from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.traffic import Seat, Traffic
 
 
@@ -127,11 +128,11 @@ class Service:
 
         limit = self._settings.limits.first_byte_timeout_s
 
-        async def call(engine: Any) -> aiohttp.ClientResponse:
+        def call(engine: EngineEndpoint) -> Awaitable[aiohttp.ClientResponse]:
             # Taken as encoded: tidying `..` would lead to paths that the app has refused.
             url = URL(f"{engine.url}{target}", encoded=True)
             answer = self.client.request(method, url, data=data or None, headers=sent)
-            return await upstream.head(answer, limit, "decode")
+            return upstream.head(answer, limit, "decode")
 
         opened = await self._decode.open(call, seat, request, record, attempts=1)
         return self._relayed(opened, record, counts=False)
@@ -217,8 +218,8 @@ class Service:
 
         limit = self._settings.limits.first_byte_timeout_s
 
-        async def call(engine: Any) -> Answer:
-            return await upstream.post_leg(self._legs, engine, request.path, data, header, limit)
+        def call(engine: EngineEndpoint) -> Awaitable[Answer]:
+            return upstream.post_leg(self._legs, engine, request.path, data, header, limit)
 
         try:
             opened = await self._decode.open(call, seat, request, record)
@@ -230,8 +231,7 @@ class Service:
         else:
             self._held.note(self._prefix_keys(prompt), opened.engine.name)
             if handed is not None:
-                pair = self._metrics.pairings.labels(handed.prefill.name, opened.engine.name)
-                pair.inc()
+                self._metrics.paired(handed.prefill.name, opened.engine.name)
                 self._metrics.handoff_time.observe(record.elapsed() - prefilled_s)
         return opened
 

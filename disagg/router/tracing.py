@@ -38,14 +38,12 @@ def open_tracer() -> Any | None:
 
 
 class Trace:
-    """One request's span, and below it those of its legs. Without a tracer it does nothing."""
+    """One request's span, and below it those of its legs."""
 
-    def __init__(self, tracer: Any | None, record: Record, headers: Mapping[str, str]) -> None:
+    def __init__(self, tracer: Any, record: Record, headers: Mapping[str, str]) -> None:
         self._tracer, self._record = tracer, record
         self._began_ns = time.time_ns()
         self.headers: dict[str, str] = {}
-        if tracer is None:
-            return
         from opentelemetry import trace
         from opentelemetry.propagate import extract, inject
 
@@ -60,8 +58,6 @@ class Trace:
 
     def end(self, status: int) -> None:
         """The request is over; its record says how it went."""
-        if self._tracer is None:
-            return
         record = self._record
         self._span.set_attribute("http.response.status_code", status)
         for name, value in record.shown().items():

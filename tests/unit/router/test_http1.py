@@ -91,7 +91,6 @@ def test_a_request_and_its_answer() -> None:
         answer = await post(engine, client, b'{"a": 1}')
         assert answer.status == 200
         assert answer.raw_headers == [(b"content-length", b"5"), (b"x-a", b"1"), (b"x-a", b"2")]
-        assert answer.headers["x-a"] == "2"
         assert await answer.read() == b"hello"
         assert await answer.read() == b""
         (request,) = engine.requests
