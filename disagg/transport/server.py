@@ -23,7 +23,8 @@ from disagg.transport.listener import Listener
 
 logger = logging.getLogger(__name__)
 
-_HELLO_S = 5.0
+# A machine that stands for some seconds under load is no reason to turn a peer away.
+_HELLO_S = 10.0
 _AT_ONCE = 16
 
 

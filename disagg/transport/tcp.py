@@ -33,7 +33,8 @@ NAME = "tcp"
 
 logger = logging.getLogger(__name__)
 
-_HELLO_S = 5.0
+# A machine that stands for some seconds under load is no reason to turn a peer away.
+_HELLO_S = 10.0
 _PROBE_S = 3.0
 _IDLE_S = 600.0
 _LEAVE_S = 10.0
