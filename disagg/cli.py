@@ -198,6 +198,9 @@ def router(
     first_token: Annotated[
         str | None, typer.Option(help="Whose first token a stream has: prefill's or decode's.")
     ] = None,
+    first_token_hold_s: Annotated[
+        float | None, typer.Option(help="How long prefill's may wait for decode's.")
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate; serves https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
     connector: Annotated[
@@ -216,6 +219,7 @@ def router(
         "local_prefill_tokens": local_prefill_tokens,
         "prefill_wait_s": prefill_wait_s,
         "first_token": first_token,
+        "first_token_hold_s": first_token_hold_s,
     }
     options = {
         "host": host,

@@ -265,6 +265,12 @@ class PairingSection(Section):
         "decode",
         description="Whose first token a stream begins with: prefill's is there a hand-over sooner",
     )
+    first_token_hold_s: float = Field(
+        0.0,
+        ge=0,
+        description="How long prefill's first token may wait for decode's: so much shorter is the "
+        "pause behind it",
+    )
 
 
 class RouterSection(Section):

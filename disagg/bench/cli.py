@@ -261,6 +261,9 @@ def serve(
     first_token: Annotated[
         Role, typer.Option(help="In `apart`, whose first token a stream begins with.")
     ] = "decode",
+    first_token_hold_s: Annotated[
+        float, typer.Option(min=0, help="How long prefill's may wait for decode's.")
+    ] = 0.0,
     batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")
     ] = None,
@@ -291,6 +294,7 @@ def serve(
         local_prefill_tokens=local_prefill_tokens,
         prefill_wait_s=prefill_wait_s,
         first_token=first_token,
+        first_token_hold_s=first_token_hold_s,
         batched_tokens=batched_tokens,
         decode_batched_tokens=decode_batched_tokens,
         seed=seed,

@@ -197,7 +197,10 @@ async def _serve_router(urls: dict[str, list[str]], first_token: Role) -> None:
         port=0,
         access_log=False,
         probe_interval_s=0.2,
-        pairing=PairingSection(local_prefill_tokens=0, first_token=first_token),
+        # Held for about as long as a fake takes, so that either may come first.
+        pairing=PairingSection(
+            local_prefill_tokens=0, first_token=first_token, first_token_hold_s=0.005
+        ),
         limits=LimitsSection(
             connect_timeout_s=TIMEOUT_S,
             prefill_timeout_s=TIMEOUT_S,

@@ -63,8 +63,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `local_prefill_tokens`, `prefill_wait_s`, `first_token`: of `apart`;
-    `trace` replaces rates and mix.
+    """What to measure. `local_prefill_tokens`, `prefill_wait_s`, `first_token`,
+    `first_token_hold_s`: of `apart`; `trace` replaces rates and mix.
 
     `batched_tokens`: vLLM's `max_num_batched_tokens` of all engines; its own default if None.
     `decode_batched_tokens`: of the decode engine; as the others' if None.
@@ -79,6 +79,7 @@ class Plan:
     local_prefill_tokens: int
     prefill_wait_s: float | None
     first_token: Role
+    first_token_hold_s: float
     batched_tokens: int | None
     decode_batched_tokens: int | None
     seed: int
@@ -182,6 +183,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "local_prefill_tokens": plan.local_prefill_tokens,
         "prefill_wait_s": plan.prefill_wait_s,
         "first_token": plan.first_token,
+        "first_token_hold_s": plan.first_token_hold_s,
         "max_num_batched_tokens": plan.batched_tokens,
         "decode_max_num_batched_tokens": plan.decode_batched_tokens,
     }
@@ -250,6 +252,7 @@ class _Scene:
             ours += ["--prefill-wait-s", str(self._plan.prefill_wait_s)]
         if way == APART:
             ours += ["--first-token", self._plan.first_token]
+            ours += ["--first-token-hold-s", str(self._plan.first_token_hold_s)]
         return [*ours, "--prefill", prefill.url, "--decode", decode.url]
 
 

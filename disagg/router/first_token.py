@@ -9,6 +9,7 @@ refuse, and an answer that is more or less than one token of text, take the usua
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +29,15 @@ _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats"}
 class Begun:
     """As `Opened`, of a stream whose answer has its first event alone, until `go_on`.
 
-    `give_back`: of what decode would need.
+    `give_back`: of what decode would need. `hold_s`: how long the first event may wait for what
+    follows.
     """
 
     first: bytes
     seat: Seat
     decode: Callable[[], Awaitable[Opened]]
     give_back: Callable[[], None]
+    hold_s: float = 0.0
     _is_over: bool = False
 
     status = 200
@@ -45,17 +48,38 @@ class Begun:
     def engine(self) -> EngineEndpoint:
         return self.seat.engine
 
-    async def go_on(self) -> Opened:
-        """What follows the first event. Raises `ApiError`."""
+    async def go_on(self, pass_first: Callable[[], Awaitable[None]]) -> Opened:
+        """What follows the first event; `pass_first` sends that one. Raises `ApiError`, and what
+        `pass_first` raises."""
+        if not self.hold_s:
+            await pass_first()
+            return await self._open()
+        opening = asyncio.create_task(self._open())
+        try:
+            await asyncio.wait([opening], timeout=self.hold_s)
+            await pass_first()
+            return await opening
+        except BaseException:
+            opening.cancel()
+            opening.add_done_callback(_close)
+            raise
+
+    async def _open(self) -> Opened:
         self._is_over = True
         return await self.decode()
 
     def close(self) -> None:
-        """Nobody wants the rest. Of no effect after `go_on`."""
+        """Nobody wants the rest. Of no effect once decode was asked."""
         if not self._is_over:
             self._is_over = True
             self.seat.leave()
             self.give_back()
+
+
+def _close(opening: asyncio.Future[Opened]) -> None:
+    """Of an answer that came when nobody wanted it any more."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 class _Choice(msgspec.Struct):

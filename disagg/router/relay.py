@@ -74,7 +74,8 @@ class Relayed:
             headers = self._headers()
             start = {"type": "http.response.start", "status": self.status_code, "headers": headers}
             await send(start)
-            self._progress.first_byte()
+            if not isinstance(self._opened, Begun):
+                self._progress.first_byte()
             last = await self._relay(pass_on)
             chunks += bool(chunks and last)
         except ApiError as error:
@@ -102,9 +103,7 @@ class Relayed:
         """Returns what is left to send at the end."""
         watcher, opened = self._watcher, self._opened
         if isinstance(opened, Begun):
-            assert watcher is not None
-            await pass_on(watcher.feed(opened.first))
-            self._opened = opened = await opened.go_on()
+            self._opened = opened = await self._begin(opened, pass_on)
         if watcher is None:
             return await self._pass_on_all(opened, pass_on)
         while True:
@@ -123,6 +122,16 @@ class Relayed:
                     self._opened = opened = other
             if watcher.is_whole:
                 return last + watcher.left()
+
+    async def _begin(self, begun: Begun, pass_on: Callable[[bytes], Awaitable[None]]) -> Opened:
+        assert self._watcher is not None
+        first = self._watcher.feed(begun.first)  # decode's leg follows what was fed
+
+        async def pass_first() -> None:
+            self._progress.first_byte()
+            await pass_on(first)
+
+        return await begun.go_on(pass_first)
 
     async def _pass_on_all(
         self, opened: Opened, pass_on: Callable[[bytes], Awaitable[None]]

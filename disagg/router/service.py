@@ -194,7 +194,8 @@ class Service:
                 raise ApiError(502, "the decode engine refused what prefill had begun")
             return opened
 
-        return Begun(first, seat, decode, lambda: self._releases.give_back(handed))
+        hold_s = self._settings.pairing.first_token_hold_s
+        return Begun(first, seat, decode, lambda: self._releases.give_back(handed), hold_s)
 
     async def _decoded(
         self,

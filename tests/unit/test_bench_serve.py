@@ -363,6 +363,7 @@ def plan(**changes: Any) -> serve.Plan:
         "local_prefill_tokens": 64,
         "prefill_wait_s": None,
         "first_token": "decode",
+        "first_token_hold_s": 0.0,
         "batched_tokens": None,
         "decode_batched_tokens": None,
         "seed": 1,

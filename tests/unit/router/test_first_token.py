@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from disagg.bench.fake_answers import compact
-from disagg.router.first_token import begin, may_begin
+from disagg.router.decode_leg import Opened
+from disagg.router.errors import ApiError
+from disagg.router.first_token import Begun, begin, may_begin
 from disagg.router.migration import CHAT, COMPLETION, watched
+from disagg.router.traffic import Seat
 
 SAID = {"max_model_len": "20", "chats": "plain"}
 BODY: dict[str, Any] = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 6}
@@ -148,3 +153,99 @@ def test_room_and_limits_of_chats_and_of_defaults() -> None:
 )
 def test_which_requests_may(path: str, options: Any, said: dict[str, str], may: bool) -> None:
     assert may_begin(path, {**BODY, "stream_options": options}, said) is may
+
+
+class Held:
+    """A stream that was begun, and in which order what happened to it."""
+
+    def __init__(self, hold_s: float, decode_s: float, error: ApiError | None = None) -> None:
+        self.seen: list[str] = []
+        self._decode_s, self._error = decode_s, error
+        seat = cast(Seat, SimpleNamespace(leave=lambda: self.seen.append("left")))
+        self.begun = Begun(b"", seat, self._decode, lambda: self.seen.append("given back"), hold_s)
+
+    async def _decode(self) -> Opened:
+        self.seen.append("asked")
+        try:
+            await asyncio.sleep(self._decode_s)
+        except asyncio.CancelledError:
+            self.seen.append("cancelled")
+            raise
+        if self._error is not None:
+            raise self._error
+        self.seen.append("opened")
+        return cast(Opened, SimpleNamespace(close=lambda: self.seen.append("closed")))
+
+    async def pass_first(self) -> None:
+        self.seen.append("first")
+
+    async def go_on(self) -> Opened:
+        try:
+            return await self.begun.go_on(self.pass_first)
+        finally:
+            self.begun.close()
+
+
+@pytest.mark.parametrize(
+    ("hold_s", "decode_s", "order"),
+    [
+        (0.0, 0.0, ["first", "asked", "opened"]),
+        (60.0, 0.01, ["asked", "opened", "first"]),
+        (0.01, 0.3, ["asked", "first", "opened"]),
+    ],
+    ids=["not", "until the second", "no longer"],
+)
+def test_the_first_token_is_held(hold_s: float, decode_s: float, order: list[str]) -> None:
+    held = Held(hold_s, decode_s)
+    asyncio.run(held.go_on())
+    assert held.seen == order
+
+
+def test_a_token_is_sent_whatever_becomes_of_decode() -> None:
+    held = Held(60.0, 0.01, ApiError(502, "refused"))
+    with pytest.raises(ApiError, match="refused"):
+        asyncio.run(held.go_on())
+    assert held.seen == ["asked", "first"]
+
+
+def test_a_client_that_leaves_while_it_is_held() -> None:
+    held = Held(60.0, 60.0)
+
+    async def leave() -> None:
+        serving = asyncio.create_task(held.go_on())
+        await asyncio.sleep(0.01)
+        serving.cancel()
+        await asyncio.wait([serving])
+        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    assert held.seen == ["asked", "cancelled"], "which gives up seat and lease"
+
+
+def test_a_client_that_leaves_before_decode_was_asked() -> None:
+    held = Held(60.0, 60.0)
+
+    async def leave() -> None:
+        serving = asyncio.create_task(held.go_on())
+        await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.wait([serving])
+
+    asyncio.run(leave())
+    assert held.seen == ["left", "given back"]
+
+
+def test_a_client_that_leaves_at_the_first_token() -> None:
+    held = Held(60.0, 0.01)
+
+    async def gone() -> None:
+        raise ConnectionResetError
+
+    async def leave() -> None:
+        with pytest.raises(ConnectionResetError):
+            await held.begun.go_on(gone)
+        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    assert held.seen == ["asked", "opened", "closed"]
