@@ -20,9 +20,10 @@ OPTIONS = {"model": "tiny", "temperature": 0, "max_tokens": 24, "ignore_eos": Tr
 Prompt = Callable[[int], list[int]]
 
 
-@pytest.fixture
-def url(fleet: Fleet, prompt: Prompt) -> Iterator[str]:
+@pytest.fixture(params=[0.0, 0.1], ids=["at once", "held"])
+def url(fleet: Fleet, prompt: Prompt, request: pytest.FixtureRequest) -> Iterator[str]:
     pairing = {"first_token": "prefill", "local_prefill_tokens": 0}
+    pairing["first_token_hold_s"] = request.param
     with routed([fleet.producer], [fleet.consumer], pairing=pairing) as url:
 
         def begins_at_prefill() -> bool:

@@ -131,6 +131,27 @@ def test_probes_take_an_engine_out_and_bring_it_back(health: Health) -> None:
     assert health.usable([bad]) == [bad]
 
 
+def test_who_was_away_gets_its_whole_share_again(
+    health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = ENGINES[:2]
+    now = time.monotonic()
+    monkeypatch.setattr("disagg.router.health.time.monotonic", lambda: now)
+    for _ in range(3):
+        health.failed(both[0])
+        health.probed(both[1], "does not answer /health")
+    now += 60
+    health.answered(both[0], 200)
+    health.probed(both[1], None)
+    assert {len(health.usable(both)) for _ in range(100)} >= {1, 2}
+    now += 10
+    assert all(len(health.usable(both)) == 2 for _ in range(100))
+    health.failed(both[0])
+    health.failed(both[0])
+    health.failed(both[0])
+    assert list(health.usable(both)) == [both[1]], "and is looked at as before"
+
+
 @pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_affinity"])
 def test_pairer_never_names_one_twice(traffic: Traffic, health: Health, name: Any) -> None:
     pairer = Pairer(Topology(ENGINES), PairingSection(decode=name), traffic, health, Fits())
