@@ -272,6 +272,15 @@ class PairingSection(Section):
         "pause behind it",
     )
 
+    @model_validator(mode="after")
+    def _holds_prefills(self) -> PairingSection:
+        if self.first_token_hold_s and self.first_token != "prefill":
+            raise ValueError(
+                f"first_token_hold_s ({self.first_token_hold_s:g}) holds prefill's first token, "
+                "and streams begin with decode's; set first_token: prefill, or leave it out"
+            )
+        return self
+
 
 class RouterSection(Section):
     """The OpenAI endpoint."""

@@ -193,13 +193,14 @@ async def _serve_engines(role: str, count: int) -> None:
 
 
 async def _serve_router(urls: dict[str, list[str]], first_token: Role) -> None:
+    # Held for about as long as a fake takes, so that either may come first.
+    hold_s = 0.005 if first_token == "prefill" else 0.0
     settings = RouterSection(
         port=0,
         access_log=False,
         probe_interval_s=0.2,
-        # Held for about as long as a fake takes, so that either may come first.
         pairing=PairingSection(
-            local_prefill_tokens=0, first_token=first_token, first_token_hold_s=0.005
+            local_prefill_tokens=0, first_token=first_token, first_token_hold_s=hold_s
         ),
         limits=LimitsSection(
             connect_timeout_s=TIMEOUT_S,

@@ -103,6 +103,8 @@ class Plan:
             problems.append(f"--repeat-share: {self.repeat_share:g} — from 0 to 1")
         if min(self.targets.first_s, self.targets.gap_s) <= 0:
             problems.append("--ttft-target and --itl-target: must be above 0 seconds")
+        if self.first_token_hold_s and self.first_token != "prefill":
+            problems.append("--first-token-hold-s: holds prefill's; give --first-token prefill too")
         if problems:
             raise ConfigError(problems)
 

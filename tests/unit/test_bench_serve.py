@@ -389,6 +389,7 @@ def test_traces_are_written_without_an_engine_and_replayed(tmp_path: Path) -> No
         ({"ways": ["apart", "apart"]}, "--ways: names one twice"),
         ({"rates": [0.0]}, "--rates: each above 0"),
         ({"duration_s": 0.001}, "has no request; raise it"),
+        ({"first_token_hold_s": 0.1}, "--first-token-hold-s: holds prefill's"),
         ({"kinds": [Kind(1, 16384, 1)]}, "--mix: 16385 tokens"),
     ],
 )

@@ -183,7 +183,7 @@ def test_router_takes_urls_a_file_and_options_that_win(
     )
     arguments += ("--config", str(path), "--port", "2", "--decode-policy", "prefix_affinity")
     arguments += ("--local-prefill-tokens", "7", "--prefill-wait-s", "0.5")
-    arguments += ("--first-token", "decode", "--first-token-hold-s", "0.25")
+    arguments += ("--first-token", "prefill", "--first-token-hold-s", "0.25")
     arguments += ("--connector", "nixl", "--engine-key-env", "E")
     assert status_of(monkeypatch, "router", *arguments) == 0
     section = seen["section"]
@@ -193,6 +193,7 @@ def test_router_takes_urls_a_file_and_options_that_win(
         decode="prefix_affinity",
         local_prefill_tokens=7,
         prefill_wait_s=0.5,
+        first_token="prefill",
         first_token_hold_s=0.25,
     )
     assert (seen["engine_key_env"], seen["connector"]) == ("E", "nixl")
@@ -210,6 +211,11 @@ def test_router_takes_urls_a_file_and_options_that_win(
         ("api_keys_env: UNSET_HERE", (), "api_keys_env: 'UNSET_HERE' — this variable is not set"),
         ("{}", ("--first-token", "both"), "pairing.first_token: 'both' — must be 'prefill' or"),
         ("{}", ("--first-token-hold-s", "-1"), "pairing.first_token_hold_s: -1.0 — must be at"),
+        (
+            "{}",
+            ("--first-token-hold-s", "1"),
+            "pairing: {'first_token_hold_s': 1.0} — first_token_hold_s (1) holds prefill's first",
+        ),
         (
             "pairing: {first_token: prefill}",
             ("--connector", "nixl"),
