@@ -2,9 +2,9 @@
 
 Two threads of a worker hear of it: the one that waits for that death, and the main one, which is
 told by a flag. In vLLM 0.32 both then send on one ZeroMQ socket, to wake a reader that has woken.
-Such sockets are for one thread at a time; of 100 workers about two waited in `send` for ever. So
-does the memory they hold, and so do the streams of an engine whose workers are its forks: as long
-as one of these lives, vLLM's server takes the engine process for alive.
+Such sockets are for one thread at a time: of 199 workers two waited in `send` for ever, and kept
+their memory. Where workers are forks of the engine process its streams waited too: as long as one
+of them lives, vLLM's server takes that process for alive.
 """
 
 from __future__ import annotations

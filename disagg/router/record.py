@@ -28,7 +28,7 @@ def request_id(given: str | None) -> str:
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
-    """What is shown of it; what is not known, or did not happen, is left out."""
+    """What is shown of a request; what is not known, or did not happen, is left out."""
 
     status: int | None = None
     id: str = ""
