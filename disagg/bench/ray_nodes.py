@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -27,11 +28,19 @@ ADDRESS_ENV = "RAY_ADDRESS"
 class RayNodes:
     """A head without CPUs and `workers` nodes with `cpus` each; RAY_ADDRESS leads to them.
 
-    `dashboard`: the head serves Ray's dashboard and takes jobs at `dashboard_url`.
+    `dashboard`: the head serves Ray's dashboard and takes jobs at `dashboard_url`. `labels` are
+    those of the workers.
     """
 
-    def __init__(self, workers: int, cpus: int, *, dashboard: bool = False) -> None:
-        self._workers, self._cpus = workers, cpus
+    def __init__(
+        self,
+        workers: int,
+        cpus: int,
+        *,
+        dashboard: bool = False,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        self._workers, self._cpus, self._labels = workers, cpus, labels or {}
         self._dashboard_port = free_port() if dashboard else None
         self._folder = Path(tempfile.mkdtemp(prefix="rn-", dir="/tmp"))
         self._started: list[subprocess.Popen[bytes]] = []
@@ -69,7 +78,7 @@ class RayNodes:
     def add(self) -> None:
         """Start a node; returns when it is one. The first is the head."""
         head = not self._started
-        words = self._head_words() if head else [f"--address={self._address}"]
+        words = self._head_words() if head else self._worker_words()
         log = self._folder / f"node-{len(self._started)}.log"
         command = [
             str(Path(sys.executable).with_name("ray")),
@@ -97,6 +106,10 @@ class RayNodes:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise DisaggError(f"a Ray node did not start:\n{log.read_text()[-2000:]}")
             time.sleep(0.2)
+
+    def _worker_words(self) -> list[str]:
+        labels = ",".join(f"{name}={value}" for name, value in self._labels.items())
+        return [f"--address={self._address}", *([f"--labels={labels}"] if labels else [])]
 
     def _head_words(self) -> list[str]:
         dashboard = (

@@ -18,7 +18,8 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from disagg.config import Deployment, Role
 
-NAME = "supervisor"
+NAME = "supervisor-"
+"""How the actors of supervisors are called, before a number."""
 TELL_S = 2.0
 _KEPT = 1000
 
@@ -134,12 +135,12 @@ def deployments() -> dict[str, tuple[str, Any]]:
     """By run: the name and the supervisor of each deployment on the Ray we are connected to."""
     found: dict[str, tuple[str, Any]] = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["name"] != NAME:
+        if not actor["name"].startswith(NAME):
             continue
         try:
-            supervisor: Any = ray.get_actor(NAME, namespace=actor["namespace"])
+            supervisor: Any = ray.get_actor(actor["name"], actor["namespace"])
             name: str = ray.get(supervisor.name.remote(), timeout=TELL_S)
         except (ValueError, RayError, GetTimeoutError, AttributeError):
-            continue  # it ends just now, or is somebody else's of the same name
+            continue  # a spare, or it ends just now, or is somebody else's
         found[actor["namespace"]] = name, supervisor
     return found

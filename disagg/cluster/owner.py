@@ -6,6 +6,7 @@ that its death is nobody else's, and so that nothing outlives this process.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -46,7 +47,8 @@ _PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.5, 30.0, 300.0
 class Owner:
     """Of one deployment's actors. `tell` gets what happened, and log lines where there are any.
 
-    Made before the engines start, so that the supervisor's process is there when they serve.
+    Made before the engines start, so that the supervisor's process is there when they serve. A
+    spare one waits: to start a process takes seconds, in which nobody would look after engines.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class Owner:
         self._next: Any = None
         self._reported = False
         self._asked_at = 0.0
+        self._numbers = itertools.count()
         self._actor: Any = self._created()
+        self._spare: Any = None
 
     @property
     def supervisor_pid(self) -> int | None:
@@ -124,6 +128,8 @@ class Owner:
             self._died_at, self._up_at = None, time.monotonic()
             self._tell(f"the supervisor is back after {took_s:.1f} s", "")
         problems = [self._do(event) for event in report.events]
+        if not report.events:  # a quiet moment
+            self._spare = self._spare or self._created()
         if report.silent_s > _STUCK_S:
             self._lost(f"it did nothing for {_STUCK_S:g} s")
         return next((problem for problem in problems if problem), None)
@@ -137,9 +143,10 @@ class Owner:
 
     def close(self) -> None:
         """End the supervisor, so that it brings back nothing that is about to be ended."""
-        if self._actor is not None:
-            ray.kill(self._actor)
-            self._actor = None
+        for actor in (self._actor, self._spare):
+            if actor is not None:
+                ray.kill(actor)
+        self._actor = self._spare = None
 
     def stop_engines(self) -> None:
         """End all engines. Raises nothing."""
@@ -173,7 +180,7 @@ class Owner:
         if (last := self._held.get(name)) is not None:
             ray.kill(last.actor)  # dead already, or made when nobody waited for it any more
         try:
-            actor = pools.create(order.spec, order.node_id)
+            actor = pools.create(order.spec, order.node_id, order.avoid)
         except (NotNow, RayError):
             return None
         self._held[name] = engine_of(Held(order.spec, actor, order.node_id))
@@ -193,14 +200,11 @@ class Owner:
 
     # ---- its life ------------------------------------------------------------------------------
 
-    def _created(self) -> Any | None:
-        """None while Ray has not let go of the last one's name."""
+    def _created(self) -> Any:
         here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
-        options = {"name": NAME, "num_cpus": 0, "scheduling_strategy": here}
-        try:
-            return ray.remote(SupervisorActor).options(**options).remote(self._name)
-        except ValueError:
-            return None
+        name = f"{NAME}{next(self._numbers)}"
+        options = {"name": name, "num_cpus": 0, "scheduling_strategy": here}
+        return ray.remote(SupervisorActor).options(**options).remote(self._name)
 
     def _begin(self) -> None:
         assert self._given is not None
@@ -228,8 +232,5 @@ class Owner:
         time.sleep(max(0.0, min(timeout_s, self._again_at - time.monotonic())))
         if time.monotonic() < self._again_at:
             return
-        self._actor = self._created()
-        if self._actor is None:
-            self._again_at = time.monotonic() + _PAUSE_S
-        else:
-            self._begin()
+        self._actor, self._spare = self._spare or self._created(), None
+        self._begin()

@@ -26,10 +26,11 @@ from disagg.errors import StartupError
 POLL_S = 0.5
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 _ACTORS = {"prefill": PrefillEngine, "decode": DecodeEngine}
+_NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 
 
-Create = Callable[[EngineSpec, str | None], Any]
-"""Makes an engine's actor, rather on this node. Raises NotNow."""
+Create = Callable[[EngineSpec, str | None, str | None], Any]
+"""Makes an engine's actor, rather on the first node, never on the second. Raises NotNow."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,13 @@ def shortfalls(deployment: Deployment) -> list[str]:
     ]
 
 
-def create(spec: EngineSpec, node_id: str | None) -> Any:
+def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> Any:
     """A `Create`. Ray ends the actor when this process ends."""
     asked = spec.pool.resources
     options: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
     if asked.labels:
-        options = {"label_selector": asked.labels}
+        others = {} if avoid is None else {_NODE_LABEL: f"!{avoid}"}
+        options = {"label_selector": others | asked.labels}
     elif node_id is not None:
         # Soft: should someone else take the room meanwhile, another node will do.
         here = NodeAffinitySchedulingStrategy(node_id, soft=True)
@@ -180,8 +182,8 @@ def _launch(
 ) -> Engine:
     asked, near = spec.pool.resources, spec.deployment.engine.placement == "near"
     node = None
-    # Ray knows nothing of a node to avoid; where labels fit, only Ray knows.
-    if not asked.labels and (near or avoid is not None):
+    # Without labels Ray is told one node; where labels fit, only Ray knows.
+    if avoid is not None or (near and not asked.labels):
         node = placing.choose(spec.pool, spec.role, nodes, avoid)
         if node is None and avoid is not None:
             others = [node for node in nodes if node.node_id != avoid]
@@ -190,7 +192,7 @@ def _launch(
     if node is not None:
         node.take(placing.resources(spec.pool), spec.role)
     node_id = node.node_id if node else None
-    return engine_of(Held(spec, create(spec, node_id), node_id))
+    return engine_of(Held(spec, create(spec, node_id, avoid), node_id))
 
 
 def _did_not_start(engine: Engine, failure: EngineFailure) -> StartupError:

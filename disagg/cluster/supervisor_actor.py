@@ -61,6 +61,7 @@ class MakeEngine:
     number: int
     spec: EngineSpec
     node_id: str | None
+    avoid: str | None
 
 
 @dataclass(frozen=True)
@@ -208,8 +209,8 @@ class SupervisorActor:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-    def _make_engine(self, spec: EngineSpec, node_id: str | None) -> Any:
-        return self._make(lambda number: MakeEngine(number, spec, node_id))
+    def _make_engine(self, spec: EngineSpec, node_id: str | None, avoid: str | None) -> Any:
+        return self._make(lambda number: MakeEngine(number, spec, node_id, avoid))
 
     def _make_router(self, spec: RouterSpec) -> Any:
         return self._make(lambda number: MakeRouter(number, spec))

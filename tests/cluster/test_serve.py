@@ -210,9 +210,10 @@ def actor_of(served: Served, name: str) -> psutil.Process:
 
 
 def actor_named(served: Served, name: str) -> psutil.Process:
-    """By its class, which Ray makes the process's title."""
+    """By its class, which Ray makes the process's title; the first that there was."""
     below = psutil.Process(served.process.pid).children(recursive=True)
-    return next(process for process in below if f"ray::{name}" in title(process))
+    found = [process for process in below if f"ray::{name}" in title(process)]
+    return min(found, key=lambda process: process.create_time())
 
 
 def core_of(served: Served, name: str) -> psutil.Process:

@@ -75,26 +75,28 @@ def test_says_what_is_missing() -> None:
         assert part in said
 
 
+@pytest.mark.parametrize("labels", [{}, {"zone": "a"}, {"zone": "in(a,b)"}])
 @pytest.mark.parametrize("placement", ["near", "spread"])
 def test_nothing_is_started_on_a_node_that_does_not_answer(
-    placement: str, monkeypatch: pytest.MonkeyPatch
+    placement: str, labels: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray still counts it; whoever waits hears what for."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-    table = [Node("1", "127.0.0.1", {"CPU": 4.0}, port=port), node("2", 0.5)]
+    zone = {"zone": "a"}
+    table = [Node("1", "127.0.0.1", {"CPU": 4.0}, zone, port=port), node("2", 0.5, zone)]
     monkeypatch.setattr(placing, "nodes", lambda: table)
     made = Deployment.model_validate(
         {
             "model": {"path": "/m"},
             "engine": {"placement": placement},
-            "decode": pool().model_dump(),
+            "decode": pool(**labels).model_dump(),
         }
     )
     spec = EngineSpec(made, "decode", 0, "run", "/tmp/kv", True, "secret", "key")
 
-    def create(spec: EngineSpec, node_id: str | None) -> Any:
+    def create(spec: EngineSpec, node_id: str | None, avoid: str | None) -> Any:
         raise AssertionError(f"started on {node_id}")
 
-    with pytest.raises(NoRoom, match=r"1 CPU on one node; free: 10\.0\.0\.2 0\.5 CPU; add a node"):
+    with pytest.raises(NoRoom, match=r" on one node; free: 10\.0\.0\.2 0\.5 CPU; add a node"):
         pools.launch([spec], avoid="1", create=create)
