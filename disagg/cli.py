@@ -192,8 +192,8 @@ def router(
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Decode computes up to so long a prompt itself.")
     ] = None,
-    prefill_wait_s: Annotated[
-        float | None, typer.Option(help="And any that waits longer for prefill, by this a request.")
+    prefill_wait_share: Annotated[
+        float | None, typer.Option(help="And any that waits longer for prefill.")
     ] = None,
     first_token: Annotated[
         str | None, typer.Option(help="Whose first token a stream has: prefill's or decode's.")
@@ -217,7 +217,7 @@ def router(
         "prefill": prefill_policy,
         "decode": decode_policy,
         "local_prefill_tokens": local_prefill_tokens,
-        "prefill_wait_s": prefill_wait_s,
+        "prefill_wait_share": prefill_wait_share,
         "first_token": first_token,
         "first_token_hold_s": first_token_hold_s,
     }

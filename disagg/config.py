@@ -255,11 +255,12 @@ class PairingSection(Section):
     local_prefill_tokens: int = Field(
         64, ge=0, description="Decode computes up to so many tokens itself: no hand-over"
     )
-    prefill_wait_s: float | None = Field(
+    prefill_wait_share: float | None = Field(
         None,
         ge=0,
-        description="Decode computes a prompt itself that would wait longer for prefill, by so "
-        "much for each request that the decode engine has; without it, never",
+        description="Decode computes a prompt itself that would wait longer for prefill, by this "
+        "share of the time to read it for each request that the decode engine has; without it, "
+        "never",
     )
     first_token: Role = Field(
         "decode",

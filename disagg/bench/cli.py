@@ -254,9 +254,9 @@ def serve(
     local_prefill_tokens: Annotated[
         int, typer.Option(min=0, help="In `apart`, decode reads up to so long a prompt itself.")
     ] = 256,
-    prefill_wait_s: Annotated[
+    prefill_wait_share: Annotated[
         float | None,
-        typer.Option(min=0, help="And any that waits longer for prefill, by this a request."),
+        typer.Option(min=0, help="And any that waits longer for prefill, by this share."),
     ] = None,
     first_token: Annotated[
         Role, typer.Option(help="In `apart`, whose first token a stream begins with.")
@@ -292,7 +292,7 @@ def serve(
         repeat_share=repeat_share,
         targets=Targets(ttft_target, itl_target),
         local_prefill_tokens=local_prefill_tokens,
-        prefill_wait_s=prefill_wait_s,
+        prefill_wait_share=prefill_wait_share,
         first_token=first_token,
         first_token_hold_s=first_token_hold_s,
         batched_tokens=batched_tokens,

@@ -63,7 +63,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `local_prefill_tokens`, `prefill_wait_s`, `first_token`,
+    """What to measure. `local_prefill_tokens`, `prefill_wait_share`, `first_token`,
     `first_token_hold_s`: of `apart`; `trace` replaces rates and mix.
 
     `batched_tokens`: vLLM's `max_num_batched_tokens` of all engines; its own default if None.
@@ -77,7 +77,7 @@ class Plan:
     repeat_share: float
     targets: Targets
     local_prefill_tokens: int
-    prefill_wait_s: float | None
+    prefill_wait_share: float | None
     first_token: Role
     first_token_hold_s: float
     batched_tokens: int | None
@@ -183,7 +183,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "seed": plan.seed,
         "targets": {"ttft_s": plan.targets.first_s, "itl_s": plan.targets.gap_s},
         "local_prefill_tokens": plan.local_prefill_tokens,
-        "prefill_wait_s": plan.prefill_wait_s,
+        "prefill_wait_share": plan.prefill_wait_share,
         "first_token": plan.first_token,
         "first_token_hold_s": plan.first_token_hold_s,
         "max_num_batched_tokens": plan.batched_tokens,
@@ -250,8 +250,8 @@ class _Scene:
         prefill, decode = self._apart
         local = 0 if way == APART_ALL else self._plan.local_prefill_tokens
         ours += ["--local-prefill-tokens", str(local)]
-        if way == APART and self._plan.prefill_wait_s is not None:
-            ours += ["--prefill-wait-s", str(self._plan.prefill_wait_s)]
+        if way == APART and self._plan.prefill_wait_share is not None:
+            ours += ["--prefill-wait-share", str(self._plan.prefill_wait_share)]
         if way == APART:
             ours += ["--first-token", self._plan.first_token]
             ours += ["--first-token-hold-s", str(self._plan.first_token_hold_s)]

@@ -32,7 +32,8 @@ ASSUMED = (
 NOT_MODELLED = (
     "a full KV cache of a prefill engine, and leases that run out",
     "a network that hand-overs share: each gets the measured speed",
-    "the router's limits, its queue, prefill_wait_s, first_token, other policies than least_loaded",
+    "the router's limits, its queue, prefill_wait_share, first_token",
+    "other policies than least_loaded",
     "engines that fail, start or drain; speculative decoding; clients that leave",
 )
 

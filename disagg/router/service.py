@@ -286,12 +286,13 @@ class Service:
 
     def _prefill_is_busy(self, request: RequestInfo, seat: Seat) -> bool:
         """Whether the prompt would come to its turn so much sooner where it is decoded that this
-        is worth the wait of those who are there (itself among them)."""
-        each = self._settings.pairing.prefill_wait_s
-        if each is None:
+        is worth what all who are there (itself among them) wait while it is read."""
+        share = self._settings.pairing.prefill_wait_share
+        if share is None:
             return False
         sooner = self._pairer.wait_s("prefill", request) - self._traffic.reading_s(seat.engine)
-        return sooner > each * self._traffic.requests(seat.engine)
+        takes = self._traffic.takes_s(self._to_read(request, seat))
+        return sooner > share * takes * self._traffic.requests(seat.engine)
 
     def _prefix_keys(self, request: RequestInfo) -> list[int]:
         return request.prefix_keys if self._settings.pairing.local_prefill_tokens else []

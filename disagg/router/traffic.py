@@ -101,6 +101,10 @@ class Traffic:
         """About how long it has to read what it was sent."""
         return self._of(engine).reading.left_s()
 
+    def takes_s(self, tokens: int) -> float:
+        """About how long an engine takes to read so many tokens; 0 while nothing is known."""
+        return self._speed.takes(tokens)
+
     def requests(self, engine: EngineEndpoint) -> int:
         """How many requests have a seat there."""
         return self._of(engine).requests

@@ -361,7 +361,7 @@ def plan(**changes: Any) -> serve.Plan:
         "repeat_share": 0,
         "targets": TARGETS,
         "local_prefill_tokens": 64,
-        "prefill_wait_s": None,
+        "prefill_wait_share": None,
         "first_token": "decode",
         "first_token_hold_s": 0.0,
         "batched_tokens": None,

@@ -182,7 +182,7 @@ def test_router_takes_urls_a_file_and_options_that_win(
         "limits: {drain_s: 5}\n"
     )
     arguments += ("--config", str(path), "--port", "2", "--decode-policy", "prefix_affinity")
-    arguments += ("--local-prefill-tokens", "7", "--prefill-wait-s", "0.5")
+    arguments += ("--local-prefill-tokens", "7", "--prefill-wait-share", "0.5")
     arguments += ("--first-token", "prefill", "--first-token-hold-s", "0.25")
     arguments += ("--connector", "nixl", "--engine-key-env", "E")
     assert status_of(monkeypatch, "router", *arguments) == 0
@@ -192,7 +192,7 @@ def test_router_takes_urls_a_file_and_options_that_win(
         prefill="round_robin",
         decode="prefix_affinity",
         local_prefill_tokens=7,
-        prefill_wait_s=0.5,
+        prefill_wait_share=0.5,
         first_token="prefill",
         first_token_hold_s=0.25,
     )

@@ -136,13 +136,13 @@ def test_what_decode_holds_is_not_handed_over_again(make: Make) -> None:
     assert metric(setup, 'disagg_router_local_total{reason="prefix_known"}') == 2
 
 
-@pytest.mark.parametrize(("each_s", "read_by"), [(0.1, (3, 2)), (9, (5, 0))])
+@pytest.mark.parametrize(("share", "read_by"), [(0.02, (3, 2)), (2, (5, 0))])
 def test_decode_helps_when_prefill_is_busy(
-    make: Make, gate: threading.Event, each_s: float, read_by: tuple[int, int]
+    make: Make, gate: threading.Event, share: float, read_by: tuple[int, int]
 ) -> None:
     """By turns: prefill has as much before it as decode, or one prompt more. Not where that is
     not worth the wait of the requests that decode has."""
-    setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_s": each_s}})
+    setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_share": share}})
     setup.prefill.first_byte_s = 0.5
     assert complete(setup, list(range(100))).status_code == 200  # so 1,000 tokens take 5 s
     for engine in (setup.prefill, setup.decode):
