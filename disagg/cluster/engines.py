@@ -62,6 +62,7 @@ class Engine:
     """When it was asked what it answered there, monotonic."""
     vanished: bool = False
     """Its actor is gone without a word, and its node may be."""
+    _found: EngineHome | None = None
     _progress: Any = None
     _load: Any = None
     _load_asked_at: float = 0.0
@@ -87,11 +88,10 @@ class Engine:
 
     def home(self) -> EngineHome | None:
         """Where it runs, if it runs already."""
-        try:
-            home: EngineHome = ray.get(self._home, timeout=0)
-        except (GetTimeoutError, RayError):
-            return None
-        return home
+        if self._found is None:
+            with contextlib.suppress(GetTimeoutError, RayError):
+                self._found = ray.get(self._home, timeout=0)
+        return self._found
 
     def stage(self) -> str:
         """What it is doing, without waiting for the answer."""

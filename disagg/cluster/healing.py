@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from disagg.cluster import pools
+from disagg.cluster import placing, pools
 from disagg.cluster.engines import Engine, NoRoom, NotNow, outcome_of, too_slow, why_ended
 from disagg.cluster.router_life import Router
 from disagg.config import EngineSection, Role
@@ -28,6 +28,7 @@ LOOK_S = 2.0
 _STEADY_S = 300.0  # what served as long did not die of how it was started
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NOT_NOW_S = 0.25
+_NODES_S = 0.5
 _ROUTER_RESTARTS = 5
 _ADOPT_S = 5.0
 
@@ -110,6 +111,8 @@ class Healer:
         self._router, self._tell = router, tell
         self._create, self._gone = create, gone
         self._router_deaths, self._router_up_at = 0, time.monotonic()
+        self._nodes: dict[str, placing.Node] = {}
+        self._nodes_at = 0.0
 
     @property
     def engines(self) -> list[EngineInfo]:
@@ -145,6 +148,7 @@ class Healer:
 
     def look(self) -> None:
         """Do what is due by the clock."""
+        self._look_at_nodes()
         for place in list(self.places):
             self._look(place)
 
@@ -213,6 +217,29 @@ class Healer:
         self._tell_router()
         self._tell(f"engine {place.name} {place.why}", failure.log_tail)
         pools.stop([place.engine], 0.0, STOP_S)
+
+    def _look_at_nodes(self) -> None:
+        """Ray says only after two to four seconds that a node's actors are gone."""
+        now = time.monotonic()
+        if now < self._nodes_at:
+            return
+        self._nodes_at = now + _NODES_S
+        here = ray.get_runtime_context().get_node_id()
+        waited_for = [place for place in self.places if place.awaited is not None]
+        by_node: dict[str, list[Place]] = {}
+        for place in waited_for:
+            if (home := place.engine.home()) is not None and home.node_id != here:
+                by_node.setdefault(home.node_id, []).append(place)
+        if not by_node.keys() <= self._nodes.keys():
+            self._nodes = {node.node_id: node for node in placing.nodes()}
+        for node_id, places in by_node.items():
+            node = self._nodes.get(node_id)
+            if node is not None and node.is_gone():
+                for place in places:
+                    place.engine.vanished = True
+                    what = "died" if place.engine.served else "did not start"
+                    why = f"its node {node.address} is gone"
+                    self._died(place, EngineFailure(why, ""), what)
 
     def _look(self, place: Place) -> None:
         now, settings = time.monotonic(), self.settings

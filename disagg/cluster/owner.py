@@ -93,6 +93,7 @@ class Owner:
             problem = self.step(_PAUSE_S)
             if problem is not None or time.monotonic() > deadline:
                 raise StartupError(problem or f"the supervisor did not begin in {_BEGIN_S:g} s")
+        self._spare = self._spare or self._created()
 
     def step(self, timeout_s: float) -> str | None:
         """Do for up to `timeout_s` what the supervisor wants.

@@ -18,6 +18,7 @@ from ray._private.state import available_resources_per_node
 from disagg.config import PoolSection, Role
 
 _ANSWERS_S = 1.0
+_REFUSES_S = 0.1
 
 
 @dataclass
@@ -45,6 +46,17 @@ class Node:
         except OSError:
             return False
         return True
+
+    def is_gone(self) -> bool:
+        """Whether its raylet certainly is, whose actors end with it: its host says that nobody
+        listens there. Of a host that says nothing, only Ray knows."""
+        try:
+            socket.create_connection((self.address, self.port), _REFUSES_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def fits(self, asked: Mapping[str, float], labels: Mapping[str, str]) -> bool:
         """Whether it has that much, and these labels."""

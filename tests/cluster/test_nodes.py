@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from disagg.bench.ray_nodes import ADDRESS_ENV, RayNodes
 from disagg.cluster import placing, pools
@@ -16,28 +18,57 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[list[placing.Node]]:
-    """Two, with the same label."""
-    with RayNodes(2, 2, labels={"zone": "a"}), pytest.MonkeyPatch.context() as patch:
+def cluster() -> Iterator[RayNodes]:
+    """Two nodes with the same label, beside the head."""
+    with RayNodes(2, 2, labels={"zone": "a"}) as cluster, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         ray.init(namespace="nodes", log_to_driver=False)
         try:
-            yield [node for node in placing.nodes() if node.labels.get("zone") == "a"]
+            yield cluster
         finally:
             ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: RayNodes) -> list[placing.Node]:
+    return [node for node in placing.nodes() if node.labels.get("zone") == "a"]
+
+
+def spec_of(index: int, labels: dict[str, str]) -> EngineSpec:
+    deployment = Deployment.model_validate(
+        {"model": {"path": "/m"}, "decode": {"resources": {"num_cpus": 1, "labels": labels}}}
+    )
+    return EngineSpec(deployment, "decode", index, "run", "/tmp/kv", True, "secret", "key")
 
 
 @pytest.mark.parametrize("labels", [{"zone": "a"}, {"zone": "!b"}, {}])
 def test_an_engine_goes_elsewhere(nodes: list[placing.Node], labels: dict[str, str]) -> None:
     assert len(nodes) == 2, f"{ADDRESS_ENV} leads elsewhere"
-    deployment = Deployment.model_validate(
-        {"model": {"path": "/m"}, "decode": {"resources": {"num_cpus": 1, "labels": labels}}}
-    )
     for index, (avoid, other) in enumerate([nodes, nodes[::-1]]):
-        spec = EngineSpec(deployment, "decode", index, "run", "/tmp/kv", True, "secret", "key")
-        actor = pools.create(spec, other.node_id, avoid.node_id)
+        actor = pools.create(spec_of(index, labels), other.node_id, avoid.node_id)
         try:
             home = ray.get(actor.home.remote(), timeout=60)
             assert home.node_id == other.node_id
         finally:
             ray.kill(actor)
+
+
+def test_a_node_that_is_killed_is_known_to_be_gone(
+    cluster: RayNodes, nodes: list[placing.Node]
+) -> None:
+    """Long before Ray says so."""
+    dies, lives = nodes
+    actor = pools.create(spec_of(2, {}), dies.node_id)
+    home = ray.get(actor.home.remote(), timeout=60)
+    assert home.node_id == dies.node_id
+    assert not dies.is_gone()
+    cluster.kill_node_of(home.pid)
+    began = time.monotonic()
+    while not dies.is_gone():
+        assert time.monotonic() - began < 1
+        time.sleep(0.02)
+    assert not lives.is_gone()
+    with pytest.raises(RayError):  # its actors end soon
+        for _ in range(100):
+            ray.get(actor.home.remote(), timeout=10)
+            time.sleep(0.1)

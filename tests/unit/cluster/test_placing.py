@@ -28,7 +28,12 @@ def test_a_node_whose_raylet_is_gone_does_not_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         alive = Node("1", "127.0.0.1", {}, port=listening.getsockname()[1])
         assert alive.answers()
+        assert not alive.is_gone()
     assert not alive.answers()
+    assert alive.is_gone()
+    nowhere = Node("1", "256.0.0.1", {}, port=1)  # no word from it, so nobody knows
+    assert not nowhere.answers()
+    assert not nowhere.is_gone()
 
 
 def test_pairs_share_a_node_and_roles_spread() -> None:
