@@ -160,6 +160,24 @@ def test_decode_helps_when_prefill_is_busy(
     assert metric(setup, 'disagg_router_local_total{reason="prefill_busy"}') == read_by[1]
 
 
+def test_decode_helps_with_what_is_soon_read(make: Make, gate: threading.Event) -> None:
+    """What all who are there wait for is the prompt's own time."""
+    setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_share": 2}})
+    setup.prefill.first_byte_s = 0.5
+    assert complete(setup, list(range(100))).status_code == 200  # so 1,000 tokens take 5 s
+    for engine in (setup.prefill, setup.decode):
+        engine.first_byte_s, engine.gate = 0, gate
+        engine.bodies.clear()
+    with ThreadPoolExecutor(3) as pool:
+        answers = []
+        for number, (length, read_by) in enumerate([(1000, (1, 0)), (1000, (2, 0)), (100, (2, 1))]):
+            answers.append(pool.submit(complete, setup, list(range(number, number + length))))
+            until(lambda: len(setup.prefill.bodies) + len(setup.decode.bodies) == len(answers))
+            assert (len(setup.prefill.bodies), len(setup.decode.bodies)) == read_by
+        gate.set()
+        assert [answer.result().status_code for answer in answers] == [200] * 3
+
+
 def test_failed_answers_are_not_remembered(make: Make) -> None:
     setup = make(section={"pairing": {"local_prefill_tokens": 64}})
     setup.decode.status = 400
