@@ -136,6 +136,15 @@ def test_what_decode_holds_is_not_handed_over_again(make: Make) -> None:
     assert metric(setup, 'disagg_router_local_total{reason="prefix_known"}') == 2
 
 
+def reads_slowly(setup: Setup, gate: threading.Event) -> None:
+    """1,000 tokens in 5 s, as far as the router has seen; from now on engines wait at the gate."""
+    setup.prefill.first_byte_s = 0.5
+    assert complete(setup, list(range(100))).status_code == 200
+    for engine in (setup.prefill, setup.decode):
+        engine.first_byte_s, engine.gate = 0, gate
+        engine.bodies.clear()
+
+
 @pytest.mark.parametrize(("share", "read_by"), [(0.02, (3, 2)), (2, (5, 0))])
 def test_decode_helps_when_prefill_is_busy(
     make: Make, gate: threading.Event, share: float, read_by: tuple[int, int]
@@ -143,11 +152,7 @@ def test_decode_helps_when_prefill_is_busy(
     """By turns: prefill has as much before it as decode, or one prompt more. Not where that is
     not worth the wait of the requests that decode has."""
     setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_share": share}})
-    setup.prefill.first_byte_s = 0.5
-    assert complete(setup, list(range(100))).status_code == 200  # so 1,000 tokens take 5 s
-    for engine in (setup.prefill, setup.decode):
-        engine.first_byte_s, engine.gate = 0, gate
-        engine.bodies.clear()
+    reads_slowly(setup, gate)
     with ThreadPoolExecutor(5) as pool:
         answers = []
         for number in range(5):
@@ -163,11 +168,7 @@ def test_decode_helps_when_prefill_is_busy(
 def test_decode_helps_with_what_is_soon_read(make: Make, gate: threading.Event) -> None:
     """What all who are there wait for is the prompt's own time."""
     setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_share": 2}})
-    setup.prefill.first_byte_s = 0.5
-    assert complete(setup, list(range(100))).status_code == 200  # so 1,000 tokens take 5 s
-    for engine in (setup.prefill, setup.decode):
-        engine.first_byte_s, engine.gate = 0, gate
-        engine.bodies.clear()
+    reads_slowly(setup, gate)
     with ThreadPoolExecutor(3) as pool:
         answers = []
         for number, (length, read_by) in enumerate([(1000, (1, 0)), (1000, (2, 0)), (100, (2, 1))]):
