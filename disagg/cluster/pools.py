@@ -30,7 +30,7 @@ _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 
 
 Create = Callable[[EngineSpec, str | None, str | None], Any]
-"""Makes an engine's actor, rather on the first node, never on the second. Raises NotNow."""
+"""Makes an engine's actor, rather on the first node, and not on the second. Raises NotNow."""
 
 
 @dataclass(frozen=True)
