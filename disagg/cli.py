@@ -193,7 +193,8 @@ def router(
         int | None, typer.Option(help="Decode computes up to so long a prompt itself.")
     ] = None,
     prefill_wait_share: Annotated[
-        float | None, typer.Option(help="And any that waits longer for prefill.")
+        float | None,
+        typer.Option(help="And any that waits longer for prefill, by this share."),
     ] = None,
     first_token: Annotated[
         str | None, typer.Option(help="Whose first token a stream has: prefill's or decode's.")

@@ -219,27 +219,25 @@ class Healer:
         pools.stop([place.engine], 0.0, STOP_S)
 
     def _look_at_nodes(self) -> None:
-        """Ray says only after two to four seconds that a node's actors are gone."""
+        """Engines whose node is gone died; Ray says so only after two to four seconds."""
         now = time.monotonic()
         if now < self._nodes_at:
             return
         self._nodes_at = now + _NODES_S
         here = ray.get_runtime_context().get_node_id()
-        waited_for = [place for place in self.places if place.awaited is not None]
-        by_node: dict[str, list[Place]] = {}
-        for place in waited_for:
-            if (home := place.engine.home()) is not None and home.node_id != here:
-                by_node.setdefault(home.node_id, []).append(place)
-        if not by_node.keys() <= self._nodes.keys():
-            self._nodes = {node.node_id: node for node in placing.nodes()}
-        for node_id, places in by_node.items():
-            node = self._nodes.get(node_id)
-            if node is not None and node.is_gone():
-                for place in places:
-                    place.engine.vanished = True
-                    what = "died" if place.engine.served else "did not start"
-                    why = f"its node {node.address} is gone"
-                    self._died(place, EngineFailure(why, ""), what)
+        homes = {p: p.engine.home() for p in self.places if p.awaited is not None}
+        elsewhere = {p: home.node_id for p, home in homes.items() if home and home.node_id != here}
+        if not self._nodes.keys() >= set(elsewhere.values()):
+            known = self._nodes
+            self._nodes = {node.node_id: known.get(node.node_id, node) for node in placing.nodes()}
+        asked = [node for node in self._nodes.values() if node.node_id in elsewhere.values()]
+        gone = {node.node_id: node for node in asked if node.is_gone()}
+        for place, node_id in elsewhere.items():
+            if node_id in gone:
+                place.engine.vanished = True
+                what = "died" if place.engine.served else "did not start"
+                why = f"its node {gone[node_id].address} is gone"
+                self._died(place, EngineFailure(why, ""), what)
 
     def _look(self, place: Place) -> None:
         now, settings = time.monotonic(), self.settings

@@ -93,7 +93,6 @@ class Owner:
             problem = self.step(_PAUSE_S)
             if problem is not None or time.monotonic() > deadline:
                 raise StartupError(problem or f"the supervisor did not begin in {_BEGIN_S:g} s")
-        self._spare = self._spare or self._created()
 
     def step(self, timeout_s: float) -> str | None:
         """Do for up to `timeout_s` what the supervisor wants.
@@ -129,7 +128,7 @@ class Owner:
             self._died_at, self._up_at = None, time.monotonic()
             self._tell(f"the supervisor is back after {took_s:.1f} s", "")
         problems = [self._do(event) for event in report.events]
-        if not report.events:  # a quiet moment
+        if not self._deaths or not report.events:  # at the start, or in a quiet moment
             self._spare = self._spare or self._created()
         if report.silent_s > _STUCK_S:
             self._lost(f"it did nothing for {_STUCK_S:g} s")

@@ -32,6 +32,8 @@ class Node:
     engines: Counter[Role] = field(default_factory=Counter)
     port: int = 0
     """Where its raylet listens."""
+    reached: bool = False
+    """By `is_gone`, once."""
 
     def take(self, asked: Mapping[str, float], role: Role) -> None:
         """An engine more, which Ray need not know of yet."""
@@ -48,14 +50,15 @@ class Node:
         return True
 
     def is_gone(self) -> bool:
-        """Whether its raylet certainly is, whose actors end with it: its host says that nobody
-        listens there. Of a host that says nothing, only Ray knows."""
+        """Whether its raylet certainly is, whose actors end with it: its host refuses what it
+        took before. Of a host that says nothing, or that a firewall speaks for, only Ray knows."""
         try:
             socket.create_connection((self.address, self.port), _REFUSES_S).close()
         except ConnectionRefusedError:
-            return True
+            return self.reached
         except OSError:
             return False
+        self.reached = True
         return False
 
     def fits(self, asked: Mapping[str, float], labels: Mapping[str, str]) -> bool:

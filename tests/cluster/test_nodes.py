@@ -45,12 +45,14 @@ def spec_of(index: int, labels: dict[str, str]) -> EngineSpec:
 def test_an_engine_goes_elsewhere(nodes: list[placing.Node], labels: dict[str, str]) -> None:
     assert len(nodes) == 2, f"{ADDRESS_ENV} leads elsewhere"
     for index, (avoid, other) in enumerate([nodes, nodes[::-1]]):
-        actor = pools.create(spec_of(index, labels), other.node_id, avoid.node_id)
+        specs = [spec_of(2 * index, labels), spec_of(2 * index + 1, labels)]
+        actors = [pools.create(spec, other.node_id, avoid.node_id) for spec in specs]
         try:
-            home = ray.get(actor.home.remote(), timeout=60)
-            assert home.node_id == other.node_id
+            homes = ray.get([actor.home.remote() for actor in actors], timeout=60)
+            assert {home.node_id for home in homes} == {other.node_id}
         finally:
-            ray.kill(actor)
+            for actor in actors:
+                ray.kill(actor)
 
 
 def test_a_node_that_is_killed_is_known_to_be_gone(
@@ -58,10 +60,11 @@ def test_a_node_that_is_killed_is_known_to_be_gone(
 ) -> None:
     """Long before Ray says so."""
     dies, lives = nodes
-    actor = pools.create(spec_of(2, {}), dies.node_id)
+    actor = pools.create(spec_of(9, {}), dies.node_id)
     home = ray.get(actor.home.remote(), timeout=60)
     assert home.node_id == dies.node_id
     assert not dies.is_gone()
+    assert not lives.is_gone()
     cluster.kill_node_of(home.pid)
     began = time.monotonic()
     while not dies.is_gone():

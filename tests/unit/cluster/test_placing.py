@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -31,9 +32,20 @@ def test_a_node_whose_raylet_is_gone_does_not_answer() -> None:
         assert not alive.is_gone()
     assert not alive.answers()
     assert alive.is_gone()
-    nowhere = Node("1", "256.0.0.1", {}, port=1)  # no word from it, so nobody knows
-    assert not nowhere.answers()
-    assert not nowhere.is_gone()
+    never_reached = Node("1", "127.0.0.1", {}, port=alive.port)
+    assert not never_reached.is_gone(), "a firewall may have said that"
+
+
+def test_a_node_that_says_nothing_is_not_known_to_be_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening, ExitStack() as waiting:
+        silent = Node("1", "127.0.0.1", {}, port=listening.getsockname()[1])
+        assert not silent.is_gone()
+        for _ in range(4):  # who would wait with these is never heard
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(listening.getsockname())
+        assert not silent.answers()
+        assert not silent.is_gone()
 
 
 def test_pairs_share_a_node_and_roles_spread() -> None:
