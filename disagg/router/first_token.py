@@ -4,12 +4,14 @@ Decode then goes on as it does for an engine that died: with a completion of the
 this one, whose KV but for its last token is the lease's (`migration.Stream` shapes its events). So
 this is for the streams alone that another engine can continue exactly. Once the client has a token
 no status can follow, so whatever decode might refuse is found out before: a request that it may
-refuse, and an answer that is more or less than one token of text, take the usual way.
+refuse, and an answer that is more or less than one token of text, take the usual way. There decode
+must draw that same token: drawn anew, what no stream begins with would have to come twice.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +114,11 @@ def may_begin(path: str, body: Mapping[str, Any], said: Mapping[str, str]) -> bo
         and not options.get("continuous_usage_stats")
         and said.get("max_model_len", "").isdecimal()
     )
+
+
+def drawn_alike(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes both engines draw the same first token: to be added to either's body."""
+    return {} if body.get("temperature") == 0 else {"seed": random.getrandbits(31)}
 
 
 def begin(

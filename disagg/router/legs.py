@@ -8,7 +8,7 @@ never believed: it is dropped first.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -142,18 +142,18 @@ def _may_name_params(data: bytes) -> bool:
 
 
 def prefill_body(
-    body: dict[str, Any], *, asks_params: bool = True, asks_ids: bool = False
+    body: dict[str, Any], *, asks_params: bool = True, more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The prefill leg's body. `asks_params`: for a lease, as all but ExampleConnector give.
-    `asks_ids`: for the tokens of prompt and answer."""
+    `more`: what else it says."""
     leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     leg |= {"stream": False, "max_tokens": 1, "n": 1}
     if asks_params:
         leg[PARAMS] = REMOTE_DECODE
     if "max_completion_tokens" in body:
         leg["max_completion_tokens"] = 1
-    if asks_ids:
-        leg["return_token_ids"] = True
+    if more:
+        leg |= more
     return leg
 
 

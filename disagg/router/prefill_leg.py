@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.responses import Response
 
@@ -45,14 +47,18 @@ class PrefillLeg:
         self._strict, self._gives_params = strict, gives_params
 
     async def run(
-        self, request: RequestInfo, header: bytes, record: Record, *, asks_ids: bool = False
+        self,
+        request: RequestInfo,
+        header: bytes,
+        record: Record,
+        more: Mapping[str, Any] | None = None,
     ) -> Handed | Response | None:
         """What to hand over, None if decode shall work alone, or an answer that is final.
 
-        `asks_ids`: see `legs.prefill_body`. Raises `ApiError`.
+        `more`: see `legs.prefill_body`. Raises `ApiError`.
         """
         gives = self._gives_params
-        body = legs.prefill_body(request.body, asks_params=gives, asks_ids=asks_ids)
+        body = legs.prefill_body(request.body, asks_params=gives, more=more)
         data = legs.encoded(body)
         seat, tried = await self._admission.seat("prefill", request), list[EngineEndpoint]()
         while seat is not None:

@@ -7,7 +7,7 @@ so the engine aborts, and releases a lease that nobody will fetch.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import aiohttp
@@ -99,7 +99,9 @@ class Service:
             and stream is not None
             and first_token.may_begin(path, body, said)
         )
-        handed = await self._prefilled(request, seat, sent, record, asks_ids=begins)
+        alike = first_token.drawn_alike(body) if begins else {}
+        asked = {"return_token_ids": True, **alike} if begins else None
+        handed = await self._prefilled(request, seat, sent, record, asked)
         if isinstance(handed, Response):
             return handed
         go_on = self._continuing.of(request, sent, record)
@@ -108,7 +110,10 @@ class Service:
             if first is not None:
                 begun = self._begun(stream, first, request, seat, handed, sent, record)
                 return self._relayed(begun, record, watcher=stream, go_on=go_on)
-        opened = await self._decoded(request, request, seat, handed, sent, record)
+        asks = request
+        if alike and handed is not None:
+            asks = RequestInfo(path, {**request.body, **alike}, headers)
+        opened = await self._decoded(asks, request, seat, handed, sent, record)
         is_stream = opened.status == 200 and opened.is_events
         watcher = ((stream if migrates else None) or Plain()) if is_stream else None
         return self._relayed(opened, record, watcher=watcher, go_on=go_on)
@@ -155,10 +160,10 @@ class Service:
         seat: Seat,
         header: bytes,
         record: Record,
-        *,
-        asks_ids: bool = False,
+        more: Mapping[str, Any] | None = None,
     ) -> Handed | Response | None:
-        """The first leg, if there is one; gives up the seat at decode if its answer is final."""
+        """The first leg, if there is one; gives up the seat at decode if its answer is final.
+        `more`: see `legs.prefill_body`."""
         try:
             reason = self._local_reason(request, seat)
             if reason is not None:
@@ -166,7 +171,7 @@ class Service:
                 seat.reads(self._to_read(request, seat))
                 return None
             request.partner = seat.engine
-            handed = await self._prefill.run(request, header, record, asks_ids=asks_ids)
+            handed = await self._prefill.run(request, header, record, more)
         except BaseException:
             seat.leave()
             raise

@@ -80,6 +80,25 @@ def test_many_at_once_and_of_any_length(fleet: Fleet, url: str, prompt: Prompt) 
     assert begun(url) - before == 15, "all but those of one token"
 
 
+def test_what_is_drawn_is_as_likely_as_ever(fleet: Fleet, url: str, prompt: Prompt) -> None:
+    """Also the tokens that no stream begins with, for which decode is asked: drawn anew, they would
+    have to come twice."""
+    silent, spoken = 255, 300  # half a character, and text
+    body = {"model": "tiny", "max_tokens": 2, "logit_bias": {silent: 100, spoken: 100}}
+    body |= {"prompt": prompt(200), "temperature": 2, "return_token_ids": True}
+    drawn = fleet.single.post(PATH, {**body, "n": 400}).json()["choices"]
+    expected = sum(one["token_ids"][0] == silent for one in drawn) / len(drawn)
+    assert 0.3 < expected < 0.7, expected
+    seen = [Streamed() for _ in range(400)]
+    before = begun(url)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(lambda one: stream(url, PATH, body, one), seen):
+            pass
+    got = sum(one.tokens[0] == silent for one in seen) / len(seen)
+    assert begun(url) > before
+    assert got == pytest.approx(expected, abs=0.14), "four standard deviations"
+
+
 @pytest.mark.parametrize(
     "wrong", [{"max_tokens": 100_000}, {"max_tokens": 5, "min_tokens": 6}, {"max_tokens": 0}]
 )

@@ -12,7 +12,8 @@ import pytest
 from disagg.bench.fake_answers import compact
 from disagg.router.decode_leg import Opened
 from disagg.router.errors import ApiError
-from disagg.router.first_token import Begun, begin, may_begin
+from disagg.router.first_token import Begun, begin, drawn_alike, may_begin
+from disagg.router.legs import prefill_body
 from disagg.router.migration import CHAT, COMPLETION, watched
 from disagg.router.traffic import Seat
 
@@ -100,6 +101,19 @@ def test_what_the_client_sees_and_what_decode_is_asked(path: str, body: Any) -> 
 )
 def test_what_no_stream_begins_with(path: str, answer: bytes) -> None:
     assert begin(path, BODY if path == COMPLETION else TALK, SAID, answer) is None
+
+
+def test_both_engines_draw_the_same_token() -> None:
+    """Each request by a seed of its own, which the rest of a stream that was begun has not."""
+    assert drawn_alike({**BODY, "temperature": 0}) == {}
+    drawn = [drawn_alike(BODY) for _ in range(9)]
+    assert len({each["seed"] for each in drawn}) == 9
+    assert prefill_body({**BODY, "seed": None}, more=drawn[0])["seed"] == drawn[0]["seed"]
+    stream, first = watched(COMPLETION, BODY), begin(COMPLETION, BODY, SAID, prefilled(COMPLETION))
+    assert stream is not None
+    assert first is not None
+    stream.feed(first)
+    assert "seed" not in stream.follows()
 
 
 @pytest.mark.parametrize(
