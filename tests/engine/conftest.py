@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer
 from disagg.checkpoint import make_model
 from disagg.config import RouterSection
@@ -135,6 +136,13 @@ def routed(
         asyncio.run_coroutine_threadsafe(server.stop(1), loop).result(20)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(5)
+
+
+def begun(url: str) -> float:
+    """How many streams began with a token of prefill's."""
+    name = "disagg_router_first_tokens_from_prefill_total "
+    lines = client().get(f"{url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
 @pytest.fixture(scope="session")

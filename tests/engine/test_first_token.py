@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from disagg.bench.http import client
-from engine.conftest import Fleet, routed
+from engine.conftest import Fleet, begun, routed
 from engine.streams import Streamed, stream
 from engine.waiting import eventually
 
@@ -33,13 +33,6 @@ def url(fleet: Fleet, prompt: Prompt, request: pytest.FixtureRequest) -> Iterato
 
         assert eventually(begins_at_prefill)
         yield url
-
-
-def begun(url: str) -> float:
-    """How many streams began with a token of prefill's."""
-    name = "disagg_router_first_tokens_from_prefill_total "
-    lines = client().get(f"{url}/metrics", timeout=10).text.splitlines()
-    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
 def same(fleet: Fleet, url: str, body: dict[str, Any]) -> None:

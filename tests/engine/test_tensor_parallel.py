@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer, token_ids
-from engine.conftest import Fleet, beside, tiers, transfer
+from engine.conftest import Fleet, begun, beside, routed, tiers, transfer
+from engine.streams import Streamed, stream
 from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "single")
@@ -68,6 +70,26 @@ def test_exact_between_sizes(
     while not any(moved) and len(moved) < TRIES:
         moved.append(hand_over(fleet, *pair, prompt(length)))
     assert max(moved) == -(-length // 128) * BLOCK
+
+
+@pytest.mark.parametrize("way", ["1-to-2", "2-to-1"])
+def test_streams_that_begin_at_prefill(
+    fleet: Fleet, two_ranks: VllmServer, prompt: Prompt, way: str
+) -> None:
+    """The rest is asked with a lease that is one token short of the prompt, whatever the ranks."""
+    source, target = (fleet.producer, two_ranks) if way == "1-to-2" else (two_ranks, fleet.consumer)
+    pairing = {"first_token": "prefill", "local_prefill_tokens": 0}
+    with routed([source], [target], pairing=pairing) as url:
+        assert eventually(lambda: client().get(f"{url}/ready", timeout=10).status_code == 200)
+        before = target.metric("disagg_handoff_bytes_total", transport="tcp")
+        for length in (5, 128, 1000):
+            body = {"model": "tiny", "prompt": prompt(length), "temperature": 0}
+            body |= {"max_tokens": 16, "ignore_eos": True}
+            seen = Streamed()
+            stream(url, "/v1/completions", body, seen)
+            seen.check(fleet.single.post("/v1/completions", body).json())
+        assert begun(url) > 0
+        assert target.metric("disagg_handoff_bytes_total", transport="tcp") > before
 
 
 def test_tiers_of_two_ranks(fleet: Fleet, two_ranks: VllmServer, prompt: Prompt) -> None:
