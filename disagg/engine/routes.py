@@ -72,11 +72,13 @@ async def fingerprint(request: Request) -> dict[str, str]:
     config = request.app.state.engine_client.vllm_config
     model, cache = config.model_config, config.cache_config
     is_cpu = config.device_config.device_type == "cpu"
+    usual = request.app.state.openai_serving_completion.default_sampling_params
     return {
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(cache.cache_dtype),
         "block_size": str(cache.block_size) if is_cpu else "any",
+        "max_tokens": str(usual.get("max_tokens") or ""),
         "chats": "parsed" if _parses_chats(config) else "plain",
     }
 

@@ -20,6 +20,7 @@ from disagg.router import legs, migration, upstream
 from disagg.router.admission import Admission
 from disagg.router.decode_leg import Opened
 from disagg.router.errors import ApiError
+from disagg.router.fits import Fits
 from disagg.router.metrics import RouterMetrics
 from disagg.router.migration import Stream
 from disagg.router.pairing import RequestInfo
@@ -51,10 +52,12 @@ class Continuing:
         service: Opens,
         client: aiohttp.ClientSession,
         admission: Admission,
+        fits: Fits,
         metrics: RouterMetrics,
         settings: RouterSection,
     ) -> None:
-        self._service, self._client, self._admission = service, client, admission
+        self._service, self._client = service, client
+        self._admission, self._fits = admission, fits
         self._metrics, self._limit = metrics, settings.migration_limit
 
     def of(
@@ -91,7 +94,7 @@ class Continuing:
         try:
             if stream.has_begun:
                 back = await self._unsent(stream, seat.engine, request)
-                body = None if back is None else stream.rest(back)
+                body = None if back is None else stream.rest(back, self._fits.said(seat.engine))
                 if body is None:
                     seat.leave()
                     return None

@@ -139,9 +139,8 @@ def begin(
         return None
     # Decode takes what the client asks for, if it is more than this token, and so many fit.
     room = int(said["max_model_len"]) - len(prompt)
-    limit = limit_of(body, is_chat=is_chat)
-    limit = room if limit is None else limit
-    if not (2 <= limit <= room and 0 <= (body.get("min_tokens") or 0) <= limit):
+    limit = limit_of(body, said, len(prompt), is_chat=is_chat)
+    if limit is None or not (2 <= limit <= room and 0 <= body.get("min_tokens", 0) <= limit):
         return None
     names = {"id": given.id, "created": given.created, "model": given.model}
     if is_chat:

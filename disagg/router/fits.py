@@ -14,7 +14,7 @@ from disagg.router.topology import EngineEndpoint
 logger = logging.getLogger(__name__)
 
 # What an engine says of itself alone.
-_OWN = {"max_model_len", "chats"}
+_OWN = {"max_model_len", "max_tokens", "chats"}
 
 
 class Fits:

@@ -23,6 +23,7 @@ _NOT_FOR_PREFILL = (
     "best_of",
     "logprobs",
     "top_logprobs",
+    "logprob_token_ids",
     "prompt_logprobs",
     "echo",
     "return_token_ids",

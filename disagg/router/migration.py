@@ -75,9 +75,9 @@ _ANY = (_KEPT - {"seed"}) | frozenset(
     ]
 )
 _IF: Mapping[str, tuple[Any, ...]] = {
-    "n": (None, 1),
+    "n": (1,),
     "best_of": (None, 1),
-    "echo": (None, False),
+    "echo": (False,),
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
@@ -102,18 +102,28 @@ def watched(path: str, body: Mapping[str, Any]) -> Stream | None:
         return None
     if not all(isinstance(body.get(key), int | None) for key in _COUNTS):
         return None
+    if body.get("min_tokens", 0) is None or (path == COMPLETION and body.get("logprobs") is False):
+        return None  # the one is refused, the other read as 0: the token's own
     if not isinstance(body.get("stream_options"), dict | None):
         return None
     return Stream(path, body) if _is_text(body) else None
 
 
-def limit_of(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
-    """How many tokens may be given, as vLLM 0.32 reads it; None: as many as there is room for."""
+def limit_of(
+    body: Mapping[str, Any], said: Mapping[str, str], prompt: int, *, is_chat: bool
+) -> int | None:
+    """How many tokens may be given behind a prompt of so many, as vLLM 0.32 reads it. None: as many
+    as the engine has room for, and it did not say how many that are."""
+    limit: int | None = body.get("max_tokens")
     if not is_chat:
-        limit: int | None = body.get("max_tokens", _COMPLETION_TOKENS)
+        return _COMPLETION_TOKENS if limit is None else limit
+    if body.get("max_completion_tokens") is not None:
+        limit = body["max_completion_tokens"]
+    most = said.get("max_model_len", "")
+    if limit is not None or not most.isdecimal():
         return limit
-    limit = body.get("max_completion_tokens")
-    return body.get("max_tokens") if limit is None else limit
+    room, usual = int(most) - prompt, said.get("max_tokens", "")  # of the generation config
+    return min(room, int(usual)) if usual.isdecimal() else room
 
 
 class Stream(Splitter):
@@ -199,17 +209,19 @@ class Stream(Splitter):
         ]
         return {each[0] for each in ids if len(each) == 1}
 
-    def rest(self, back: int) -> dict[str, Any] | None:
+    def rest(self, back: int, said: Mapping[str, str]) -> dict[str, Any] | None:
         """The body of the completion that gives all but these tokens; None if that is unknown, or
-        the client would get a token's id twice."""
+        the client would get a token's id twice. `said`: by the engine that goes on, of itself."""
         if self._prompt is None or not self._is_plain or (back and self._shows_ids):
+            return None
+        limit = limit_of(self._body, said, len(self._prompt), is_chat=self._is_chat)
+        if limit is None:
             return None
         given = self.tokens(back)
         body: dict[str, Any] = {k: v for k, v in self._body.items() if k in _KEPT}
         body |= {"prompt": [*self._prompt, *given], "stream": True, "return_token_ids": True}
-        limit = limit_of(self._body, is_chat=self._is_chat)
-        body["max_tokens"] = None if limit is None else limit - len(given)
-        body["min_tokens"] = max(0, (self._body.get("min_tokens") or 0) - len(given))
+        body["max_tokens"] = limit - len(given)
+        body["min_tokens"] = max(0, self._body.get("min_tokens", 0) - len(given))
         return body
 
     def goes_on(self, back: int) -> None:
@@ -219,11 +231,11 @@ class Stream(Splitter):
         self._continues = True
         self._restarts()
 
-    def follows(self) -> dict[str, Any]:
+    def follows(self, said: Mapping[str, str]) -> dict[str, Any]:
         """The body of the completion that gives all but the tokens fed so far, by prefill's leg;
         the next events are its."""
-        body = self.rest(0)
-        assert body is not None, "prefill's answer had the prompt"
+        body = self.rest(0, said)
+        assert body is not None, "prefill's answer had the prompt, and `may_begin` saw the length"
         self._base, self._continues = len(self._tokens), True
         return body
 

@@ -77,7 +77,7 @@ class Service:
             settings.pairing.first_token == "prefill" and connector == "disagg"
         )
         self._topology = topology
-        self._continuing = Continuing(self, client, self._admission, metrics, settings)
+        self._continuing = Continuing(self, client, self._admission, fits, metrics, settings)
 
     async def complete(
         self, path: str, body: dict[str, Any], headers: Headers, record: Record
@@ -192,7 +192,8 @@ class Service:
         self._metrics.first_tokens.inc()
 
         async def decode() -> Opened:
-            rest = RequestInfo(migration.COMPLETION, stream.follows(), request.headers)
+            follows = stream.follows(self._fits.said(seat.engine))
+            rest = RequestInfo(migration.COMPLETION, follows, request.headers)
             opened = await self._decoded(rest, request, seat, handed, header, record)
             if opened.status != 200 or not opened.is_events:
                 opened.close()

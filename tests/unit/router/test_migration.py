@@ -12,6 +12,7 @@ from disagg.router.migration import CHAT, COMPLETION, Stream, watched
 PROMPT = [5, 6, 7]
 BODY: dict[str, Any] = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 6}
 TALK = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+SAID = {"max_model_len": "20"}
 
 
 def sse(content: Any) -> bytes:
@@ -56,12 +57,44 @@ def test_what_passes_is_what_was_not_asked_for_ids(size: int) -> None:
     assert stream.left() == b""
 
 
+@pytest.mark.parametrize(
+    ("path", "limits", "said", "most"),
+    [
+        (COMPLETION, {}, SAID, 16),
+        (COMPLETION, {"max_tokens": None}, SAID, 16),
+        (COMPLETION, {"max_tokens": 9}, {}, 9),
+        (CHAT, {}, SAID, 17),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": None}, SAID, 17),
+        (CHAT, {}, {**SAID, "max_tokens": ""}, 17),
+        (CHAT, {}, {**SAID, "max_tokens": "12"}, 12),
+        (CHAT, {}, {**SAID, "max_tokens": "99"}, 17),
+        (CHAT, {"max_tokens": 5}, {}, 5),
+        (CHAT, {"max_tokens": 5, "max_completion_tokens": 8}, SAID, 8),
+        (CHAT, {}, {}, None),
+    ],
+)
+def test_how_many_tokens_the_rest_may_have(
+    path: str, limits: dict[str, Any], said: dict[str, str], most: int | None
+) -> None:
+    """A chat without a limit goes on to the end of the context; a completion of vLLM's without one
+    has 16."""
+    asked = {"model": "m", "prompt": "x", "stream": True} if path == COMPLETION else TALK
+    stream = watch(path, {**asked, **limits})
+    if path == COMPLETION:
+        stream.feed(completion([1], "a", PROMPT))
+    else:
+        stream.feed(chat({"role": "assistant", "content": ""}, prompt_token_ids=PROMPT))
+        stream.feed(chat({"content": "a"}, [1]))
+    rest = stream.rest(0, said)
+    assert (rest and rest["max_tokens"] + 1) == most
+
+
 def test_the_rest_of_a_completion() -> None:
     options = {"stream_options": {"include_usage": True}, "min_tokens": 3, "temperature": 0}
     stream = watch(COMPLETION, {**BODY, **options})
     stream.feed(completion([1], "a", PROMPT) + completion([2], "b") + completion([3], "")[:20])
     assert not stream.is_whole
-    rest = stream.rest(0)
+    rest = stream.rest(0, SAID)
     assert rest is not None
     assert rest["prompt"] == [*PROMPT, 1, 2]
     assert (rest["max_tokens"], rest["min_tokens"]) == (4, 1)
@@ -85,9 +118,9 @@ def test_the_rest_of_a_chat() -> None:
     stream = watch(CHAT, TALK)
     stream.feed(chat({"role": "assistant", "content": ""}, prompt_token_ids=PROMPT))
     stream.feed(chat({"content": "a"}, [1]))
-    rest = stream.rest(0)
+    rest = stream.rest(0, SAID)
     assert rest is not None
-    assert rest["max_tokens"] is None, "as long as the model can: a completion's default is 16"
+    assert rest["max_tokens"] == 16
     assert "messages" not in rest
     stream.goes_on(0)
     seen = events(stream.feed(completion([2], "") + completion([3], "ä", finish="stop")))
@@ -105,8 +138,8 @@ def test_a_client_that_asks_for_ids_gets_each_once() -> None:
     seen = events(stream.feed(completion([3], "c", [*PROMPT, 1, 2]) + completion([4, 5], "de")))
     assert [e["choices"][0]["token_ids"] for e in seen] == [[3], [4, 5]]
     assert all(e["choices"][0]["prompt_token_ids"] is None for e in seen)
-    assert stream.rest(0) is not None
-    assert stream.rest(1) is None, "the last token's id would come twice"
+    assert stream.rest(0, SAID) is not None
+    assert stream.rest(1, SAID) is None, "the last token's id would come twice"
 
 
 def test_a_chat_with_ids() -> None:
@@ -134,7 +167,7 @@ def test_a_chat_of_which_nothing_was_said_is_asked_anew() -> None:
     assert all(e["choices"][0]["token_ids"] is None for e in seen)
     assert stream.tokens() == [9, 1, 2]
     assert stream.has_begun
-    assert stream.rest(0) is None, "who goes on would not know what is reasoning"
+    assert stream.rest(0, SAID) is None, "who goes on would not know what is reasoning"
 
 
 def test_what_has_begun() -> None:
@@ -143,7 +176,7 @@ def test_what_has_begun() -> None:
     assert not talk.has_begun
     talk.feed(chat({"content": '"'}, [1]))
     assert talk.has_begun
-    assert talk.rest(0) is not None
+    assert talk.rest(0, SAID) is not None
     text = watch(COMPLETION, BODY)
     assert not text.has_begun
     text.feed(completion([1], "", PROMPT))
@@ -169,7 +202,7 @@ def test_tokens_without_text_are_computed_again() -> None:
     stream.feed(completion([1], "a", PROMPT) + completion([2], ""))
     assert not stream.is_text_of("a\ufffd")
     assert stream.is_text_of("a")
-    rest = stream.rest(1)
+    rest = stream.rest(1, SAID)
     assert rest is not None
     assert rest["prompt"] == [*PROMPT, 1]
     stream.goes_on(1)
@@ -203,7 +236,7 @@ def test_reasoning_is_not_continued() -> None:
     stream = watch(CHAT, TALK)
     stream.feed(chat({"role": "assistant", "content": ""}, prompt_token_ids=PROMPT))
     stream.feed(chat({"reasoning": "hm"}, [1]))
-    assert stream.rest(0) is None
+    assert stream.rest(0, SAID) is None
 
 
 @pytest.mark.parametrize(
