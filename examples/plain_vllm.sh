@@ -22,7 +22,8 @@ engine() { # port, role, options
   shift 2
   "$bin/python" -m vllm.entrypoints.openai.api_server --model "$model" --host 127.0.0.1 \
     --port "$port" --kv-transfer-config "{\"kv_connector\": \"DisaggConnector\",
-      \"kv_connector_module_path\": \"disagg.connector\", \"kv_role\": \"$role\"}" "$@" &
+      \"kv_connector_module_path\": \"disagg.connector\", \"kv_role\": \"$role\"}" \
+    --middleware disagg.engine.routes.Routes "$@" &
   pids+=($!)
 }
 

@@ -22,8 +22,9 @@ from disagg.connector.metrics import ConnectorPromMetrics, ConnectorStats
 from disagg.connector.prompt import hasher
 from disagg.connector.registration import register
 from disagg.connector.scheduler import SchedulerHalf
-from disagg.connector.settings import read_secret, read_settings
+from disagg.connector.settings import read_settings
 from disagg.connector.worker import WorkerHalf
+from disagg.transport.secret import read_secret
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,13 +1,10 @@
 """What `kv_connector_extra_config` may say. Every key has a default that works on one host.
 
-The secret is never among the keys: vLLM logs them. It comes from `DISAGG_SECRET`, or else from
-a file that this user's engines on this host share.
+The secret is never among the keys: vLLM logs them (`transport.secret`).
 """
 
 from __future__ import annotations
 
-import os
-import secrets
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE, TransportName
 from disagg.transport.shared_storage import Storage, default_folder
 
-SECRET_VARIABLE = "DISAGG_SECRET"
 # NCCL allocates for itself, some 40 MB for each worker that this one is joined with: three of them.
 NCCL_RESERVE_BYTES = 128 << 20
 
@@ -67,30 +63,3 @@ def read_settings(extra_config: dict[str, Any]) -> ConnectorSettings:
                 for problem in error.errors()
             ]
         ) from error
-
-
-def read_secret() -> bytes:
-    """The deployment's secret; made once per user and host where none is configured."""
-    configured = os.environ.get(SECRET_VARIABLE)
-    if configured:
-        return configured.encode()
-    folder = default_folder(tempfile.gettempdir())
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise ConfigError(
-            f"{folder} can be written by others, so its secret proves nothing; remove it, or set "
-            f"{SECRET_VARIABLE}"
-        )
-    path = folder / "secret"
-    if not path.exists():
-        fresh = folder / f"secret.{os.getpid()}.{secrets.token_hex(4)}"
-        fresh.touch(mode=0o600)
-        fresh.write_text(secrets.token_hex(32))
-        try:
-            os.link(fresh, path)  # fails if another engine was faster; both then read that one
-        except FileExistsError:
-            pass
-        finally:
-            fresh.unlink()
-    return path.read_text().encode()

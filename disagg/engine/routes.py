@@ -17,10 +17,11 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from disagg.engine.args import KEY_ENV, SECRET_ENV
+from disagg.engine.args import KEY_ENV
 from disagg.errors import TransferError
 from disagg.transport.base import Deadline
 from disagg.transport.handoff import release_everywhere
+from disagg.transport.secret import read_secret
 from disagg.transport.ticket import verify
 
 RELEASE_S = 5.0
@@ -34,6 +35,20 @@ def with_routes(app: FastAPI) -> ASGIApp:
     """vLLM's app with our routes, for those alone who have the engines' key."""
     app.include_router(router)
     return OnlyWithKey(app, os.environ[KEY_ENV])
+
+
+class Routes:
+    """ASGI middleware: the same routes in a vLLM that was started by itself, with `--middleware
+    disagg.engine.routes.Routes`. vLLM's `--api-key` does not guard them: fingerprints are no
+    secret, and a release needs a signed ticket."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":  # once, before all requests
+            scope["app"].include_router(router)
+        await self._app(scope, receive, send)
 
 
 class OnlyWithKey:
@@ -92,7 +107,7 @@ def _parses_chats(config: Any) -> bool:
 @router.post("/release")
 async def release(kv_transfer_params: dict[str, Any] = Body(embed=True)) -> dict[str, str]:  # noqa: B008
     """Let go of a lease that will not be fetched: its request was cancelled or refused."""
-    secret = os.environ[SECRET_ENV].encode()
+    secret = read_secret()
     try:
         handoff = verify(kv_transfer_params.get("disagg"), secret)
         deadline = Deadline.after(RELEASE_S)

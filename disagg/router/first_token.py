@@ -108,6 +108,7 @@ def may_begin(path: str, body: Mapping[str, Any], said: Mapping[str, str]) -> bo
     options = body.get("stream_options") or {}
     return (
         (path != CHAT or said.get("chats") == "plain")
+        and body.get("add_generation_prompt", True) is True  # else it is not the assistant's
         and isinstance(options, dict)
         and options.keys() <= _STREAM_OPTIONS
         and all(isinstance(value, bool) for value in options.values())

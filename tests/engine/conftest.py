@@ -169,6 +169,7 @@ def fleet(
     temporary = tmp_path_factory.mktemp("tmp")
     options: dict[str, object] = {"lease_s": LEASE_S}
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    routes = ("--middleware", "disagg.engine.routes.Routes")
     blocks = ("--num-gpu-blocks-override", "640")  # vLLM touches them all when it starts
     small = ("--num-gpu-blocks-override", "24", "--max-model-len", "2560")
 
@@ -181,8 +182,8 @@ def fleet(
         return vllm_server(name, model, logs / f"{name}.log", config, args, env=env)
 
     fleet = Fleet(
-        server("producer", transfer("kv_producer", **options), *tools, *blocks),
-        server("consumer", consumer(), *tools, *blocks),
+        server("producer", transfer("kv_producer", **options), *tools, *blocks, *routes),
+        server("consumer", consumer(), *tools, *blocks, *routes),
         server("tcp", consumer(transports=["tcp"]), *blocks),
         server("files", consumer(transports=["shared_storage"]), *blocks),
         server("single", None, *tools, *blocks),

@@ -205,16 +205,20 @@ def test_no_field_is_forgotten(path: str, request_class: Any) -> None:
     assert request_class.model_fields.keys() >= {*ONLY[path]}
 
 
-@pytest.fixture(scope="module", params=["decode", "prefill"], ids="first token of {}".format)
+@pytest.fixture(scope="module")
 def url(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of a router, by whose first token streams begin with; `watched`: another engine could go on
+    with them."""
     fleet.wake(*ENGINES)
-    pairing = {"first_token": request.param, "local_prefill_tokens": 0}
-    with routed([fleet.producer], [fleet.consumer], pairing=pairing) as url:
+    first = "prefill" if request.param == "prefill" else "decode"
+    decodes = [fleet.consumer, *([fleet.producer] if request.param == "watched" else [])]
+    pairing = {"first_token": first, "local_prefill_tokens": 0}
+    with routed([fleet.producer], decodes, pairing=pairing) as url:
 
         def is_known() -> bool:
             """What the engines say of themselves."""
             streamed(url, COMPLETION, numbered(COMPLETION, {}))
-            return request.param == "decode" or begun(url) > 0
+            return first == "decode" or begun(url) > 0
 
         assert eventually(is_known)
         yield url
@@ -272,8 +276,12 @@ def add(known: dict[str, Any], more: dict[str, Any]) -> None:
             known[key] = value
 
 
-@pytest.mark.parametrize("ask", [whole, streamed])
 @pytest.mark.parametrize("path", [COMPLETION, CHAT])
+@pytest.mark.parametrize(
+    ("url", "ask"),
+    [("decode", whole), ("decode", streamed), ("prefill", streamed), ("watched", streamed)],
+    indirect=["url"],
+)
 def test_as_one_engine_answers(fleet: Fleet, url: str, path: str, ask: Ask) -> None:
     asked = [(more, numbered(path, more)) for more in cases(path)]
     # Beside one of these vLLM 0.32 gives others log-probabilities of -9999.

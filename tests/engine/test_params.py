@@ -44,6 +44,18 @@ def test_what_decode_refuses_ends_its_lease(fleet: Fleet, prompt: Prompt) -> Non
     assert failures(fleet, "prompt_mismatch") == before
 
 
+def test_a_vllm_with_our_routes_takes_leases_back(fleet: Fleet, prompt: Prompt) -> None:
+    """`--middleware disagg.engine.routes.Routes`, with the secret that this user's engines share."""
+    assert none_held(fleet, LEASE_S + 10), "of other tests"
+    params = fleet.producer.prefill(prompt(300))
+    forged = {"kv_transfer_params": forge(params)}
+    assert fleet.producer.post("/disagg/release", forged).status_code == 409
+    assert fleet.producer.metric("disagg_leases_held") == 1
+    released = fleet.producer.post("/disagg/release", {"kv_transfer_params": params})
+    assert released.status_code == 200
+    assert none_held(fleet, LEASE_S / 2)
+
+
 def test_consumed_reference(fleet: Fleet, prompt: Prompt) -> None:
     ids = prompt(500)
     params = fleet.producer.prefill(ids)

@@ -40,7 +40,13 @@ ALLOWED = {
     "router": {*LEAVES, "credentials"},
     "connector": {"errors", "transport", "store"},
     # What an engine's own HTTP route needs to release a lease; never caches or transports.
-    "engine": {*LEAVES, "transport.base", "transport.handoff", "transport.ticket"},
+    "engine": {
+        *LEAVES,
+        "transport.base",
+        "transport.handoff",
+        "transport.secret",
+        "transport.ticket",
+    },
     "cluster": {*LEAVES, "config_file", "credentials", "engine", "router"},
     "bench": {
         *LEAVES, "checks", "checkpoint", "cluster", "engine", "router", "transport", "store",

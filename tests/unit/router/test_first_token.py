@@ -169,6 +169,12 @@ def test_which_requests_may(path: str, options: Any, said: dict[str, str], may: 
     assert may_begin(path, {**BODY, "stream_options": options}, said) is may
 
 
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_only_what_the_assistant_says(asked: bool | None) -> None:
+    """Without a generation prompt, vLLM names the role of the last message."""
+    assert may_begin(CHAT, {**TALK, "add_generation_prompt": asked}, SAID) is (asked is True)
+
+
 class Held:
     """A stream that was begun, and in which order what happened to it."""
 
