@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from disagg.config import ConnectorName, RouterSection
 from disagg.credentials import ApiKey
-from disagg.router import drain_api, http1, legs, openapi, ui, upstream
+from disagg.router import drain_api, http1, legs, openapi, paths, ui, upstream
 from disagg.router.drain import WhileOpen
 from disagg.router.endpoint import DEFECT, Answer, Endpoint
 from disagg.router.errors import ApiError
@@ -160,7 +160,7 @@ def _add_api_routes(
         # Engines speak to the router there, and to nobody else.
         return ApiError(404, "there is no such path").response()
 
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in paths.PAIRED:
         completions = Endpoint(path, complete, metrics, failures, keys, limit, tracer, log)
         app.router.routes.append(Route(path, completions, methods=["POST"]))
         app.state.straight[path] = WhileOpen(completions, app.state.drain)

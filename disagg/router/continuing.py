@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 
 from disagg.config import RouterSection
-from disagg.router import legs, migration, upstream
+from disagg.router import legs, paths, upstream
 from disagg.router.admission import Admission
 from disagg.router.decode_leg import Opened
 from disagg.router.errors import ApiError
@@ -98,7 +98,7 @@ class Continuing:
                 if body is None:
                     seat.leave()
                     return None
-                request = RequestInfo(migration.COMPLETION, body, request.headers)
+                request = RequestInfo(paths.COMPLETION, body, request.headers)
         except BaseException:
             seat.leave()
             raise

@@ -58,7 +58,7 @@ class Endpoint:
             record.trace = trace.headers
         try:
             try:
-                record.key_name = self._keys.check(_field(scope, b"authorization") or "")
+                record.key_name = self._keys.check(_shown(scope))
                 data = await _body(receive, self._limit)
                 async with WhileConnected(scope):
                     answer = await self._work(request, data, record)
@@ -112,6 +112,12 @@ def _field(scope: Scope, name: bytes) -> str | None:
             field: str = value.decode("latin-1")
             return field
     return None
+
+
+def _shown(scope: Scope) -> str:
+    """The key that the client shows, as OpenAI's clients do; Anthropic's have a header for it."""
+    own = _field(scope, b"x-api-key")
+    return _field(scope, b"authorization") or (f"Bearer {own}" if own else "")
 
 
 async def _body(receive: Receive, limit: int) -> bytes:

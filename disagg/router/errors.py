@@ -33,8 +33,12 @@ class ApiError(Exception):
         """The HTTP answer."""
         return JSONResponse(self.content(), self.status, self.headers)
 
-    def event(self) -> bytes:
-        """The same as an event of a stream that has begun."""
+    def event(self, *, named: bool = False) -> bytes:
+        """The same as an event of a stream that has begun; `named`: where events have names, and
+        Anthropic's clients look for a type."""
+        if named:
+            content = json.dumps({"type": "error", **self.content()}).encode()
+            return b"event: error\ndata: " + content + b"\n\n"
         return b"data: " + json.dumps(self.content()).encode() + b"\n\n"
 
     def content(self) -> dict[str, object]:

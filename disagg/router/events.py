@@ -48,14 +48,18 @@ class Splitter:
 
 
 class Plain(Splitter):
-    """An answer of one engine; whole when it ends as OpenAI's streams do."""
+    """An answer of one engine; whole when its last event begins with one of `ends`."""
 
-    is_whole = False
+    def __init__(self, ends: tuple[bytes, ...] = (DONE,)) -> None:
+        super().__init__()
+        self._ends, self.is_whole = ends, False
 
     def feed(self, data: bytes) -> bytes:
         """See `Watcher`."""
         events = self.whole(data)
-        self.is_whole = self.is_whole or events.endswith(DONE + END)
+        last = events.rfind(END, 0, -len(END))
+        begins = 0 if last < 0 else last + len(END)
+        self.is_whole = self.is_whole or events.startswith(self._ends, begins)
         return events
 
     def left(self) -> bytes:

@@ -20,7 +20,8 @@ import msgspec
 
 from disagg.router.decode_leg import Opened
 from disagg.router.events import END
-from disagg.router.migration import CHAT, HALF_A_CHARACTER, limit_of
+from disagg.router.migration import HALF_A_CHARACTER, limit_of
+from disagg.router.paths import CHAT
 from disagg.router.topology import EngineEndpoint
 from disagg.router.traffic import Seat
 

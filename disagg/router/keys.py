@@ -33,7 +33,7 @@ class KeyRing:
         if scheme.lower() != "bearer" or not names:
             raise ApiError(
                 401,
-                "missing or wrong API key: send Authorization: Bearer <key>",
+                "missing or wrong API key: send Authorization: Bearer <key>, or x-api-key",
                 {"WWW-Authenticate": "Bearer"},
             )
         return names[0]

@@ -15,6 +15,7 @@ import msgspec
 
 from disagg.router import prompts
 from disagg.router.errors import ApiError
+from disagg.router.paths import COMPLETION, MESSAGES, RESPONSES
 
 # Everything that shapes the answer but not the prompt's KV.
 _NOT_FOR_PREFILL = (
@@ -27,6 +28,10 @@ _NOT_FOR_PREFILL = (
     "prompt_logprobs",
     "echo",
     "return_token_ids",
+    "include",
+    "store",
+    "background",
+    "max_tool_calls",
 )
 # What asks vLLM 0.32 for a lease.
 REMOTE_DECODE = {
@@ -143,14 +148,24 @@ def _may_name_params(data: bytes) -> bool:
 
 
 def prefill_body(
-    body: dict[str, Any], *, asks_params: bool = True, more: Mapping[str, Any] | None = None
+    body: dict[str, Any],
+    path: str = COMPLETION,
+    *,
+    asks_params: bool = True,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The prefill leg's body. `asks_params`: for a lease, as all but ExampleConnector give.
-    `more`: what else it says."""
+    """The prefill leg's body for one of `paths.PAIRED`. `asks_params`: for a lease, as all but
+    ExampleConnector give. `more`: what else it says."""
     leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
-    leg |= {"stream": False, "max_tokens": 1, "n": 1}
+    leg["stream"] = False
     if asks_params:
         leg[PARAMS] = REMOTE_DECODE
+    if path == RESPONSES:
+        return leg | {"max_output_tokens": 1, "store": False}
+    leg["max_tokens"] = 1
+    if path == MESSAGES:
+        return leg
+    leg["n"] = 1
     if "max_completion_tokens" in body:
         leg["max_completion_tokens"] = 1
     if more:
@@ -172,8 +187,10 @@ def params_of(answer: bytes) -> dict[str, Any] | None:
     return params if isinstance(params, dict) and params.get("do_remote_prefill") else None
 
 
-def local_reason(body: dict[str, Any]) -> str | None:
+def local_reason(body: dict[str, Any], path: str = COMPLETION) -> str | None:
     """Why a prefill leg would be of no use, or None: the label of a metric."""
+    if path == RESPONSES and _hangs_on_one_engine(body):
+        return "stateful"
     if _several_prompts(body.get("prompt")):
         return "several_prompts"  # one params object cannot stand for several leases
     if body.get("prompt_logprobs") is not None or (
@@ -185,6 +202,20 @@ def local_reason(body: dict[str, Any]) -> str | None:
     if body.get("prompt_embeds") is not None:
         return "prompt_embeds"
     return None
+
+
+def _hangs_on_one_engine(body: dict[str, Any]) -> bool:
+    """Whether it goes on with what an engine keeps, stays there, or lets it call tools by itself,
+    after which the prompt is another one."""
+    tools = body.get("tools")
+    return bool(
+        body.get("previous_response_id")
+        or body.get("background")
+        or any(
+            not isinstance(tool, dict) or tool.get("type") != "function"
+            for tool in (tools if isinstance(tools, list) else ())
+        )
+    )
 
 
 def _several_prompts(prompt: Any) -> bool:

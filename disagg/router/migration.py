@@ -19,8 +19,8 @@ import msgspec
 
 from disagg.router.errors import ApiError
 from disagg.router.events import DONE, END, Splitter
+from disagg.router.paths import CHAT, COMPLETION
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 # The client's quotes are escaped inside of JSON strings, so that these are keys wherever they are.
 _PROMPT = re.compile(rb'"prompt_token_ids":(\[[0-9,]*\])')
 _IDS = re.compile(rb'"token_ids":\[([0-9,]*)\]')

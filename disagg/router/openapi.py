@@ -6,6 +6,7 @@ untouched, so it is allowed and not described; the router must never check a req
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from disagg import __version__
@@ -82,8 +83,8 @@ _ERRORS = {
     "504": "An engine gave no answer in time.",
 }
 _OVERVIEW = (
-    "An OpenAI endpoint in front of prefill and decode engines. Other paths, such as "
-    "/v1/responses, go to a decode engine as they are; vLLM describes them."
+    "An OpenAI endpoint in front of prefill and decode engines, and Anthropic's messages. Other "
+    "paths, such as /v1/embeddings, go to a decode engine as they are; vLLM describes them."
 )
 
 
@@ -104,6 +105,10 @@ def document() -> dict[str, Any]:
                     ["messages"],
                 )
             },
+            "/v1/responses": {
+                "post": _asked("Response", {"input": {}, "max_output_tokens": _INTEGER})
+            },
+            "/v1/messages": {"post": _asked("Message", {"messages": {}, "max_tokens": _INTEGER})},
             "/v1/models": {"get": _operation("The models served", _json({"type": "object"}))},
             "/health": {"get": _own("The router runs")},
             "/ready": {"get": _ready()},
@@ -119,10 +124,16 @@ def document() -> dict[str, Any]:
 
 
 def _completion(summary: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    return _asked(summary, {**_SAMPLING, **properties}, required)
+
+
+def _asked(
+    summary: str, properties: dict[str, Any], required: Sequence[str] = ()
+) -> dict[str, Any]:
     schema = {
         "type": "object",
-        "properties": {**_SAMPLING, **properties},
-        "required": required,
+        "properties": properties,
+        "required": list(required),
         "additionalProperties": True,
     }
     answer = {**_json({"type": "object"}), "text/event-stream": {}}

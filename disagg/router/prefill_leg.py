@@ -58,7 +58,7 @@ class PrefillLeg:
         `more`: see `legs.prefill_body`. Raises `ApiError`.
         """
         gives = self._gives_params
-        body = legs.prefill_body(request.body, asks_params=gives, more=more)
+        body = legs.prefill_body(request.body, request.path, asks_params=gives, more=more)
         data = legs.encoded(body)
         seat, tried = await self._admission.seat("prefill", request), list[EngineEndpoint]()
         while seat is not None:

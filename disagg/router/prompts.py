@@ -13,6 +13,7 @@ import xxhash
 
 _CHARS_PER_TOKEN = 4
 CHUNK_TOKENS = 128
+_CHUNK_CHARS = CHUNK_TOKENS * _CHARS_PER_TOKEN
 _MOST_CHUNKS = 64
 
 
@@ -22,18 +23,24 @@ def tokens(body: dict[str, Any]) -> int:
 
 
 def prefix_keys(body: dict[str, Any]) -> list[int]:
-    """One key per leading chunk of the prompt, shortest prefix first; equal prefixes have equal
-    keys. Only of the prompt's first 8,192 tokens."""
+    """One key per leading chunk of the prompt, whatever its parts, shortest prefix first; equal
+    prefixes have equal keys. Only of the prompt's first 8,192 tokens."""
     keys: list[int] = []
     digest = xxhash.xxh3_64(str(body.get("model")).encode(errors="replace"))
+    room = _CHUNK_CHARS
     for part in _parts(body):
-        size = CHUNK_TOKENS * (_CHARS_PER_TOKEN if isinstance(part, str) else 1)
-        for at in range(0, len(part), size):
-            if len(keys) == _MOST_CHUNKS:
-                return keys
-            digest.update(_bytes(part[at : at + size]))
-            keys.append(digest.intdigest())
-    return keys
+        chars, at = 1 if isinstance(part, str) else _CHARS_PER_TOKEN, 0
+        while at < len(part):
+            end = at + max(1, room // chars)
+            piece = part[at:end]
+            digest.update(_bytes(piece))
+            at, room = end, room - chars * len(piece)
+            if room <= 0:
+                keys.append(digest.intdigest())
+                room = _CHUNK_CHARS
+                if len(keys) == _MOST_CHUNKS:
+                    return keys
+    return [*keys, digest.intdigest()] if room < _CHUNK_CHARS else keys
 
 
 def is_tokens(prompt: Any) -> TypeGuard[list[int]]:
@@ -48,16 +55,24 @@ def _parts(body: dict[str, Any]) -> Iterator[str | list[int]]:
         yield prompt
     else:
         yield from (p for p in _several(prompt) if isinstance(p, str))
-    messages = body.get("messages")
+    for key in ("system", "instructions"):
+        yield from _texts(body.get(key))
+    messages = body.get("messages", body.get("input"))
+    if isinstance(messages, str):
+        yield messages
     for message in messages if isinstance(messages, list) else ():
         if not isinstance(message, dict):
             continue
         yield f"\0{message.get('role')}\0"
-        content = message.get("content")
-        for piece in _several(content):
-            text = piece.get("text") if isinstance(piece, dict) else piece
-            if isinstance(text, str):
-                yield text
+        yield from _texts(message.get("content"))
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Of a text, or of parts that have one."""
+    for piece in _several(content):
+        text = piece.get("text") if isinstance(piece, dict) else piece
+        if isinstance(text, str):
+            yield text
 
 
 def _several(one_or_more: Any) -> list[Any]:

@@ -38,7 +38,7 @@ class Relayed:
     """Sends one answer, as an ASGI app.
 
     `watcher` sees what is sent; if it is a `Stream`, `go_on` opens the rest at another engine, or
-    answers None if that is not to be.
+    answers None if that is not to be. `named`: see `ApiError.event`.
     """
 
     def __init__(
@@ -49,11 +49,13 @@ class Relayed:
         progress: Progress,
         watcher: Watcher | None = None,
         go_on: Callable[[Stream, Opened], Awaitable[Opened | None]] | None = None,
+        *,
+        named: bool = False,
     ) -> None:
         self.status_code = opened.status
         self._opened, self._silence_s, self._progress = opened, silence_s, progress
         self._id = (ID_HEADER.encode(), request_id.encode())
-        self._watcher, self._go_on = watcher, go_on
+        self._watcher, self._go_on, self._named = watcher, go_on, named
 
     def discard(self) -> None:
         """Nobody gets this answer: close it unread."""
@@ -82,11 +84,11 @@ class Relayed:
             logger.warning("the answer of %s broke off: %s", self._opened.engine.name, error)
             if not self._opened.is_events:
                 return  # the server cuts the connection, which is what an incomplete body means
-            last = error.event()
+            last = error.event(named=self._named)
         except asyncio.CancelledError as error:
             if error.args != (CUT,) or not self._opened.is_events:
                 raise
-            last = ApiError(503, CUT).event()
+            last = ApiError(503, CUT).event(named=self._named)
         finally:
             self._opened.close()
             self._progress.ended(chunks)

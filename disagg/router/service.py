@@ -16,7 +16,7 @@ from starlette.responses import Response
 from yarl import URL
 
 from disagg.config import ConnectorName, RouterSection
-from disagg.router import first_token, http1, legs, migration, upstream
+from disagg.router import first_token, http1, legs, migration, paths, upstream
 from disagg.router.admission import Admission
 from disagg.router.answer import Answer
 from disagg.router.continuing import Continuing
@@ -82,7 +82,7 @@ class Service:
     async def complete(
         self, path: str, body: dict[str, Any], headers: Headers, record: Record
     ) -> Response | Relayed:
-        """Serve a completion or chat completion; raises `ApiError`."""
+        """Serve what is asked at one of `paths.PAIRED`; raises `ApiError`."""
         body = legs.without_params(body)
         sent = upstream.leg_header(upstream.to_engine(headers.raw, record.id, record.trace))
         request = RequestInfo(path, body, headers)
@@ -115,8 +115,10 @@ class Service:
             asks = RequestInfo(path, {**request.body, **alike}, headers)
         opened = await self._decoded(asks, request, seat, handed, sent, record)
         is_stream = opened.status == 200 and opened.is_events
-        watcher = ((stream if migrates else None) or Plain()) if is_stream else None
-        return self._relayed(opened, record, watcher=watcher, go_on=go_on)
+        one = stream if migrates else None
+        watcher = (one or Plain(paths.ENDS[path])) if is_stream else None
+        named = path in paths.NAMED
+        return self._relayed(opened, record, watcher=watcher, go_on=go_on, named=named)
 
     async def forward(
         self, method: str, target: str, data: bytes, headers: Headers, record: Record
@@ -193,7 +195,7 @@ class Service:
 
         async def decode() -> Opened:
             follows = stream.follows(self._fits.said(seat.engine))
-            rest = RequestInfo(migration.COMPLETION, follows, request.headers)
+            rest = RequestInfo(paths.COMPLETION, follows, request.headers)
             opened = await self._decoded(rest, request, seat, handed, header, record)
             if opened.status != 200 or not opened.is_events:
                 opened.close()
@@ -275,7 +277,7 @@ class Service:
 
     def _local_reason(self, request: RequestInfo, seat: Seat) -> str | None:
         """Why decode shall compute the prompt itself; None if prefill shall."""
-        reason = legs.local_reason(request.body)
+        reason = legs.local_reason(request.body, request.path)
         most = self._settings.pairing.local_prefill_tokens
         if reason is not None or not most:
             return reason

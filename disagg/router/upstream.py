@@ -33,6 +33,7 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"content-length",
     b"host",
     b"authorization",
+    b"x-api-key",
     b"accept-encoding",
     b"cookie",
     b"expect",

@@ -45,7 +45,7 @@ def test_what_decode_refuses_ends_its_lease(fleet: Fleet, prompt: Prompt) -> Non
 
 
 def test_a_vllm_with_our_routes_takes_leases_back(fleet: Fleet, prompt: Prompt) -> None:
-    """`--middleware disagg.engine.routes.Routes`, with the secret that this user's engines share."""
+    """`--middleware disagg.engine.routes.Routes`, by the secret that this user's engines share."""
     assert none_held(fleet, LEASE_S + 10), "of other tests"
     params = fleet.producer.prefill(prompt(300))
     forged = {"kv_transfer_params": forge(params)}

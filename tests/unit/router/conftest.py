@@ -28,6 +28,11 @@ from disagg.router.topology import EngineEndpoint
 T = TypeVar("T")
 PARAMS = {"do_remote_prefill": True, "remote_host": "p", "disagg": "ticket", "floats": 1.0}
 
+LAST = {
+    "/v1/responses": b'event: response.completed\ndata: {"type": "response.completed"}\n\n',
+    "/v1/messages": b'event: message_stop\ndata: {"type": "message_stop"}\n\n',
+}
+
 
 class Loop:
     """An event loop in a thread, for servers that synchronous tests talk to."""
@@ -71,9 +76,11 @@ class FakeEngine:
         app = web.Application()
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/responses", self._complete)
+        app.router.add_post("/v1/messages", self._complete)
         app.router.add_post("/disagg/release", self._release)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_post("/v1/responses", self._respond)
+        app.router.add_post("/v1/embeddings", self._respond)
         app.router.add_get("/v1/models", self._models, allow_head=True)
         app.router.add_get("/gzip", self._gzip)
         app.router.add_get("/cut", self._cut)
@@ -143,7 +150,7 @@ class FakeEngine:
                 return answer
             await answer.write(event(number))
             await asyncio.sleep(self.chunk_s)
-        await answer.write(b"data: [DONE]\n\n")
+        await answer.write(LAST.get(request.path, b"data: [DONE]\n\n"))
         return answer
 
     async def _release(self, request: web.Request) -> web.Response:

@@ -14,7 +14,8 @@ from disagg.router.decode_leg import Opened
 from disagg.router.errors import ApiError
 from disagg.router.first_token import Begun, begin, drawn_alike, may_begin
 from disagg.router.legs import prefill_body
-from disagg.router.migration import CHAT, COMPLETION, watched
+from disagg.router.migration import watched
+from disagg.router.paths import CHAT, COMPLETION
 from disagg.router.traffic import Seat
 
 SAID = {"max_model_len": "20", "chats": "plain"}

@@ -387,7 +387,7 @@ def test_a_client_leaves_at_any_byte(setup: Setup, how: str) -> None:
 
 def test_many_pipelined_requests(setup: Setup) -> None:
     bodies = [b'{"model": "m", "prompt": "%d"}' % number for number in range(30)]
-    last = posting(b"{}", "/v1/responses", "connection: close")
+    last = posting(b"{}", "/v1/embeddings", "connection: close")
     with connect(setup) as connection:
         connection.sendall(b"".join(map(posting, bodies)) + last)
         answer = rest(connection)
@@ -399,7 +399,7 @@ def test_many_pipelined_requests(setup: Setup) -> None:
 @pytest.mark.parametrize("limit", [1000, 10])
 def test_expect_100_continue(make: Make, limit: int) -> None:
     setup = make(limits={"max_body_bytes": limit})
-    request = posting(BODY, "/v1/responses", "expect: 100-continue", "connection: close")
+    request = posting(BODY, "/v1/embeddings", "expect: 100-continue", "connection: close")
     with connect(setup) as connection:
         connection.sendall(request[: -len(BODY)])
         assert status(connection.recv(25)) == 100

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from disagg.router.migration import CHAT, COMPLETION, Stream, watched
+from disagg.router.events import Plain
+from disagg.router.migration import Stream, watched
+from disagg.router.paths import CHAT, COMPLETION, ENDS, PAIRED
 
 PROMPT = [5, 6, 7]
 BODY: dict[str, Any] = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 6}
@@ -285,3 +287,16 @@ def test_pictures_are_more_than_their_tokens() -> None:
     assert watched(CHAT, {**TALK, "messages": [{"role": "user", "content": parts}]})
     parts.append({"type": "image_url", "image_url": {"url": "data:"}})
     assert watched(CHAT, {**TALK, "messages": [{"role": "user", "content": parts}]}) is None
+
+
+@pytest.mark.parametrize("path", PAIRED)
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_when_the_stream_of_each_api_is_whole(path: str, size: int) -> None:
+    for end in ENDS[path]:
+        watcher = Plain(ENDS[path])
+        whole = sse({"said": end.decode()}) + end + b"\ndata: {}\n\n"
+        for at in range(0, len(whole) - 1, size):
+            assert watcher.feed(whole[at : min(at + size, len(whole) - 1)]) or not watcher.is_whole
+        assert not watcher.is_whole, "its last event has not ended"
+        watcher.feed(whole[-1:])
+        assert watcher.is_whole

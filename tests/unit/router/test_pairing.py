@@ -17,6 +17,7 @@ from disagg.router.fits import Fits
 from disagg.router.health import Health
 from disagg.router.metrics import RouterMetrics
 from disagg.router.pairing import LeastLoaded, Pairer, PrefixAffinity, RequestInfo, SessionAffinity
+from disagg.router.prefixes import PrefixMemory
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.traffic import Traffic
 
@@ -47,6 +48,23 @@ def test_tokens() -> None:
     assert 100 <= prompts.tokens(chat) < 110
     for odd in ({}, {"prompt": 7}, {"prompt": [[]]}, {"messages": [3, {"content": None}]}):
         assert prompts.tokens(odd) <= 2
+
+
+def test_short_turns_are_not_taken_for_long_ones() -> None:
+    """Chunks go on over the ends of messages: else ten turns of a few words would count as 1,280
+    tokens that an engine has, and whatever is said next as nothing new."""
+    turns = [
+        {"role": role, "content": f"turn {number}: what a day it is"}
+        for number in range(10)
+        for role in ("user", "assistant")
+    ]
+    asked = {"model": "m", "messages": [*turns, {"role": "user", "content": "word " * 2000}]}
+    memory = PrefixMemory()
+    memory.note(prompts.prefix_keys({"model": "m", "messages": turns}), "decode-0")
+    known = memory.tokens(prompts.prefix_keys(asked), "decode-0")
+    assert 128 <= known <= prompts.tokens({"messages": turns})
+    memory.note(prompts.prefix_keys(asked), "decode-0")
+    assert memory.tokens(prompts.prefix_keys(asked), "decode-0") >= prompts.tokens(asked)
 
 
 def test_prefix_keys() -> None:

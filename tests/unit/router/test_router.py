@@ -18,7 +18,7 @@ from disagg.config import RouterSection
 from disagg.credentials import ApiKey
 from disagg.router.main import RouterServer, bind, create_app
 
-from .conftest import PARAMS, Setup, event, leave, wait_for
+from .conftest import LAST, PARAMS, Setup, event, leave, wait_for
 
 Make = Callable[..., Setup]
 
@@ -63,6 +63,62 @@ def test_both_legs(setup: Setup, path: str) -> None:
     assert not {"stream_options", "min_tokens", "best_of", "logprobs"} & prefill.keys()
     ids = {h["x-request-id"] for h in setup.prefill.headers + setup.decode.headers}
     assert ids == {"abc"}
+
+
+@pytest.mark.parametrize(
+    ("path", "limit", "asked"),
+    [
+        ("/v1/responses", "max_output_tokens", {"input": "hello", "store": True, "include": ["x"]}),
+        ("/v1/messages", "max_tokens", {"messages": [{"role": "user", "content": "hello"}]}),
+    ],
+)
+def test_both_legs_of_newer_apis(setup: Setup, path: str, limit: str, asked: Any) -> None:
+    body = {"model": "m", limit: 9, "stream": True, **asked}
+    answer = post(setup, body, path)
+    (prefill,), (decode,) = setup.prefill.bodies, setup.decode.bodies
+    assert answer.content == b"".join(event(n) for n in range(3)) + LAST[path]
+    assert decode == {**body, "kv_transfer_params": PARAMS}
+    assert prefill.pop("kv_transfer_params")["do_remote_decode"] is True
+    expected = {**body, limit: 1, "stream": False} | ({"store": False} if "store" in body else {})
+    expected.pop("include", None)
+    assert prefill == expected
+
+
+@pytest.mark.parametrize("path", LAST)
+def test_newer_apis_name_their_errors(setup: Setup, path: str) -> None:
+    setup.decode.cut_after = 1
+    body = {"model": "m", "messages": [], "stream": True}
+    last = post(setup, body, path).content.rstrip().rpartition(b"\n\n")[2]
+    name, _, data = last.partition(b"\n")
+    assert name == b"event: error"
+    said = json.loads(data.removeprefix(b"data: "))
+    assert (said["type"], said["error"]["code"]) == ("error", 502)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"previous_response_id": "resp_1"},
+        {"background": True},
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "function", "name": "f"}, {"type": "mcp"}]},
+    ],
+)
+def test_what_hangs_on_one_engine_goes_to_decode(setup: Setup, more: dict[str, Any]) -> None:
+    post(setup, {"model": "m", "input": "hello", **more}, "/v1/responses")
+    assert not setup.prefill.bodies
+    assert setup.decode.bodies
+    assert metric(setup, 'disagg_router_local_total{reason="stateful"}') == 1
+
+
+def test_the_key_of_anthropics_clients(make: Make) -> None:
+    setup = make(api_keys=[ApiKey("k", "secret")])
+    headers = {"x-api-key": "secret"}
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+    assert post(setup, body, "/v1/messages", headers=headers).status_code == 200
+    assert post(setup, body, "/v1/messages", headers={"x-api-key": "other"}).status_code == 401
+    for engine in (setup.prefill, setup.decode):
+        assert not any("x-api-key" in sent for sent in engine.headers)
 
 
 def test_without_streaming(setup: Setup) -> None:
@@ -274,7 +330,7 @@ def test_other_paths_go_to_decode_as_they_are(setup: Setup) -> None:
 
 def passed(setup: Setup, body: bytes, kind: str | None = "application/json") -> httpx.Response:
     headers = {"content-type": kind} if kind else {}
-    return client().post(f"{setup.url}/v1/responses", content=body, headers=headers)
+    return client().post(f"{setup.url}/v1/embeddings", content=body, headers=headers)
 
 
 KEY = "kv_transfer_params"
@@ -342,7 +398,7 @@ def raw(setup: Setup, request: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 def test_client_leaves_during_its_upload(
     capfd: pytest.CaptureFixture[str], make: Make, path: str
 ) -> None:
@@ -404,7 +460,7 @@ def test_head(setup: Setup, path: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["answered", "client-left", "engine-refused", "engine-cut"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 def test_in_flight_covers_decode_from_sending_to_the_end(
     setup: Setup, path: str, ending: str
 ) -> None:

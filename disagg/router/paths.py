@@ -1,0 +1,25 @@
+"""The APIs whose prompts are handed over, by their paths; all others go to decode as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"  # OpenAI's newer one, and Anthropic's
+
+_DONE, _ERROR = b"data: [DONE]", b"event: error"
+_RESPONDED = (
+    b"event: response.completed",
+    b"event: response.incomplete",
+    b"event: response.failed",
+)
+# How the last event of a whole stream begins.
+ENDS: Mapping[str, tuple[bytes, ...]] = {
+    COMPLETION: (_DONE,),
+    CHAT: (_DONE,),
+    RESPONSES: (*_RESPONDED, _ERROR),
+    MESSAGES: (b"event: message_stop", _ERROR),
+}
+PAIRED = tuple(ENDS)
+# Their events have names.
+NAMED = frozenset([RESPONSES, MESSAGES])
