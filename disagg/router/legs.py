@@ -157,7 +157,7 @@ def prefill_body(
     """The prefill leg's body for one of `paths.PAIRED`. `asks_params`: for a lease, as all but
     ExampleConnector give. `more`: what else it says."""
     leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
-    leg["stream"] = False
+    leg |= {"stream": False, **(more or {})}
     if asks_params:
         leg[PARAMS] = REMOTE_DECODE
     if path == RESPONSES:
@@ -168,8 +168,6 @@ def prefill_body(
     leg["n"] = 1
     if "max_completion_tokens" in body:
         leg["max_completion_tokens"] = 1
-    if more:
-        leg |= more
     return leg
 
 

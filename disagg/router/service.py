@@ -108,7 +108,7 @@ class Service:
         if begins and stream is not None and handed is not None:
             first = first_token.begin(path, body, said, handed.answer)
             if first is not None:
-                begun = self._begun(stream, first, request, seat, handed, sent, record)
+                begun = self._begun(stream, said, first, request, seat, handed, sent, record)
                 return self._relayed(begun, record, watcher=stream, go_on=go_on)
         asks = request
         if alike and handed is not None:
@@ -184,6 +184,7 @@ class Service:
     def _begun(
         self,
         stream: migration.Stream,
+        said: Mapping[str, str],
         first: bytes,
         request: RequestInfo,
         seat: Seat,
@@ -194,8 +195,7 @@ class Service:
         self._metrics.first_tokens.inc()
 
         async def decode() -> Opened:
-            follows = stream.follows(self._fits.said(seat.engine))
-            rest = RequestInfo(paths.COMPLETION, follows, request.headers)
+            rest = RequestInfo(paths.COMPLETION, stream.follows(said), request.headers)
             opened = await self._decoded(rest, request, seat, handed, header, record)
             if opened.status != 200 or not opened.is_events:
                 opened.close()
