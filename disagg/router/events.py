@@ -7,7 +7,7 @@ from typing import Protocol
 from disagg.router.errors import ApiError
 
 END, DONE = b"\n\n", b"data: [DONE]"
-_LONGEST_EVENT = 1 << 20
+_LONGEST_EVENT = 16 << 20  # a million prompt tokens, or all of a response in its last event
 
 
 class Watcher(Protocol):

@@ -300,3 +300,19 @@ def test_when_the_stream_of_each_api_is_whole(path: str, size: int) -> None:
         assert not watcher.is_whole, "its last event has not ended"
         watcher.feed(whole[-1:])
         assert watcher.is_whole
+
+
+def test_events_as_long_as_prompts_get() -> None:
+    prompt = [*range(100_000, 500_000)]
+    stream, whole = watch(COMPLETION, BODY), completion([1], "a", prompt)
+    size = 1 << 16
+    passed = b"".join(stream.feed(whole[at : at + size]) for at in range(0, len(whole), size))
+    assert stream.failure is None
+    assert events(passed)[0]["choices"][0]["text"] == "a"
+    rest = stream.rest(0, SAID)
+    assert rest is not None
+    assert rest["prompt"] == [*prompt, 1]
+    endless = watch(COMPLETION, BODY)
+    for _ in range(17):
+        endless.feed(b"x" * (1 << 20))
+    assert endless.failure is not None
