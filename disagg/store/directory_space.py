@@ -34,6 +34,7 @@ LOCK = ".space"
 _HIGH, _LOW = 0.95, 0.9
 _STEP = 0.02
 _ABANDONED_S = 3600.0
+_RECORD_BYTES = 64
 
 OnRemoved = Callable[[str, list[Key]], None]
 """(namespace, keys): these were evicted by this process. Called by the thread that evicts;
@@ -200,8 +201,11 @@ class DirectorySpace:
             os.close(descriptor)
 
     def _record(self, total: int) -> None:
-        with contextlib.suppress(OSError):
-            (self._root / LOCK).write_text(json.dumps([total, time.time()]))
+        """In one write of one length, so that nobody reads half of it."""
+        content = json.dumps([total, time.time()]).ljust(_RECORD_BYTES).encode()
+        with contextlib.suppress(OSError), (self._root / LOCK).open("r+b", buffering=0) as file:
+            file.write(content)
+            file.truncate(len(content))
 
     def _recorded(self) -> tuple[int, float]:
         """What the last look found, and when; zeros if that can't be read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -133,6 +134,25 @@ def test_the_last_look_is_known_after_a_restart(tmp_path: Path, make: MakeSpace)
     make(100).make_room()
     (space,) = [make(100)]
     assert space.used == 4 * FILE
+
+
+def test_whoever_comes_finds_the_last_look_whole(tmp_path: Path, make: MakeSpace) -> None:
+    """Also while another one looks: an empty record would count as an empty directory."""
+    write(open_directory(tmp_path), *range(4))
+    space = make(100)
+    space.make_room()
+    seen: list[int] = []
+
+    def read() -> None:
+        while len(seen) < 3000:
+            content = (tmp_path / LOCK).read_text()
+            seen.append(json.loads(content)[0] if content else 0)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while reader.is_alive():
+        space.make_room()
+    assert set(seen) == {4 * FILE}
 
 
 @pytest.mark.parametrize("content", ["", "x", "[1]", "{}", "[null, 1]", '["1e5", 0]'])
