@@ -50,7 +50,7 @@ class Splitter:
 class Plain(Splitter):
     """An answer of one engine; whole when its last event begins with one of `ends`."""
 
-    def __init__(self, ends: tuple[bytes, ...] = (DONE,)) -> None:
+    def __init__(self, ends: tuple[bytes, ...]) -> None:
         super().__init__()
         self._ends, self.is_whole = ends, False
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from disagg.router.events import DONE
+
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"  # OpenAI's newer one, and Anthropic's
 
-_DONE, _ERROR = b"data: [DONE]", b"event: error"
+_ERROR = b"event: error"
 _RESPONDED = (
     b"event: response.completed",
     b"event: response.incomplete",
@@ -15,8 +17,8 @@ _RESPONDED = (
 )
 # How the last event of a whole stream begins.
 ENDS: Mapping[str, tuple[bytes, ...]] = {
-    COMPLETION: (_DONE,),
-    CHAT: (_DONE,),
+    COMPLETION: (DONE,),
+    CHAT: (DONE,),
     RESPONSES: (*_RESPONDED, _ERROR),
     MESSAGES: (b"event: message_stop", _ERROR),
 }
