@@ -24,6 +24,7 @@ from disagg.router.traffic import Seat, Traffic
 @dataclass(eq=False)
 class _Waiting:
     request: RequestInfo
+    tried: Collection[EngineEndpoint]
     seat: asyncio.Future[Seat]
     since: float = field(default_factory=time.monotonic)
 
@@ -39,20 +40,23 @@ class Admission:
         self._queues: dict[Role, deque[_Waiting]] = {"prefill": deque(), "decode": deque()}
         self._last_wait_s = 0.0
 
-    async def seat(self, role: Role, request: RequestInfo) -> Seat | None:
-        """A seat at an engine of this role, waited for if need be; None if none is up.
+    async def seat(
+        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+    ) -> Seat | None:
+        """A seat at an engine of this role that is not among `tried`, waited for if need be; None
+        if none is up. Who tried some was let in before, and is before those who wait.
 
         Raises `ApiError` 429 if too many wait already, or it waited too long.
         """
         queue = self._queues[role]
-        if not queue:
-            seat = self.another(role, request)
-            if seat is not None or not self._pairer.serves(role, request):
+        if tried or not queue:
+            seat = self.another(role, request, tried)
+            if seat is not None or not self._pairer.serves(role, request, tried):
                 return seat
-        if len(queue) >= self._limits.max_queued:
+        if not tried and len(queue) >= self._limits.max_queued:
             raise self._busy("too many requests wait already")
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
-        queue.append(waiting)
+        waiting = _Waiting(request, tried, asyncio.get_running_loop().create_future())
+        (queue.appendleft if tried else queue.append)(waiting)
         self._metrics.queued.inc()
         try:
             async with asyncio.timeout(self._limits.queue_timeout_s):
@@ -87,15 +91,19 @@ class Admission:
             self._admit_waiting(role)
 
     def _admit_waiting(self, role: Role) -> None:
-        queue = self._queues[role]
+        queue, left = self._queues[role], list[_Waiting]()
         while queue:
-            waiting = queue[0]
-            if not waiting.seat.done():
-                seat = self.another(role, waiting.request)
-                if seat is None:
-                    return
+            waiting = queue.popleft()
+            if waiting.seat.done():
+                continue
+            seat = self.another(role, waiting.request, waiting.tried)
+            if seat is not None:
                 waiting.seat.set_result(seat)
-            queue.popleft()
+                continue
+            left.append(waiting)
+            if not waiting.tried:
+                break  # who is behind it may go where it may
+        queue.extendleft(reversed(left))
 
     def _gave_up(self, waiting: _Waiting) -> None:
         """It leaves the queue; a seat that it got in the same moment goes to the next."""

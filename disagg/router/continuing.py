@@ -86,38 +86,36 @@ class Continuing:
         request: RequestInfo,
         header: bytes,
         record: Record,
-    ) -> Opened | None:
-        seat = self._admission.another("decode", request, [dead])
+    ) -> Opened:
+        seat = await self._admission.seat("decode", request, [dead])
         if seat is None:
-            return None
-        back: int | None = 0
+            raise ApiError(503, "no other decode engine is there")
+        back = 0
         try:
             if stream.has_begun:
                 back = await self._unsent(stream, seat.engine, request)
-                body = None if back is None else stream.rest(back, self._fits.said(seat.engine))
+                body = stream.rest(back, self._fits.said(seat.engine))
                 if body is None:
-                    seat.leave()
-                    return None
+                    raise ApiError(502, "what is left of it no other engine can give")
                 request = RequestInfo(paths.COMPLETION, body, request.headers)
         except BaseException:
             seat.leave()
             raise
         opened = await self._service.open(request, seat, header, record)
         if isinstance(opened, Response):
-            return None
+            raise ApiError(502, f"prefill answered {opened.status_code}")
         if opened.answer.status != 200 or not opened.is_events:
             opened.close()
-            return None
+            raise ApiError(502, f"{opened.engine.name} answered {opened.answer.status}")
         if stream.has_begun:
-            stream.goes_on(back or 0)
+            stream.goes_on(back)
         else:
             stream.begins_anew()
         return opened
 
-    async def _unsent(
-        self, stream: Stream, engine: EngineEndpoint, request: RequestInfo
-    ) -> int | None:
-        """How many of the last tokens have no text yet; None if the text is not the tokens'."""
+    async def _unsent(self, stream: Stream, engine: EngineEndpoint, request: RequestInfo) -> int:
+        """How many of the last tokens have no text yet. Raises `ApiError` if the text is not the
+        tokens'."""
         back = await self._untold(stream, set(), engine, request)
         if back is not None:
             return back
@@ -127,7 +125,10 @@ class Continuing:
             for token in stream.silent()
             if _PART_OF_CHARACTER not in await self._text([token], engine, request)
         }
-        return await self._untold(stream, special, engine, request) if special else None
+        back = await self._untold(stream, special, engine, request) if special else None
+        if back is None:
+            raise ApiError(502, "its text is not that of its tokens")
+        return back
 
     async def _untold(
         self, stream: Stream, left_out: set[int], engine: EngineEndpoint, request: RequestInfo

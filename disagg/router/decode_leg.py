@@ -154,7 +154,7 @@ class DecodeLeg:
                 failure = error
             other: Seat | None = None
             if len(tried) < attempts and (failure is None or failure.status != 504):
-                other = self._admission.another("decode", request, tried)
+                other = await self._elsewhere(request, tried, opened)
             if other is None:
                 if opened is not None:
                     failure = await self._refusal(opened)
@@ -166,6 +166,18 @@ class DecodeLeg:
             self._metrics.retries.labels("decode").inc()
             record.retries += 1
             seat = other
+
+    async def _elsewhere(
+        self, request: RequestInfo, tried: list[EngineEndpoint], refused: Opened | None
+    ) -> Seat | None:
+        try:
+            return await self._admission.seat("decode", request, tried)
+        except ApiError:
+            return None  # why it was refused tells more than that others have no room
+        except BaseException:
+            if refused is not None:
+                refused.close()
+            raise
 
     async def _refusal(self, opened: Opened) -> ApiError:
         """An engine's 5xx as an error: in its own words if they are OpenAI's shape."""

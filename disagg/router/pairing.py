@@ -160,9 +160,11 @@ class Pairer:
             "decode": make_policy(settings.decode, settings, traffic),
         }
 
-    def serves(self, role: Role, request: RequestInfo) -> bool:
-        """Whether it is worth a wait for an engine of this role."""
-        return bool(self._candidates(role, request))
+    def serves(
+        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+    ) -> bool:
+        """Whether it is worth a wait for an engine of this role that is not among `tried`."""
+        return bool(self._candidates(role, request, tried))
 
     def wait_s(self, role: Role, request: RequestInfo) -> float:
         """About how long the least busy engine of this role reads before it; 0 without one."""
@@ -181,8 +183,8 @@ class Pairer:
         None if there is none."""
         engines = [
             engine
-            for engine in self._candidates(role, request)
-            if engine not in tried and (room is None or self._traffic.requests(engine) < room)
+            for engine in self._candidates(role, request, tried)
+            if room is None or self._traffic.requests(engine) < room
         ]
         if not engines:
             return None
@@ -190,8 +192,12 @@ class Pairer:
         self._health.trying(chosen)
         return chosen
 
-    def _candidates(self, role: Role, request: RequestInfo) -> Sequence[EngineEndpoint]:
+    def _candidates(
+        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+    ) -> Sequence[EngineEndpoint]:
         engines = self._topology.of(role)
+        if tried:
+            engines = [engine for engine in engines if engine not in tried]
         partner = request.partner
         if partner is not None:
             engines = [engine for engine in engines if self._fits.fit(engine, partner)]

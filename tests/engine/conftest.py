@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -116,10 +116,15 @@ def running(
             server.stop()
 
 
+class HasUrl(Protocol):
+    """An engine, or what stands before it."""
+
+    @property
+    def url(self) -> str: ...
+
+
 @contextmanager
-def routed(
-    prefills: Sequence[VllmServer], decodes: Sequence[VllmServer], **section: Any
-) -> Iterator[str]:
+def routed(prefills: Sequence[HasUrl], decodes: Sequence[HasUrl], **section: Any) -> Iterator[str]:
     """The URL of a router of ours in front of these; `section` as in the YAML."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
