@@ -48,6 +48,8 @@ _MUST_AGREE: Mapping[str, Any] = {
     "quantization": None,
     "prefix_caching_hash_algo": "sha256",
     "hf_overrides": None,
+    "enable_lora": False,
+    "lora_modules": None,
 }
 _SAME_DTYPE = {"half": "float16", "float": "float32"}
 

@@ -7,14 +7,13 @@ and token).
 
 from __future__ import annotations
 
-import hashlib
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import vllm
 
+from disagg.connector.weights import checkpoint
 from disagg.errors import ConfigError
 from disagg.transport.blocks import BlockCache, Region
 
@@ -31,7 +30,6 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_SAMPLE = 1 << 20
 NULL_BLOCK = 0
 """vLLM's own block that stands for those no longer kept. No request's data is ever there."""
 
@@ -176,7 +174,7 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig, cache: BlockCache) 
     )
     return {
         "vllm": vllm.__version__.partition("+")[0],
-        "checkpoint": checkpoint(model.model, model.revision),
+        **model_fields(config),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(caching.cache_dtype),
@@ -190,6 +188,20 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig, cache: BlockCache) 
     }
 
 
+def model_fields(config: VllmConfig) -> dict[str, str]:
+    """Which model it is: weights, and how its configuration was overridden."""
+    model = config.model_config
+    fields = {"checkpoint": checkpoint(model.model, model.revision)}
+    overrides = model.hf_overrides
+    if callable(overrides):
+        fields["hf_overrides"] = f"{overrides.__module__}.{overrides.__qualname__}"
+    elif overrides:
+        fields["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=str)
+    if model.hf_config_path:
+        fields["hf_config_path"] = checkpoint(model.hf_config_path, None)
+    return fields
+
+
 def _groups(kv_cache: KVCacheConfig) -> str:
     """What each group is and how many layers it has, in order: blocks are matched by group."""
     described = []
@@ -198,31 +210,3 @@ def _groups(kv_cache: KVCacheConfig) -> str:
         kind = type(group.kv_cache_spec).__name__.removesuffix("Spec")
         described.append(f"{len(group.layer_names)} {kind}" + (f" of {window}" if window else ""))
     return ", ".join(described)
-
-
-def checkpoint(path: str, revision: str | None) -> str:
-    """A digest that tells two checkpoints apart wherever they lie.
-
-    Samples both ends of each weight file: reading a large one whole would cost minutes.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        return f"{path}@{revision or 'default'}"
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(_canonical_config(folder))
-    for file in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as weights:
-            digest.update(weights.read(_SAMPLE))
-            weights.seek(max(0, size - _SAMPLE))
-            digest.update(weights.read(_SAMPLE))
-    return digest.hexdigest()
-
-
-def _canonical_config(folder: Path) -> bytes:
-    try:
-        text = (folder / "config.json").read_text()
-    except OSError:
-        return b""  # formats without one are told apart by their weights
-    return json.dumps(json.loads(text), sort_keys=True).encode()

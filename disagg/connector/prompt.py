@@ -1,8 +1,9 @@
 """Which prompt a block belongs to: digests that both engines compute on their own.
 
-Full blocks use vLLM's chained block hashes, which also cover LoRA, multimodal input and cache
-salt. The tokens after the last full block have no hash of vLLM's, so they get one of ours over
-the same things. A cache can then never serve another prompt than its own.
+Full blocks use vLLM's chained block hashes, which also cover multimodal input, cache salt, and
+name and path of a LoRA adapter, whose weights are added here. The tokens after the last full block
+have no hash of vLLM's, so they get one of ours over the same things. A cache can then never serve
+another prompt than its own.
 """
 
 from __future__ import annotations
@@ -36,15 +37,24 @@ def hasher(algorithm: str) -> Hasher:
     return hash_blocks
 
 
-def digests(request: Request, hashes: Sequence[bytes], block_size: int, num_tokens: int) -> bytes:
+def digests(
+    request: Request,
+    hashes: Sequence[bytes],
+    block_size: int,
+    num_tokens: int,
+    adapter: bytes = b"",
+) -> bytes:
     """`DIGEST` bytes per full block of the prompt's first tokens, then `DIGEST` bytes for the rest
     of these.
 
-    `hashes`: vLLM's chained block hashes of the request at this block size.
+    `hashes`: vLLM's chained block hashes of the request at this block size. `adapter`: which
+    weights its LoRA adapter has, see `weights.py`.
     """
     full = num_tokens // block_size
+    if adapter:
+        hashes = [_mixed(hash_, adapter) for hash_ in hashes[:full]]
     blocks = b"".join(hash_[:DIGEST] for hash_ in hashes[:full])
-    return blocks + _tail(request, hashes, full, slice(full * block_size, num_tokens))
+    return blocks + _tail(request, hashes, full, slice(full * block_size, num_tokens), adapter)
 
 
 def shared_tokens(ours: bytes, theirs: bytes, num_tokens: int, block_size: int) -> int:
@@ -68,10 +78,16 @@ def hashable(request: Request) -> bool:
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
-def _tail(request: Request, hashes: Sequence[bytes], full: int, rest: slice) -> bytes:
+def _mixed(hash_: bytes, adapter: bytes) -> bytes:
+    return hashlib.blake2b(hash_, digest_size=DIGEST, key=adapter).digest()
+
+
+def _tail(
+    request: Request, hashes: Sequence[bytes], full: int, rest: slice, adapter: bytes
+) -> bytes:
     tokens = list(request.prompt_token_ids or ())[rest]
     identity = (
-        request.lora_request.lora_name if request.lora_request else None,
+        adapter,
         request.cache_salt,
         [feature.identifier for feature in request.mm_features],
         tokens,

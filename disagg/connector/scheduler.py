@@ -21,6 +21,7 @@ from disagg.connector.geometry import NULL_BLOCK
 from disagg.connector.messages import Grant, Letter, Load, LoadReport, StepReport, StepWork
 from disagg.connector.metrics import ConnectorStats
 from disagg.connector.settings import ConnectorSettings
+from disagg.connector.weights import Adapters
 from disagg.transport import sharding
 from disagg.transport.client import Endpoint
 from disagg.transport.ticket import Handoff
@@ -78,7 +79,7 @@ class SchedulerHalf:
         self._engine_id, self._block_size, self._world_size = engine_id, block_size, world_size
         self._windows = windows
         self._kv_heads, self._splits_blocks = kv_heads, splits_blocks
-        self._hash_blocks = hash_blocks
+        self._hash_blocks, self._adapters = hash_blocks, Adapters()
         self._produces, self._consumes = produces, consumes
         self._endpoints: list[Endpoint] = []
         self._next_lease = 0
@@ -150,7 +151,8 @@ class SchedulerHalf:
         hashes: Sequence[bytes] = request.block_hashes
         if block_size != self._block_size:
             hashes = self._hash_blocks(request, block_size)
-        return prompt.digests(request, hashes, block_size, num_tokens)
+        adapter = self._adapters.of(request.lora_request)
+        return prompt.digests(request, hashes, block_size, num_tokens, adapter)
 
     def _refuse(self, request: Request, problem: str, handoff: Handoff | None) -> None:
         logger.warning("request %s computes its prompt here: %s", request.request_id, problem)

@@ -104,6 +104,8 @@ def test_on_gpus_the_block_size_is_left_to_vllm() -> None:
         ),
         ({"block_size": 64}, {}, "prefill.args.block_size: 64"),
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "decode.args.kv_cache_dtype"),
+        ({"enable_lora": True}, {}, "prefill.args.enable_lora"),
+        ({"lora_modules": ["a=/a"]}, {"lora_modules": ["a=/b"]}, "decode.args.lora_modules"),
         (
             {"max_model_len": 4096},
             {"max_model_len": 2048},

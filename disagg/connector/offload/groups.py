@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from disagg.connector.geometry import NULL_BLOCK
+from disagg.connector.weights import Adapters
 from disagg.store.base import Key
 
 if TYPE_CHECKING:
@@ -63,12 +64,15 @@ class Chunks:
     `full`, `windowed`: the numbers of the groups that see all, and of the others.
     """
 
-    def __init__(self, groups: Sequence[Group], per: int, block_size: int) -> None:
+    def __init__(
+        self, groups: Sequence[Group], per: int, block_size: int, hash_bytes: int = 32
+    ) -> None:
         self._groups, self.per, self.block_size = tuple(groups), per, block_size
         self.tokens = per * block_size
         self.full = [n for n, group in enumerate(groups) if group.sees_all]
         self.windowed = [n for n, group in enumerate(groups) if not group.sees_all]
-        # Of one group, a key is the block's hash alone.
+        self._hash_bytes, self._adapters = hash_bytes, Adapters()
+        # Of one group and without an adapter, a key is the block's hash alone.
         several = len(groups) > 1
         self._suffixes = [
             n.to_bytes(_SUFFIX_BYTES, "big") if several else b"" for n in range(len(groups))
@@ -93,7 +97,8 @@ class Chunks:
 
     def keys(self, request: Request, group: int, first: int, stop: int) -> list[Key]:
         """Of chunks [first, stop): the hash of each one's last block, as far as known."""
-        hashes, suffix = request.block_hashes, self._suffixes[group]
+        hashes = request.block_hashes
+        suffix = self._adapters.of(request.lora_request) + self._suffixes[group]
         ends = hashes[(first + 1) * self.per - 1 : stop * self.per : self.per]
         return [bytes(hash_) + suffix for hash_ in ends]
 
@@ -151,9 +156,8 @@ class Chunks:
 
     def told_apart(self, key: Key) -> tuple[Key, int | None]:
         """The hash in a key, and the group's number if there are several."""
-        if self.groups == 1:
-            return key, None
-        return key[:-_SUFFIX_BYTES], int.from_bytes(key[-_SUFFIX_BYTES:], "big")
+        hash_ = key[: self._hash_bytes]
+        return hash_, int.from_bytes(key[-_SUFFIX_BYTES:], "big") if self.groups > 1 else None
 
     def _known(self, request: Request, tokens: int) -> int:
         return min(tokens // self.tokens, len(request.block_hashes) // self.per)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vllm
+from vllm.utils.hashing import get_hash_fn_by_name
 
 from disagg.connector import geometry
 from disagg.connector.offload import groups
@@ -54,7 +55,8 @@ def block_bytes(kv_cache: KVCacheConfig) -> int:
 def chunks(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> Chunks:
     """How prompts are cut, in each group."""
     per, block_size = settings.blocks_per_chunk, config.cache_config.block_size
-    return Chunks(groups.read(kv_cache), per, block_size)
+    hash_bytes = len(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)(b""))
+    return Chunks(groups.read(kv_cache), per, block_size, hash_bytes)
 
 
 def slots(settings: OffloadSettings, kv_cache: KVCacheConfig) -> int:
@@ -130,7 +132,7 @@ def fingerprint(
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
     fields = {
         "model": Path(model.model).name,
-        "checkpoint": geometry.checkpoint(model.model, model.revision),
+        **geometry.model_fields(config),
         "vllm_version": vllm.__version__.partition("+")[0],
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),

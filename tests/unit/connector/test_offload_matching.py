@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.connector.modelless import BLOCK, Layers
 from unit.store.chunks import FINGERPRINT
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
 
@@ -63,6 +64,7 @@ class Prompt:
 
     num_tokens: int
     salt: int = field(default_factory=lambda: next(SALTS))
+    lora_request: LoRARequest | None = None
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -257,6 +259,22 @@ def test_the_key_of_one_group_is_the_hash() -> None:
         assert keys == [prompt.block_hashes[n] + suffix for n in (1, 3)]
         assert chunks.told_apart(keys[0])[0] == prompt.block_hashes[1]
         assert chunks.told_apart(keys[0])[1] == (1 if suffix else None)
+
+
+def test_the_key_says_which_weights_an_adapter_has(tmp_path: Path) -> None:
+    """The same hash, as vLLM knows names and paths alone."""
+    prompt: Any = Prompt(2 * BLOCK)
+    plain, seen = Chunks([Group()], 1, BLOCK).keys(prompt, 0, 0, 2), set[Key]()
+    prompt.lora_request = LoRARequest("mine", 1, str(tmp_path))
+    for weights in (b"old", b"new"):
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        for groups in ([Group()], [Group(), Group(window=3)]):
+            chunks = Chunks(groups, 1, BLOCK)
+            keys = chunks.keys(prompt, len(groups) - 1, 0, 2)
+            told = [chunks.told_apart(key) for key in keys]
+            assert told == [(key, 1 if len(groups) > 1 else None) for key in plain]
+            seen.update(keys)
+    assert len({*plain} | seen) == 10
 
 
 def test_of_windows_only_the_last_chunks_are_kept_in_use() -> None:
