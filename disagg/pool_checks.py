@@ -51,6 +51,7 @@ _MUST_AGREE: Mapping[str, Any] = {
     "enable_lora": False,
     "lora_modules": None,
 }
+_DRAFTS_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 _SAME_DTYPE = {"half": "float16", "float": "float32"}
 
 
@@ -148,6 +149,13 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
                 f"{keys[0]} — {keys[1]}: they must agree, or no block can be exchanged; "
                 f"set engine.args.{name} alone"
             )
+    ours_drafts, theirs_drafts = (_draft(args) for args in (ours, theirs))
+    if ours_drafts != theirs_drafts:
+        keys = [_described(deployment, role, "speculative_config") for role in ROLES]
+        yield (
+            f"{keys[0]} — {keys[1]}: the draft has a KV cache, which both must have, or no block "
+            "can be exchanged; set engine.args.speculative_config alone"
+        )
     longest, taken = (args.get("max_model_len") for args in (ours, theirs))
     if isinstance(longest, int) and isinstance(taken, int) and taken < longest:
         yield (
@@ -163,6 +171,14 @@ def _uneven_blocks(deployment: Deployment, ours: Any, theirs: Any) -> Iterator[s
     if max(ours, theirs) % min(ours, theirs):
         keys = [_described(deployment, role, "block_size") for role in ROLES]
         yield f"{keys[0]} — {keys[1]}: one must divide the other; set engine.args.block_size alone"
+
+
+def _draft(args: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """What the engine drafts with, if that has a cache of its own."""
+    speculative = args.get("speculative_config")
+    if not isinstance(speculative, dict) or speculative.get("method") in _DRAFTS_WITHOUT_CACHE:
+        return None
+    return speculative.get("method"), speculative.get("model")
 
 
 def _canonical(name: str, value: Any, default: Any) -> Any:

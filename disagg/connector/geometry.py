@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import vllm
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from disagg.connector.weights import checkpoint
 from disagg.errors import ConfigError
@@ -19,7 +26,7 @@ from disagg.transport.blocks import BlockCache, Region
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 _DTYPES = {
     torch.float32: "F32",
@@ -62,21 +69,18 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
             f"block_size: {block_size} — prefix hashes cover {kv_cache.hash_block_size} tokens; "
             "both must be the same"
         )
-    if config.speculative_config is not None:
-        problems.append("speculative_config — handoffs of draft caches are not supported; unset it")
+    draft = config.speculative_config
+    if draft is not None and draft.method == "extract_hidden_states":
+        problems.append(
+            "speculative_config.method: extract_hidden_states — hidden states have a connector of "
+            "their own and are not handed over; unset it"
+        )
     if problems:
         raise ConfigError(problems)
 
 
 def _problems_of_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
-    from vllm.v1 import kv_cache_interface as specs
-
-    moved = {
-        specs.FullAttentionSpec,
-        specs.MLAAttentionSpec,
-        specs.SlidingWindowSpec,
-        specs.ChunkedLocalAttentionSpec,
-    }
+    moved = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec}
     block_size, problems = config.cache_config.block_size, []
     for group in kv_cache.kv_cache_groups:
         spec, first = group.kv_cache_spec, group.layer_names[0]
@@ -93,16 +97,22 @@ def _problems_of_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str
     return problems
 
 
+def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    """Of each layer: vLLM makes one group of layers that differ in their size alone."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.values())
+    return [spec] * len(group.layer_names)
+
+
 def has_windows(kv_cache: KVCacheConfig) -> bool:
     """Whether blocks may be freed while their request runs: layers that look back only so far.
 
     Several groups count as such, whatever they are.
     """
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
-
     groups = kv_cache.kv_cache_groups
     windowed = (ChunkedLocalAttentionSpec, SlidingWindowSpec)
-    return len(groups) > 1 or any(isinstance(g.kv_cache_spec, windowed) for g in groups)
+    return len(groups) > 1 or any(isinstance(layer_specs(g)[0], windowed) for g in groups)
 
 
 def block_cache(kv_caches: dict[str, torch.Tensor]) -> BlockCache:
@@ -189,7 +199,8 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig, cache: BlockCache) 
 
 
 def model_fields(config: VllmConfig) -> dict[str, str]:
-    """Which model it is: weights, and how its configuration was overridden."""
+    """Which model it is: weights, how its configuration was overridden, and which draft's layers
+    are among its own."""
     model = config.model_config
     fields = {"checkpoint": checkpoint(model.model, model.revision)}
     overrides = model.hf_overrides
@@ -199,6 +210,10 @@ def model_fields(config: VllmConfig) -> dict[str, str]:
         fields["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=str)
     if model.hf_config_path:
         fields["hf_config_path"] = checkpoint(model.hf_config_path, None)
+    speculative = config.speculative_config
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        draft = speculative.draft_model_config
+        fields["draft"] = f"{speculative.method} {checkpoint(draft.model, draft.revision)}"
     return fields
 
 
@@ -206,7 +221,8 @@ def _groups(kv_cache: KVCacheConfig) -> str:
     """What each group is and how many layers it has, in order: blocks are matched by group."""
     described = []
     for group in kv_cache.kv_cache_groups:
-        window = getattr(group.kv_cache_spec, "sliding_window", None)
-        kind = type(group.kv_cache_spec).__name__.removesuffix("Spec")
+        spec = layer_specs(group)[0]
+        window = getattr(spec, "sliding_window", None)
+        kind = type(spec).__name__.removesuffix("Spec")
         described.append(f"{len(group.layer_names)} {kind}" + (f" of {window}" if window else ""))
     return ", ".join(described)

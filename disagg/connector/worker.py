@@ -31,7 +31,7 @@ from disagg.connector.messages import (
     WorkerAddress,
 )
 from disagg.connector.settings import ConnectorSettings
-from disagg.errors import PeerLost, TransferError
+from disagg.errors import PeerLost, PeerRefused, TransferError
 from disagg.transport import handoff, sharding
 from disagg.transport.base import Deadline, Event, FetchJob, Receiver, Sender
 from disagg.transport.blocks import BlockCache, Selection
@@ -268,9 +268,11 @@ class WorkerHalf:
     ) -> handoff.Moved:
         """Fetch this rank's heads from every producer rank that holds some of them."""
         assert self._peers is not None
-        if isinstance(after, TransferError):
+        problem = after if isinstance(after, TransferError) else self._cannot(load)
+        if problem is not None:
             self._release(load.endpoints, load.lease)
-            raise after
+            raise problem
+        assert not isinstance(after, TransferError)
         wanted = list(self._wanted(load))
         moved: list[handoff.Moved] = []
         try:
@@ -287,13 +289,19 @@ class WorkerHalf:
         self._release(self._unread(load.endpoints), load.lease)
         return handoff.total(moved)
 
+    def _cannot(self, load: Load) -> TransferError | None:
+        """A draft may have other heads than its model, which are then not sliced."""
+        if self._slices(len(load.endpoints)) and self._cache and self._cache.heads is None:
+            return PeerRefused("layers differ in their heads", "tensor_parallel_size")
+        return None
+
     def _wanted(self, load: Load) -> Iterator[tuple[handoff.Wanted, Selection]]:
-        producers = len(load.endpoints)
+        producers, slices = len(load.endpoints), self._slices(len(load.endpoints))
         count = sum(stop - start for start, stop in load.spans)
         readers = sharding.readers(producers, self._world_size, self._kv_heads)
         for source in sharding.sources(producers, self._world_size, self._rank, self._kv_heads):
             # Ranks of one size hold the same heads, so blocks go over whole.
-            theirs, ours = (source.theirs, source.ours) if self._slices(producers) else (None, None)
+            theirs, ours = (source.theirs, source.ours) if slices else (None, None)
             part = Part(load.unit, load.spans, theirs)
             endpoint = load.endpoints[source.rank]
             yield (

@@ -107,6 +107,11 @@ def test_on_gpus_the_block_size_is_left_to_vllm() -> None:
         ({"enable_lora": True}, {}, "prefill.args.enable_lora"),
         ({"lora_modules": ["a=/a"]}, {"lora_modules": ["a=/b"]}, "decode.args.lora_modules"),
         (
+            {"speculative_config": {"method": "eagle3", "model": "/head"}},
+            {"speculative_config": {"method": "ngram"}},
+            "decode.args.speculative_config: {'method': 'ngram'}: the draft has a KV cache",
+        ),
+        (
             {"max_model_len": 4096},
             {"max_model_len": 2048},
             "decode.args.max_model_len: 2048 — prefill.args.max_model_len: 4096: decode must take "
@@ -125,6 +130,7 @@ def test_pools_that_cannot_exchange_blocks_name_both_keys(
     ("prefill", "decode"),
     [
         ({"block_size": 128}, {}),
+        ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
         ({"tensor_parallel_size": 2}, {}),
         ({"dtype": "half"}, {"dtype": "float16"}),
         ({"max_num_seqs": 4}, {"max_num_seqs": 8}),

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from disagg.connector.geometry import NULL_BLOCK
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+
+from disagg.connector.geometry import NULL_BLOCK, layer_specs
 from disagg.connector.weights import Adapters
 from disagg.store.base import Key
 
@@ -44,11 +46,9 @@ class Group:
 
 def read(kv_cache: KVCacheConfig) -> list[Group]:
     """The groups that vLLM has made."""
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
-
     groups = []
     for group in kv_cache.kv_cache_groups:
-        spec = group.kv_cache_spec
+        spec = layer_specs(group)[0]
         if isinstance(spec, SlidingWindowSpec):
             groups.append(Group(window=spec.sliding_window + spec.extra_retained_tokens))
         elif isinstance(spec, ChunkedLocalAttentionSpec):

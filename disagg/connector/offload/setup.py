@@ -47,7 +47,7 @@ def block_bytes(kv_cache: KVCacheConfig) -> int:
     """Bytes of one block over all layers, of one rank. The layers of several groups share the same
     memory, in which each block belongs to one group at a time."""
     return max(
-        int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
+        sum(int(spec.page_size_bytes) for spec in geometry.layer_specs(group))
         for group in kv_cache.kv_cache_groups
     )
 

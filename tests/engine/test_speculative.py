@@ -1,0 +1,192 @@
+"""Engines that guess tokens and check them: their drafts' caches are handed over and kept too, and
+answers are those of an engine that guesses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import save_file
+
+from disagg.bench.vllm_server import VllmServer, token_ids
+from engine.conftest import Fleet, beside, running, tiers, transfer
+from engine.waiting import eventually
+
+ENGINES = ("producer", "single")
+Prompt = Callable[[int], list[int]]
+BLOCK, TOKENS, GUESSED = 128, 120, 3
+NGRAMS = {"method": "ngram", "num_speculative_tokens": GUESSED, "prompt_lookup_max": 3}
+
+
+def write_eagle(model: Path, folder: Path) -> None:
+    """An EAGLE-3 head of random weights: hardly a guess of it is right."""
+    given = json.loads((model / "config.json").read_text())
+    kept = ("hidden_size", "vocab_size", "head_dim", "max_position_embeddings")
+    heads, kv_heads, inner = 2, 1, 512
+    config = {key: given[key] for key in kept} | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "draft_vocab_size": given["vocab_size"],
+        "torch_dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+    }
+    hidden, width = given["hidden_size"], given["head_dim"]
+    sizes = {
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (given["vocab_size"], hidden),
+        "midlayer.self_attn.q_proj": (heads * width, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv_heads * width, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv_heads * width, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, heads * width),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+    }
+    norms = ("norm", "midlayer.hidden_norm", "midlayer.input_layernorm")
+    draw, tensors = np.random.default_rng(1), dict[str, npt.NDArray[np.float32]]()
+    for name, shape in sizes.items():
+        values = draw.standard_normal(shape) / np.sqrt(shape[1])
+        tensors[f"{name}.weight"] = values.astype(np.float32)
+    for name in (*norms, "midlayer.post_attention_layernorm"):
+        tensors[f"{name}.weight"] = np.ones(hidden, np.float32)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`is_right`: whether what the draft guesses is right, as it is the model itself."""
+
+    first: VllmServer
+    second: VllmServer
+    is_right: bool
+
+
+Start = Callable[..., VllmServer]
+
+
+@pytest.fixture(scope="module")
+def start(
+    fleet: Fleet,
+    model: Path,
+    vllm_server: Callable[..., VllmServer],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Start:
+    """An engine that shares its secret with the fleet."""
+    place = tmp_path_factory.mktemp("speculative")
+
+    def make(name: str, config: dict[str, object], guesses: dict[str, object]) -> VllmServer:
+        args = ("--num-gpu-blocks-override", "256", "--max-model-len", "4096")
+        args += ("--speculative-config", json.dumps(guesses))
+        env = {"TMPDIR": str(fleet.storage.parent), "VLLM_SERVER_DEV_MODE": "1"}
+        return vllm_server(name, model, place / f"{name}.log", config, args, env=env)
+
+    return make
+
+
+@pytest.fixture(scope="module", params=["model", pytest.param("eagle", marks=pytest.mark.slow)])
+def pair(
+    request: pytest.FixtureRequest,
+    fleet: Fleet,
+    start: Start,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
+    fleet.wake(*ENGINES)
+    folder, is_right = tmp_path_factory.mktemp("drafts"), request.param == "model"
+    if is_right:
+        guesses: dict[str, object] = {"method": "draft_model", "model": str(model)}
+    else:
+        write_eagle(model, folder / "eagle")
+        guesses = {"method": "eagle3", "model": str(folder / "eagle")}
+    guesses["num_speculative_tokens"] = GUESSED
+    tier = tiers(host_bytes=1 << 24, directory=str(folder / "tier"))
+    first = start(f"first-{request.param}", transfer("kv_producer"), guesses)
+    second = start(f"second-{request.param}", beside(transfer("kv_consumer"), tier), guesses)
+    with running([first, second]):
+        yield Pair(first, second, is_right)
+
+
+def answer(server: VllmServer, ids: list[int], **more: object) -> list[int]:
+    (tokens,) = token_ids(server.complete(ids, max_tokens=TOKENS, **more))
+    return tokens
+
+
+def guessed(server: VllmServer) -> tuple[float, float]:
+    """How many tokens, and how many of them were right."""
+    drafted = server.metric("vllm:spec_decode_num_draft_tokens_total")
+    return drafted, server.metric("vllm:spec_decode_num_accepted_tokens_total")
+
+
+def check_guesses(pair: Pair, before: tuple[float, float]) -> None:
+    drafted, accepted = (now - then for now, then in zip(guessed(pair.second), before, strict=True))
+    assert drafted > TOKENS / 2
+    if pair.is_right:
+        assert accepted > 0.9 * drafted, "the draft's own cache did not come along"
+
+
+@pytest.mark.parametrize("length", [5, 128, 129, 1000])
+def test_the_drafts_cache_is_handed_over(
+    pair: Pair, fleet: Fleet, prompt: Prompt, length: int
+) -> None:
+    ids = prompt(length)
+    right, params = answer(fleet.single, ids), pair.first.prefill(ids)
+    loaded, before = pair.second.metric("disagg_handoffs_total", **LOADED), guessed(pair.second)
+    assert answer(pair.second, ids, kv_transfer_params=params) == right
+    assert pair.second.metric("disagg_handoffs_total", **LOADED) == loaded + 1
+    check_guesses(pair, before)
+
+
+LOADED = {"outcome": "loaded", "transport": "process_memory"}
+
+
+def test_tiers_keep_it(pair: Pair, fleet: Fleet, prompt: Prompt) -> None:
+    """Prompt and answer, out of host memory and out of files."""
+    ids = prompt(700)
+    name = "disagg_tier_stored_total"
+    stored = pair.second.metric(name, tier="directory")
+    ids += answer(pair.second, ids)
+    blocks = (len(ids) - 1) // BLOCK
+    assert eventually(lambda: pair.second.metric(name, tier="directory") - stored >= blocks)
+    right = answer(fleet.single, ids)
+    for host in (False, True):
+        pair.second.post(f"/reset_prefix_cache?reset_external={host}", {}).raise_for_status()
+        read, before = loads(pair.second), guessed(pair.second)
+        assert answer(pair.second, ids) == right
+        assert loads(pair.second) > read
+        check_guesses(pair, before)
+
+
+def loads(server: VllmServer) -> float:
+    return server.metric("vllm:kv_offload_total_bytes_total", transfer_type="CPU_to_GPU")
+
+
+def test_a_draft_on_one_side_alone(pair: Pair, fleet: Fleet, prompt: Prompt) -> None:
+    """Its layers are not there: refused by name, and computed."""
+    ids = prompt(300)
+    right, params = answer(fleet.single, ids), fleet.producer.prefill(ids)
+    assert answer(pair.second, ids, kv_transfer_params=params) == right
+    assert "draft" in pair.second.tail(200)
+
+
+def test_guesses_out_of_the_prompt(fleet: Fleet, start: Start, prompt: Prompt) -> None:
+    """These have no cache, so that prefill need not guess at all."""
+    guesses = start("ngrams", transfer("kv_consumer"), NGRAMS)
+    with running([guesses]):
+        for length, more in ((5, {}), (300, {}), (700, {"allowed_token_ids": [300]})):
+            ids = prompt(length)
+            right, params = answer(fleet.single, ids, **more), fleet.producer.prefill(ids)
+            before = guessed(guesses)
+            assert answer(guesses, ids, kv_transfer_params=params, **more) == right
+            assert not more or guessed(guesses)[1] > before[1]
+        assert guesses.metric("disagg_handoffs_total", **LOADED) == 3

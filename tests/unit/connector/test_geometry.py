@@ -1,0 +1,76 @@
+"""What vLLM says of a cache, as we read it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from disagg.connector import geometry
+from disagg.connector.offload import groups, setup
+from disagg.connector.offload.groups import Group
+from disagg.errors import ConfigError
+
+SHAPE: dict[str, Any] = {"block_size": 16, "head_size": 8, "dtype": torch.float32}
+
+
+def of_layers(*specs: KVCacheSpec) -> KVCacheConfig:
+    """One group, as vLLM makes it of layers that differ in size alone."""
+    named = {f"layer.{number}": spec for number, spec in enumerate(specs)}
+    uniform = UniformTypeKVCacheSpecs.from_specs(named)
+    assert uniform is not None
+    return KVCacheConfig(4, [], [KVCacheGroupSpec(list(named), uniform)])
+
+
+def full(heads: int) -> FullAttentionSpec:
+    return FullAttentionSpec(num_kv_heads=heads, **SHAPE)
+
+
+def test_layers_of_different_sizes_in_one_group() -> None:
+    """A draft's beside its model's."""
+    specs = full(4), full(4), full(1)
+    cache = of_layers(*specs)
+    assert geometry.layer_specs(cache.kv_cache_groups[0]) == [*specs]
+    assert setup.block_bytes(cache) == 9 * full(1).page_size_bytes
+    assert not geometry.has_windows(cache)
+    assert groups.read(cache) == [Group()]
+
+
+def test_windows_in_layers_of_different_sizes() -> None:
+    cache = of_layers(
+        *(SlidingWindowSpec(num_kv_heads=n, sliding_window=40, **SHAPE) for n in (4, 1))
+    )
+    assert geometry.has_windows(cache)
+    assert groups.read(cache) == [Group(window=40)]
+
+
+def test_layers_of_one_size() -> None:
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["a", "b"], full(2))])
+    assert setup.block_bytes(cache) == 2 * full(2).page_size_bytes
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "eagle3", "extract_hidden_states"])
+def test_which_guesses_are_handed_over(method: str | None) -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", use_mla=False),
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(block_size=16),
+        speculative_config=method and SimpleNamespace(method=method),
+    )
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["a"], full(2))])
+    if method == "extract_hidden_states":
+        with pytest.raises(ConfigError, match=r"speculative_config.method: extract_hidden_states"):
+            geometry.check_supported(config, cache)
+    else:
+        geometry.check_supported(config, cache)
