@@ -15,7 +15,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from disagg.connector.geometry import check_supported, has_windows, kv_heads, splits_blocks
+from disagg.connector.geometry import (
+    HANDED_OVER,
+    check_supported,
+    has_windows,
+    hash_seed,
+    kv_heads,
+    splits_blocks,
+)
 from disagg.connector.halves import TwoHalves
 from disagg.connector.messages import StepWork, WorkerAddress
 from disagg.connector.metrics import ConnectorPromMetrics, ConnectorStats
@@ -51,6 +58,7 @@ class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
+        hash_seed(vllm_config, HANDED_OVER)
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
         secret = read_secret()

@@ -7,7 +7,9 @@ and token).
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +39,10 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+# vLLM's, whose hashes are the same in every process; the others take a random seed.
+_SAME_EVERYWHERE = ("sha256", "sha256_cbor")
+_SEED = "PYTHONHASHSEED"
+HANDED_OVER = "that is handed over"
 NULL_BLOCK = 0
 """vLLM's own block that stands for those no longer kept. No request's data is ever there."""
 
@@ -77,6 +83,22 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def hash_seed(config: VllmConfig, found: str) -> str:
+    """What vLLM's block hashes begin with: a digest of the seed, if one was given.
+
+    Raises `ConfigError` where no two engines' would be the same. `found`: what is found by them.
+    """
+    algorithm, seed = config.cache_config.prefix_caching_hash_algo, os.environ.get(_SEED)
+    if seed is not None:
+        return hashlib.sha256(seed.encode()).hexdigest()[:16]
+    if algorithm not in _SAME_EVERYWHERE:
+        raise ConfigError(
+            f"prefix_caching_hash_algo: {algorithm} — with a random seed in each engine, no block "
+            f"{found} would ever be found; use sha256, or set {_SEED} for all engines"
+        )
+    return "vllm's own"
 
 
 def _problems_of_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
@@ -189,6 +211,7 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig, cache: BlockCache) 
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(caching.cache_dtype),
         "prefix_caching_hash_algo": str(caching.prefix_caching_hash_algo),
+        "hash_seed": hash_seed(config, HANDED_OVER),
         "block_size": block_size,
         "kv_cache_layout": str(kv_cache.kv_cache_layout),
         "kv_heads": str(kv_heads(config)),

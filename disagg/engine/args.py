@@ -128,6 +128,9 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
             POLL_SLEEP_ENV: POLL_SLEEP_US,
             FORK_ENV: "1",
         }
+    args = deployment.engine.args | pool.args
+    if str(args.get("prefix_caching_hash_algo")).startswith("xxhash"):
+        env["PYTHONHASHSEED"] = "0"  # else each engine hashes otherwise, and no block is found
     given = {SECRET_ENV: spec.secret, KEY_ENV: spec.engine_key}
     return env | deployment.engine.env | pool.env | given
 

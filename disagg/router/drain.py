@@ -15,6 +15,7 @@ from collections.abc import Awaitable
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from disagg.router import paths
 from disagg.router.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -80,9 +81,8 @@ class Drain:
                 raise
             # Whose answer has begun sees its connection close, which is what a half body means.
             with contextlib.suppress(RuntimeError):
-                await _refusal("the router ended before this request").response()(
-                    scope, receive, send
-                )
+                refusal = _refusal("the router ended before this request")
+                await refusal.response(paths.style(scope["path"]))(scope, receive, send)
         finally:
             self._running.discard(task)
             if not self._running:
@@ -102,7 +102,8 @@ class WhileOpen:
             app = _not_ready if self._drain.draining else self._app
             return app(scope, receive, send)
         if self._drain.draining:
-            return _refusal("the router takes no new requests").response()(scope, receive, send)
+            refusal = _refusal("the router takes no new requests")
+            return refusal.response(paths.style(scope["path"]))(scope, receive, send)
         return self._drain.serve(self._app, scope, receive, send)
 
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from disagg.router import paths
 from disagg.router.errors import ApiError
 from disagg.router.keys import KeyRing
 from disagg.router.metrics import RouterMetrics
@@ -66,12 +67,14 @@ class Endpoint:
                     await _named(answer, record)(scope, receive, send)
             except ApiError as error:
                 status, why = error.status, error.message
-                await _named(error.response(), record)(scope, receive, send)
+                answer = error.response(paths.style(scope["path"]))
+                await _named(answer, record)(scope, receive, send)
         except ClientLeft:
             status = status or _CLIENT_LEFT  # in mid-answer the status that it got stands
         except Exception:
             if status is None:
-                await _named(DEFECT.response(), record)(scope, receive, send)
+                answer = DEFECT.response(paths.style(scope["path"]))
+                await _named(answer, record)(scope, receive, send)
             raise
         finally:
             status = status or 500

@@ -1,9 +1,10 @@
-"""Errors as the OpenAI API spells them. Their text never names an address of ours."""
+"""Errors as OpenAI's and Anthropic's APIs spell them. Their text never names an address of ours."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Literal
 
 from starlette.responses import JSONResponse
 
@@ -22,6 +23,20 @@ _TYPES = {
 }
 
 
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+Style = Literal["openai", "named", "anthropic"]
+"""named: OpenAI's, where events have names."""
+
+
 class ApiError(Exception):
     """Ends a request with this status and message."""
 
@@ -29,20 +44,23 @@ class ApiError(Exception):
         self.status, self.message, self.headers = status, message, headers
         super().__init__(message)
 
-    def response(self) -> JSONResponse:
+    def response(self, style: Style = "openai") -> JSONResponse:
         """The HTTP answer."""
-        return JSONResponse(self.content(), self.status, self.headers)
+        return JSONResponse(self.content(style), self.status, self.headers)
 
-    def event(self, *, named: bool = False) -> bytes:
-        """The same as an event of a stream that has begun; `named`: where events have names, and
-        Anthropic's clients look for a type."""
-        if named:
-            content = json.dumps({"type": "error", **self.content()}).encode()
-            return b"event: error\ndata: " + content + b"\n\n"
-        return b"data: " + json.dumps(self.content()).encode() + b"\n\n"
+    def event(self, style: Style = "openai") -> bytes:
+        """The same as an event of a stream that has begun."""
+        content = self.content(style)
+        if style == "openai":
+            return b"data: " + json.dumps(content).encode() + b"\n\n"
+        content = {"type": "error", **content}
+        return b"event: error\ndata: " + json.dumps(content).encode() + b"\n\n"
 
-    def content(self) -> dict[str, object]:
-        """The body in OpenAI's shape."""
+    def content(self, style: Style = "openai") -> dict[str, object]:
+        """The body."""
+        if style == "anthropic":
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {
             "error": {
                 "message": self.message,
@@ -60,13 +78,13 @@ class EngineRefusal(ApiError):
         super().__init__(status, "the engine refused")
         self._content = content
 
-    def content(self) -> dict[str, object]:
+    def content(self, style: Style = "openai") -> dict[str, object]:
         return self._content
 
     @classmethod
     def of(cls, status: int, answer: bytes) -> ApiError:
-        """What an engine answered with this status, if it is an error in OpenAI's shape; else
-        one of ours, since pages of proxies and the like name addresses."""
+        """What an engine answered with this status, if it is an error in these shapes; else one
+        of ours, since pages of proxies and the like name addresses."""
         try:
             content = json.loads(answer)
         except (ValueError, RecursionError):

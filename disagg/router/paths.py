@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from disagg.router.errors import Style
 from disagg.router.events import DONE
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -23,5 +24,10 @@ ENDS: Mapping[str, tuple[bytes, ...]] = {
     MESSAGES: (b"event: message_stop", _ERROR),
 }
 PAIRED = tuple(ENDS)
-# Their events have names.
-NAMED = frozenset([RESPONSES, MESSAGES])
+
+
+def style(path: str) -> Style:
+    """How its clients expect errors."""
+    if path.startswith(MESSAGES):
+        return "anthropic"
+    return "named" if path == RESPONSES else "openai"

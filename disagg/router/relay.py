@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from disagg.router import upstream
 from disagg.router.decode_leg import Opened
 from disagg.router.drain import CUT
-from disagg.router.errors import ApiError
+from disagg.router.errors import ApiError, Style
 from disagg.router.events import Watcher
 from disagg.router.first_token import Begun
 from disagg.router.migration import Stream
@@ -38,7 +38,7 @@ class Relayed:
     """Sends one answer, as an ASGI app.
 
     `watcher` sees what is sent; if it is a `Stream`, `go_on` opens the rest at another engine, or
-    answers None if that is not to be. `named`: see `ApiError.event`.
+    answers None if that is not to be. `style`: of errors in mid-stream.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Relayed:
         watcher: Watcher | None = None,
         go_on: Callable[[Stream, Opened], Awaitable[Opened | None]] | None = None,
         *,
-        named: bool = False,
+        style: Style = "openai",
     ) -> None:
         self.status_code = opened.status
         self._opened, self._silence_s, self._progress = opened, silence_s, progress
         self._id = (ID_HEADER.encode(), request_id.encode())
-        self._watcher, self._go_on, self._named = watcher, go_on, named
+        self._watcher, self._go_on, self._style = watcher, go_on, style
 
     def discard(self) -> None:
         """Nobody gets this answer: close it unread."""
@@ -84,11 +84,11 @@ class Relayed:
             logger.warning("the answer of %s broke off: %s", self._opened.engine.name, error)
             if not self._opened.is_events:
                 return  # the server cuts the connection, which is what an incomplete body means
-            last = error.event(named=self._named)
+            last = error.event(self._style)
         except asyncio.CancelledError as error:
             if error.args != (CUT,) or not self._opened.is_events:
                 raise
-            last = ApiError(503, CUT).event(named=self._named)
+            last = ApiError(503, CUT).event(self._style)
         finally:
             self._opened.close()
             self._progress.ended(chunks)

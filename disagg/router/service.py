@@ -117,8 +117,8 @@ class Service:
         is_stream = opened.status == 200 and opened.is_events
         one = stream if migrates else None
         watcher = (one or Plain(paths.ENDS[path])) if is_stream else None
-        named = path in paths.NAMED
-        return self._relayed(opened, record, watcher=watcher, go_on=go_on, named=named)
+        style = paths.style(path)
+        return self._relayed(opened, record, watcher=watcher, go_on=go_on, style=style)
 
     async def forward(
         self, method: str, target: str, data: bytes, headers: Headers, record: Record

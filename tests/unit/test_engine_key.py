@@ -52,3 +52,12 @@ def test_the_key_is_in_the_environment_and_nowhere_else() -> None:
     assert engine_env(spec, scratch="/tmp/s")[KEY_ENV] == "of-engines"
     assert "of-engines" not in repr(engine_args(spec, host="127.0.0.1", engine_id="1"))
     assert "of-engines" not in repr(spec)
+
+
+@pytest.mark.parametrize(("algorithm", "seed"), [("sha256", None), ("xxhash_cbor", "0")])
+def test_engines_hash_alike(algorithm: str, seed: str | None) -> None:
+    """Where vLLM takes a random seed, both are given one."""
+    args = {"args": {"prefix_caching_hash_algo": algorithm}}
+    deployment = Deployment.model_validate({"model": {"path": "org/name"}, "engine": args})
+    spec = EngineSpec(deployment, "decode", 0, "run", "/tmp/kv", True, "of-leases", "of-engines")
+    assert engine_env(spec, scratch="/tmp/s").get("PYTHONHASHSEED") == seed

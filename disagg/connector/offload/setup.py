@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,10 +26,6 @@ from disagg.transport.blocks import BlockCache
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-# vLLM's, whose hashes are the same in every process; the others take a random seed.
-_SAME_EVERYWHERE = ("sha256", "sha256_cbor")
-_NO_SEED = "vllm's own"
 
 
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
@@ -122,13 +116,6 @@ def fingerprint(
 ) -> Fingerprint:
     """What the bytes of a chunk hang on. Raises `ConfigError` where no two engines agree on it."""
     model, caching = config.model_config, config.cache_config
-    algorithm = str(caching.prefix_caching_hash_algo)
-    seed = os.environ.get("PYTHONHASHSEED")
-    if seed is None and algorithm not in _SAME_EVERYWHERE:
-        raise ConfigError(
-            f"prefix_caching_hash_algo: {algorithm} — with a random seed in each engine, no block "
-            "of the directory would ever be found again; use sha256, or set PYTHONHASHSEED"
-        )
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
     fields = {
         "model": Path(model.model).name,
@@ -144,8 +131,9 @@ def fingerprint(
         "tp_size": str(config.parallel_config.tensor_parallel_size),
         "device": str(config.device_config.device_type),
     }
-    shown = _NO_SEED if seed is None else hashlib.sha256(seed.encode()).hexdigest()[:16]
-    return Fingerprint(fields, {"hash_algorithm": algorithm, "hash_seed": shown})
+    algorithm = str(caching.prefix_caching_hash_algo)
+    seed = geometry.hash_seed(config, "of the directory")
+    return Fingerprint(fields, {"hash_algorithm": algorithm, "hash_seed": seed})
 
 
 def _described(kv_cache: KVCacheConfig) -> dict[str, str]:

@@ -74,3 +74,22 @@ def test_which_guesses_are_handed_over(method: str | None) -> None:
             geometry.check_supported(config, cache)
     else:
         geometry.check_supported(config, cache)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+@pytest.mark.parametrize("seed", [None, "0", "1"])
+def test_hashes_that_no_other_engine_has(
+    algorithm: str, seed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused at start: all prompts would be computed, at a hundred requests as at the first."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm))
+    if seed is None and algorithm.startswith("xxhash"):
+        with pytest.raises(ConfigError, match=f"prefix_caching_hash_algo: {algorithm} — "):
+            geometry.hash_seed(config, "x")
+        return
+    shown = geometry.hash_seed(config, "x")
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
+    assert geometry.hash_seed(config, "x") != shown

@@ -125,14 +125,32 @@ def test_a_repository_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_an_overridden_configuration(tmp_path: Path, overrides: Any, text: str | None) -> None:
     """Weights alone do not say how far a rotation turns."""
-    model = SimpleNamespace(model=str(write(tmp_path / "one")), revision=None)
+    model: Any = SimpleNamespace(model=str(write(tmp_path / "one")), revision=None)
     model.hf_overrides, model.hf_config_path = overrides, None
-    fields = model_fields(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(model_config=model, speculative_config=None)
+    fields = model_fields(config)
     assert fields.pop("checkpoint") == checkpoint(model.model, None)
     assert fields.keys() == ({"hf_overrides"} if text else set())
     assert fields.get("hf_overrides", "").startswith(text or "")
     model.hf_config_path = str(write(tmp_path / "config", the_config))
-    assert "hf_config_path" in model_fields(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
+    assert "hf_config_path" in model_fields(config)
+
+
+def test_a_draft_with_a_cache(tmp_path: Path) -> None:
+    """Its layers are the model's, to whoever moves blocks."""
+    model: Any = SimpleNamespace(model=str(write(tmp_path / "one")), revision=None)
+    model.hf_overrides, model.hf_config_path = {}, None
+    draft: Any = SimpleNamespace(method="eagle3", uses_draft_kv_cache=lambda: True)
+    config: Any = SimpleNamespace(model_config=model, speculative_config=draft)
+    seen = set[str]()
+    for name, change in (("head", None), ("trained", one_layer)):
+        draft.draft_model_config = SimpleNamespace(
+            model=str(write(tmp_path / name, change)), revision=None
+        )
+        seen.add(model_fields(config)["draft"])
+    assert len(seen) == 2
+    draft.uses_draft_kv_cache = lambda: False
+    assert "draft" not in model_fields(config)
 
 
 def adapter(folder: Path, number: int = 1, **more: bool) -> LoRARequest:

@@ -92,7 +92,12 @@ def test_newer_apis_name_their_errors(setup: Setup, path: str) -> None:
     name, _, data = last.partition(b"\n")
     assert name == b"event: error"
     said = json.loads(data.removeprefix(b"data: "))
-    assert (said["type"], said["error"]["code"]) == ("error", 502)
+    assert said["type"] == "error"
+    if path == "/v1/messages":
+        assert said["error"]["type"] == "api_error"
+        assert said["error"].keys() == {"type", "message"}
+    else:
+        assert said["error"]["code"] == 502
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,10 @@ def test_the_key_of_anthropics_clients(make: Make) -> None:
     headers = {"x-api-key": "secret"}
     body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
     assert post(setup, body, "/v1/messages", headers=headers).status_code == 200
-    assert post(setup, body, "/v1/messages", headers={"x-api-key": "other"}).status_code == 401
+    refused = post(setup, body, "/v1/messages", headers={"x-api-key": "other"})
+    assert refused.status_code == 401
+    assert refused.json()["type"] == "error"
+    assert refused.json()["error"]["type"] == "authentication_error"
     for engine in (setup.prefill, setup.decode):
         assert not any("x-api-key" in sent for sent in engine.headers)
 
