@@ -205,6 +205,9 @@ class DirectoryTierSection(Section):
 
     path: LocalPath = Field(description="A folder that all engines see")
     max_bytes: int = Field(64 << 30, gt=0, description="Of all files in it together")
+    reset_keeps_files: bool = Field(
+        False, description="Weights never change here: after a reset files are used as before"
+    )
 
 
 class TiersSection(Section):

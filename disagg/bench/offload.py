@@ -96,7 +96,8 @@ def run(
 
 
 def _ours(folder: Path, host_bytes: int) -> _Way:
-    extra = {"host_bytes": host_bytes, "directory": str(folder / "tier")}
+    extra: dict[str, object] = {"host_bytes": host_bytes, "directory": str(folder / "tier")}
+    extra["reset_keeps_files"] = True
     config = {
         "kv_connector": "DisaggOffloadConnector",
         "kv_connector_module_path": "disagg.connector.offload",

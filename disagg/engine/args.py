@@ -93,6 +93,7 @@ def _tiers(spec: EngineSpec) -> dict[str, Any] | None:
         extra |= {
             "directory": str(tiers.directory.path),
             "directory_bytes": tiers.directory.max_bytes,
+            "reset_keeps_files": tiers.directory.reset_keeps_files,
         }
     extra |= {
         "blocks_per_chunk": tiers.blocks_per_chunk,

@@ -110,7 +110,8 @@ def pair(
         write_eagle(model, folder / "eagle")
         guesses = {"method": "eagle3", "model": str(folder / "eagle")}
     guesses["num_speculative_tokens"] = GUESSED
-    tier = tiers(host_bytes=1 << 24, directory=str(folder / "tier"))
+    kept = {"directory": str(folder / "tier"), "reset_keeps_files": True}
+    tier = tiers(host_bytes=1 << 24, **kept)
     first = start(f"first-{request.param}", transfer("kv_producer"), guesses)
     second = start(f"second-{request.param}", beside(transfer("kv_consumer"), tier), guesses)
     with running([first, second]):

@@ -39,7 +39,11 @@ def two_ranks(
         tmp_path_factory.mktemp("logs") / "two-ranks.log",
         beside(
             transfer("kv_both", transports=["tcp"], lease_s=60.0, load_deadline_s=60.0),
-            tiers(host_bytes=1 << 28, directory=str(tmp_path_factory.mktemp("tier"))),
+            tiers(
+                host_bytes=1 << 28,
+                directory=str(tmp_path_factory.mktemp("tier")),
+                reset_keeps_files=True,
+            ),
         ),
         ("--tensor-parallel-size", "2", "--num-gpu-blocks-override", "192"),
         env={"TMPDIR": fleet.producer.env["TMPDIR"], "VLLM_SERVER_DEV_MODE": "1"},

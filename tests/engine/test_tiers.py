@@ -42,16 +42,16 @@ def engines(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engines]:
     logs, temporary = tmp_path_factory.mktemp("logs"), fleet.storage.parent
-    folder = str(tmp_path_factory.mktemp("tiers"))
+    kept = {"directory": str(tmp_path_factory.mktemp("tiers")), "reset_keeps_files": True}
     env = {"TMPDIR": str(temporary), "VLLM_SERVER_DEV_MODE": "1"}
 
     def server(name: str, config: dict[str, object]) -> VllmServer:
         return vllm_server(name, model, logs / f"{name}.log", config, SMALL, env=env)
 
     first = server(
-        "first", beside(transfer("kv_consumer"), tiers(host_bytes=SLOTS * BLOCK, directory=folder))
+        "first", beside(transfer("kv_consumer"), tiers(host_bytes=SLOTS * BLOCK, **kept))
     )
-    large = tiers(host_bytes=1 << 28, directory=folder, eviction="arc")
+    large = tiers(host_bytes=1 << 28, eviction="arc", **kept)
     engines = Engines(first, server("second", large))
     fleet.wake()  # they would take the cores from those that start
     with running(engines):

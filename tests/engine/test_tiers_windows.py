@@ -42,7 +42,9 @@ def engines(
     def server(name: str, config: dict[str, object] | None) -> VllmServer:
         return vllm_server(name, model, logs / name, config, ARGS, env=env)
 
-    both = beside(transfer("kv_both"), tiers(host_bytes=1 << 28, directory=folder))
+    both = beside(
+        transfer("kv_both"), tiers(host_bytes=1 << 28, directory=folder, reset_keeps_files=True)
+    )
     engines = Engines(server("plain", None), server("first", both), server("second", both))
     with running(engines):
         yield engines

@@ -56,6 +56,7 @@ def test_tiers_stand_beside_the_hand_over(role: Role, kv_role: str) -> None:
         "eviction": "arc",
         "directory": "/tmp",
         "directory_bytes": 5,
+        "reset_keeps_files": False,
         "blocks_per_chunk": 2,
         "staging_bytes": 64 << 20,
         "load_deadline_s": 30.0,

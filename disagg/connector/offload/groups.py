@@ -7,6 +7,7 @@ of such a group a prefix needs only its last chunks, and of a chunk maybe only i
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _SUFFIX_BYTES = 4  # as in vLLM's own `BlockHashWithGroupId`
+_SINCE_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class Chunks:
         self.tokens = per * block_size
         self.full = [n for n, group in enumerate(groups) if group.sees_all]
         self.windowed = [n for n, group in enumerate(groups) if not group.sees_all]
-        self._hash_bytes, self._adapters = hash_bytes, Adapters()
-        # Of one group and without an adapter, a key is the block's hash alone.
+        self._hash_bytes, self._adapters, self._since = hash_bytes, Adapters(), b""
+        # Of one group, without an adapter and a reset, a key is the block's hash alone.
         several = len(groups) > 1
         self._suffixes = [
             n.to_bytes(_SUFFIX_BYTES, "big") if several else b"" for n in range(len(groups))
@@ -98,9 +100,14 @@ class Chunks:
     def keys(self, request: Request, group: int, first: int, stop: int) -> list[Key]:
         """Of chunks [first, stop): the hash of each one's last block, as far as known."""
         hashes = request.block_hashes
-        suffix = self._adapters.of(request.lora_request) + self._suffixes[group]
+        adapter = self._adapters.of(request.lora_request)
+        suffix = self._since + adapter + self._suffixes[group]
         ends = hashes[(first + 1) * self.per - 1 : stop * self.per : self.per]
         return [bytes(hash_) + suffix for hash_ in ends]
+
+    def begin_anew(self) -> None:
+        """No key from now on is one of before."""
+        self._since = secrets.token_bytes(_SINCE_BYTES)
 
     def needed(self, request: Request, stop: int) -> list[Key]:
         """What a prompt needs that goes on after so many chunks of the request, chunk by chunk."""

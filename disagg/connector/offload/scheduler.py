@@ -9,6 +9,7 @@ copies before anything is written (`flush`). So no request is ever held back by 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NEVER = sys.maxsize
 _MOST_UNWRITTEN = 4096  # a disk that is so far behind is left what is newest
 
 
@@ -349,8 +351,13 @@ class OffloadScheduler:
             self._directory.close()
 
     def reset(self) -> bool:
-        """Forget the host tier's content; the directory is others' too."""
+        """Forget the host tier's content. Of files nothing is used either, unless weights never
+        change here: this is all that is heard of it. They stay, as they are others' too."""
         self._host.clear()
+        for tracked in self._tracked.values():
+            tracked.considered = _NEVER  # what it has was computed before
+        if self._directory is not None and not self._settings.reset_keeps_files:
+            self._chunks.begin_anew()
         return True
 
 

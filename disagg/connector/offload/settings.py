@@ -19,6 +19,9 @@ class OffloadSettings(BaseModel):
     eviction: Literal["lru", "arc"] = "lru"
     directory: Path | None = Field(None, description="The directory tier's folder; none: no tier")
     directory_bytes: int = Field(64 << 30, gt=0, description="All files of the folder together")
+    reset_keeps_files: bool = Field(
+        False, description="Weights never change here: after a reset files are used as before"
+    )
     blocks_per_chunk: int = Field(1, ge=1, description="Engine blocks that are moved as one")
     load_deadline_s: float = Field(30.0, gt=0, description="Then the prompt is computed")
     staging_bytes: int = Field(

@@ -50,7 +50,11 @@ def tiers(slots: int, **extra: Any) -> dict[str, Any]:
         "kv_connector_module_path": "disagg.connector.offload",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"host_bytes": slots * size, **extra},
+        "kv_connector_extra_config": {
+            "host_bytes": slots * size,
+            "reset_keeps_files": True,  # tests forget the host tier by it
+            **extra,
+        },
     }
 
 
@@ -141,6 +145,41 @@ def computed(engine: Engine, since: int) -> int:
 
 def forget(engine: Engine, *, host: bool = False) -> None:
     assert engine.scheduler.reset_prefix_cache(reset_connector=host)
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_after_a_reset_nothing_of_before_is_found(
+    start: Start, tmp_path: Path, windows: bool
+) -> None:
+    """Weights may be others. For other engines all is as it was."""
+    groups = (Layers(), Layers(window=BLOCK)) if windows else PLAIN
+    engine = start(directory=str(tmp_path), reset_keeps_files=False, groups=groups)
+    prompt = prompt_of(7 * BLOCK + 5, seed=1)
+    ask(engine, prompt)
+    files = {*tmp_path.rglob("*.safetensors")}
+    forget(engine, host=True)
+    for expected in (len(prompt) + 2, len(prompt) + 2 - 7 * BLOCK):
+        since = len(engine.scheduled)
+        ask(engine, prompt)
+        assert computed(engine, since) == expected
+        forget(engine)
+    of_both = {*tmp_path.rglob("*.safetensors")}
+    assert len(of_both) == 2 * len(files) > 0
+    other = start(directory=str(tmp_path), groups=groups)
+    ask(other, prompt)
+    assert computed(other, 0) == len(prompt) + 2 - 7 * BLOCK
+    assert {*tmp_path.rglob("*.safetensors")} == of_both
+
+
+def test_what_runs_at_a_reset_is_not_kept(start: Start) -> None:
+    engine = start()
+    prompt = prompt_of(5 * BLOCK, seed=2)
+    name = engine.add(prompt, 2 * BLOCK, None)
+    run([engine], lambda: bool(engine.scheduled))
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "it holds its blocks"
+    run([engine], lambda: name in engine.finished and engine.is_idle())
+    assert not half(engine)._host._chunks
+    assert engine.answers[name] == answer(prompt, 2 * BLOCK, engine.groups)
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
