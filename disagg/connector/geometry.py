@@ -8,6 +8,7 @@ and token).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from disagg.errors import ConfigError
 from disagg.transport.blocks import BlockCache, Region
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 _DTYPES = {
@@ -42,6 +43,7 @@ _DTYPES = {
 # vLLM's, whose hashes are the same in every process; the others take a random seed.
 _SAME_EVERYWHERE = ("sha256", "sha256_cbor")
 _SEED = "PYTHONHASHSEED"
+_LLAMA4_TUNED = 32768
 HANDED_OVER = "that is handed over"
 NULL_BLOCK = 0
 """vLLM's own block that stands for those no longer kept. No request's data is ever there."""
@@ -201,9 +203,6 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig, cache: BlockCache) 
     model, caching = config.model_config, config.cache_config
     # vLLM's CPU kernels pack the tokens of a block together, so a block cannot be cut.
     block_size = str(caching.block_size) if not splits_blocks(config) else "any"
-    contents = ", ".join(
-        dict.fromkeys(f"{region.dtype}[{region.memory.shape[3]}]" for region in cache.regions)
-    )
     return {
         "vllm": vllm.__version__.partition("+")[0],
         **model_fields(config),
@@ -217,13 +216,26 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig, cache: BlockCache) 
         "kv_heads": str(kv_heads(config)),
         "layers": str(len(cache.regions)),
         "kv_cache_groups": _groups(kv_cache),
-        "bytes_of_a_head_and_token": contents,
+        "bytes_of_a_head_and_token": _contents(cache),
     }
+
+
+def _contents(cache: BlockCache) -> str:
+    """Of all layers; where they differ, of how many one after the other."""
+    runs = [
+        (content, len([*run]))
+        for content, run in itertools.groupby(
+            f"{region.dtype}[{region.memory.shape[3]}]" for region in cache.regions
+        )
+    ]
+    if len(runs) == 1:
+        return runs[0][0]
+    return ", ".join(f"{count} {content}" for content, count in runs)
 
 
 def model_fields(config: VllmConfig) -> dict[str, str]:
     """Which model it is: weights, how its configuration was overridden, and which draft's layers
-    are among its own."""
+    are among its own. Keys are there only where they say something."""
     model = config.model_config
     fields = {"checkpoint": checkpoint(model.model, model.revision)}
     overrides = model.hf_overrides
@@ -233,11 +245,32 @@ def model_fields(config: VllmConfig) -> dict[str, str]:
         fields["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=str)
     if model.hf_config_path:
         fields["hf_config_path"] = checkpoint(model.hf_config_path, None)
+    if model.multimodal_config is not None and model.multimodal_config.mm_processor_kwargs:
+        given = model.multimodal_config.mm_processor_kwargs
+        fields["mm_processor_kwargs"] = json.dumps(given, sort_keys=True, default=str)
+    if (context := _context(model)) is not None:
+        fields["max_model_len"] = context
     speculative = config.speculative_config
     if speculative is not None and speculative.uses_draft_kv_cache():
         draft = speculative.draft_model_config
         fields["draft"] = f"{speculative.method} {checkpoint(draft.model, draft.revision)}"
     return fields
+
+
+def _context(model: ModelConfig) -> str | None:
+    """Of models of which vLLM 0.32 computes all prompts otherwise where long ones are allowed: on
+    which side of that limit `max_model_len` is."""
+    limits = []
+    text = model.hf_text_config
+    if str(text.model_type).startswith("llama4"):
+        limits.append(_LLAMA4_TUNED)  # temperature of queries
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in (ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))):
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
+            own = getattr(text, "original_max_position_embeddings", None)
+            limits.append(rope.get("original_max_position_embeddings", own) or 0)
+    told = [f"{'over' if model.max_model_len > limit else 'up to'} {limit}" for limit in limits]
+    return ", ".join(dict.fromkeys(told)) or None
 
 
 def _groups(kv_cache: KVCacheConfig) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from transformers.models.deepseek_v2 import DeepseekV2Config
+from transformers.models.phi3 import Phi3Config
 
 from disagg.bench.vllm_server import VllmServer, token_ids
 from disagg.errors import StartupError
@@ -132,6 +134,40 @@ def test_a_part_of_a_prompt_is_computed(pair: Pair, prompt: Prompt) -> None:
     answer = pair.second.complete(other, kv_transfer_params=params)
     assert token_ids(answer) == token_ids(pair.first.complete(other))
     assert pair.failed("prompt_mismatch") == before + 1
+
+
+@pytest.mark.slow
+def test_a_context_that_changes_the_model(
+    vllm_server: Callable[..., VllmServer], prompt: Prompt, tmp_path: Path
+) -> None:
+    """Phi's rotations are others for all prompts where `max_model_len` is above some limit: two
+    engines on different sides of it have nothing to hand over."""
+    width, limit = SIZES["hidden_size"] // SIZES["num_attention_heads"], 2048
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": limit}
+    rope |= {"rope_theta": 10000.0, "short_factor": [1.0] * (width // 2)}
+    rope |= {"long_factor": [1 + n / 2 for n in range(width // 2)]}
+    config = Phi3Config(
+        **SIZES,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        original_max_position_embeddings=limit,
+        rope_parameters=rope,
+        pad_token_id=0,
+    )
+    make(config, tmp_path / "model")
+    env, ids = {"TMPDIR": str(tmp_path)}, prompt(700)
+    servers = []
+    for name, role, length in (("short", "kv_producer", 2048), ("long", "kv_consumer", 4096)):
+        args = ("--num-gpu-blocks-override", "64", "--max-model-len", str(length))
+        place = tmp_path / "model", tmp_path / f"{name}.log"
+        servers.append(vllm_server(name, *place, transfer(role), args, env=env))
+    with running(servers):
+        short, long = servers
+        params, right = short.prefill(ids), token_ids(long.complete(ids, cache_salt="alone"))
+        assert token_ids(long.complete(ids, kv_transfer_params=params)) == right
+        assert token_ids(short.complete(ids)) != right
+        assert long.metric("disagg_kv_load_failures_total", reason="refused") == 1
+        assert "max_model_len differs: 'up to 2048' here, 'over 2048' there" in long.tail(100)
 
 
 def test_mla_is_refused_on_cpu(mla: VllmServer) -> None:

@@ -7,8 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from safetensors.numpy import save_file
 from vllm.lora.request import LoRARequest
 
 from disagg.connector import weights
-from disagg.connector.geometry import model_fields
 from disagg.connector.weights import ADAPTER_BYTES, Adapters, checkpoint
 
 Change = Callable[[dict[str, np.ndarray], Path], None]
@@ -45,10 +42,6 @@ def a_name(tensors: dict[str, np.ndarray], folder: Path) -> None:
 def the_config(tensors: dict[str, np.ndarray], folder: Path) -> None:
     for name in ("config.json", "adapter_config.json"):
         (folder / name).write_text(json.dumps({"hidden_size": 9}))
-
-
-def adjust(config: Any) -> Any:
-    return config
 
 
 @pytest.fixture(params=["whole", "sampled"])
@@ -113,44 +106,6 @@ def test_a_repository_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     seen.add(checkpoint("org/name", None))
     assert len(seen) == 3
     assert all(len(one) == 32 for one in seen)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        ({}, None),
-        ({"rope_parameters": {"rope_theta": 1e6}, "a": 1}, '{"a": 1, "rope_parameters": '),
-        (adjust, f"{adjust.__module__}.adjust"),
-    ],
-)
-def test_an_overridden_configuration(tmp_path: Path, overrides: Any, text: str | None) -> None:
-    """Weights alone do not say how far a rotation turns."""
-    model: Any = SimpleNamespace(model=str(write(tmp_path / "one")), revision=None)
-    model.hf_overrides, model.hf_config_path = overrides, None
-    config: Any = SimpleNamespace(model_config=model, speculative_config=None)
-    fields = model_fields(config)
-    assert fields.pop("checkpoint") == checkpoint(model.model, None)
-    assert fields.keys() == ({"hf_overrides"} if text else set())
-    assert fields.get("hf_overrides", "").startswith(text or "")
-    model.hf_config_path = str(write(tmp_path / "config", the_config))
-    assert "hf_config_path" in model_fields(config)
-
-
-def test_a_draft_with_a_cache(tmp_path: Path) -> None:
-    """Its layers are the model's, to whoever moves blocks."""
-    model: Any = SimpleNamespace(model=str(write(tmp_path / "one")), revision=None)
-    model.hf_overrides, model.hf_config_path = {}, None
-    draft: Any = SimpleNamespace(method="eagle3", uses_draft_kv_cache=lambda: True)
-    config: Any = SimpleNamespace(model_config=model, speculative_config=draft)
-    seen = set[str]()
-    for name, change in (("head", None), ("trained", one_layer)):
-        draft.draft_model_config = SimpleNamespace(
-            model=str(write(tmp_path / name, change)), revision=None
-        )
-        seen.add(model_fields(config)["draft"])
-    assert len(seen) == 2
-    draft.uses_draft_kv_cache = lambda: False
-    assert "draft" not in model_fields(config)
 
 
 def adapter(folder: Path, number: int = 1, **more: bool) -> LoRARequest:
