@@ -16,7 +16,7 @@ from starlette.responses import Response
 from yarl import URL
 
 from disagg.config import ConnectorName, RouterSection
-from disagg.router import first_token, http1, legs, migration, paths, upstream
+from disagg.router import everywhere, first_token, http1, legs, migration, paths, upstream
 from disagg.router.admission import Admission
 from disagg.router.answer import Answer
 from disagg.router.continuing import Continuing
@@ -123,17 +123,20 @@ class Service:
     async def forward(
         self, method: str, target: str, data: bytes, headers: Headers, record: Record
     ) -> Response | Relayed:
-        """Pass any other request to a decode engine as it is, but without transfer params.
+        """Pass any other request to a decode engine as it is, but without transfer params; to all
+        engines, if it changes them.
 
         `target`: raw path and query. Raises `ApiError`.
         """
         data = legs.passed_through(data, headers.get("content-type", ""))
         raw = upstream.to_engine(headers.raw, record.id, record.trace)
         sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]
+        limit = self._settings.limits.first_byte_timeout_s
+        if method == "POST" and URL(target, encoded=True).path in everywhere.PATHS:
+            engines = self._topology.engines
+            return await everywhere.ask(self.client, engines, target, data, sent, limit)
         request = RequestInfo(target, {}, headers)
         seat = await self._seat(request, record)
-
-        limit = self._settings.limits.first_byte_timeout_s
 
         def call(engine: EngineEndpoint) -> Awaitable[aiohttp.ClientResponse]:
             # Taken as encoded: tidying `..` would lead to paths that the app has refused.

@@ -52,8 +52,8 @@ class Loop:
 
 @dataclass
 class FakeEngine:
-    """status, first_byte_s, gate (it answers when set), chunks, chunk_s, cut_after: how it
-    behaves. Change them at any time."""
+    """status, first_byte_s, gate (it answers when set), chunks, chunk_s, cut_after, refusing (by
+    path): how it behaves. Change them at any time."""
 
     role: Role
     status: int = 200
@@ -69,6 +69,8 @@ class FakeEngine:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     released: list[Any] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    refusing: dict[str, tuple[int, Any]] = field(default_factory=dict)
     left: threading.Event = field(default_factory=threading.Event)
     runner: web.AppRunner | None = None
 
@@ -180,6 +182,10 @@ class FakeEngine:
         return web.json_response({"data": [{"id": self.model}], **seen})
 
     async def _other(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path_qs)
+        if request.path in self.refusing:
+            status, content = self.refusing[request.path]
+            return web.json_response(content, status=status)
         text = await request.text()
         seen = {"path": request.path_qs, "method": request.method, "text": text}
         return web.json_response(seen, status=200 if request.path != "/v1/missing" else 404)

@@ -1,0 +1,88 @@
+"""What changes an engine is asked of all of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import vllm
+
+from disagg.bench.http import client
+from disagg.router import everywhere
+
+from .conftest import FakeEngine, Setup
+
+Make = Callable[..., Setup]
+# Of vLLM's routes that only POST has: those that ask something, and those of nobody's here.
+ASKING = re.compile(
+    r"/(v1/|cohere/v2/|v2/)?(systemone|chat|completions|responses|messages|embed|pooling|classify|score|rerank|tokenize"
+    r"|detokenize|audio/|generative_scoring|structured|inference|render|derender)"
+)
+ELSEWHERE = {
+    "/fault_tolerance/apply",
+    "/ping",
+    "/invocations",
+    "/scale_elastic_ep",
+    "/is_scaling_elastic_ep",
+}
+
+
+def post(setup: Setup, path: str, body: object = None) -> httpx.Response:
+    return client().post(f"{setup.url}{path}", json=body, timeout=20)
+
+
+def engines(setup: Setup) -> list[FakeEngine]:
+    return [setup.prefill, setup.decode, *setup.others]
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/sleep?level=1", "/%73leep"])
+def test_all_engines_are_asked(make: Make, path: str) -> None:
+    setup = make(others=["prefill", "decode"])
+    answer = post(setup, path, {"lora_name": "a", "kv_transfer_params": {"x": 1}})
+    assert answer.status_code == 200
+    assert answer.json()["text"] == '{"lora_name": "a"}'
+    for engine in engines(setup):
+        assert engine.asked.count(answer.json()["path"]) == 1
+
+
+def test_what_only_asks_goes_to_one(make: Make) -> None:
+    setup = make(others=["prefill", "decode"])
+    for path in ("/tokenize", "/v1/score"):
+        assert post(setup, path, {}).status_code == 200
+        asked = [engine.role for engine in engines(setup) if path in engine.asked]
+        assert asked == ["decode"]
+
+
+def test_who_does_not_do_it_is_named(make: Make, setup: Setup) -> None:
+    setup.decode.refusing["/sleep"] = (400, {"error": {"message": "it is running"}})
+    answer = post(setup, "/sleep")
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"] == "decode-0 answered 400: it is running; 1 of 2 engines did it"
+    setup.decode.refusing["/sleep"] = (500, {"detail": "no"})
+    setup.prefill.refusing["/sleep"] = (404, "what")
+    answer = post(setup, "/sleep")
+    assert answer.status_code == 500
+    said = "prefill-0 answered 404: what, decode-0 answered 500: no; 0 of 2 engines did it"
+    assert answer.json()["error"]["message"] == said
+
+
+def test_an_engine_that_is_gone(setup: Setup) -> None:
+    setup.loop.run(setup.decode.stop())
+    answer = post(setup, "/reset_prefix_cache")
+    assert answer.status_code == 503
+    assert "decode-0 answered 503: the decode engine cannot be reached" in answer.text
+
+
+def test_no_route_of_vllms_is_forgotten() -> None:
+    """The installed one: a new route must be looked at."""
+    folder = Path(vllm.__file__).parent / "entrypoints"
+    source = "".join(file.read_text() for file in folder.rglob("api_router.py"))
+    routes = set(re.findall(r'@router\.(?:post|put|delete|patch)\(\s*"([^"]+)"', source))
+    assert len(routes) > 20
+    assert routes >= everywhere.PATHS
+    unknown = {one for one in routes - everywhere.PATHS - ELSEWHERE if not ASKING.match(one)}
+    assert unknown == set()
