@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from disagg.bench.vllm_server import VllmServer, token_ids
-from engine.conftest import beside, running, tiers, transfer
+from disagg.bench.http import client
+from disagg.bench.vllm_server import VllmServer, completion, token_ids
+from engine.conftest import beside, routed, running, tiers, transfer
 from engine.waiting import eventually
 
 Prompt = Callable[[int], list[int]]
 RANK, BLOCK = 8, 128
+LOADED = {"outcome": "loaded", "transport": "process_memory"}
 
 
 def write_adapter(model: Path, folder: Path, seed: int) -> None:
@@ -76,7 +78,7 @@ def engines(
     args += ("--max-lora-rank", str(RANK), "--max-loras", "2", "--lora-modules")
     args += tuple(f"{name}={adapters / name}" for name in ("a", "b"))
     (place / "tmp").mkdir()
-    env = {"TMPDIR": str(place / "tmp")}
+    env = {"TMPDIR": str(place / "tmp"), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     tier = tiers(host_bytes=1 << 24, directory=str(place / "tier"))
 
     def server(name: str, config: dict[str, object]) -> VllmServer:
@@ -110,8 +112,7 @@ def test_each_is_handed_over(engines: Engines, prompt: Prompt) -> None:
             answers.add(tuple(answer))
         assert len(answers) == 3
     assert engines.second.metric("disagg_kv_load_failures_total", reason="prompt_mismatch") == 0
-    loaded = {"outcome": "loaded", "transport": "process_memory"}
-    assert engines.second.metric("disagg_handoffs_total", **loaded) == 12
+    assert engines.second.metric("disagg_handoffs_total", **LOADED) == 12
 
 
 def test_one_is_not_taken_for_another(engines: Engines, prompt: Prompt) -> None:
@@ -120,6 +121,28 @@ def test_one_is_not_taken_for_another(engines: Engines, prompt: Prompt) -> None:
     right = ask(engines.first, "a", ids)
     params = engines.first.prefill(ids, model="b")
     assert ask(engines.second, "a", ids, kv_transfer_params=params) == right
+
+
+def test_one_is_loaded_by_all(
+    engines: Engines, prompt: Prompt, model: Path, adapters: Path
+) -> None:
+    """Through the router, while they serve."""
+    write_adapter(model, adapters / "c", 5)
+    with routed([engines.first], [engines.second], pairing={"local_prefill_tokens": 0}) as url:
+        asked = {"lora_name": "c", "lora_path": str(adapters / "c")}
+        for expected in (200, 400):
+            answer = client().post(f"{url}/v1/load_lora_adapter", json=asked, timeout=60)
+            assert answer.status_code == expected, answer.text
+        assert "prefill-0 answered 400" in answer.text
+        assert "already" in answer.text
+        body = completion(prompt(300), model="c")
+        before = engines.second.metric("disagg_handoffs_total", **LOADED)
+        got = client().post(f"{url}/v1/completions", json=body, timeout=60).json()
+        assert token_ids(got) == token_ids(engines.first.complete(**body))
+        assert engines.second.metric("disagg_handoffs_total", **LOADED) == before + 1
+        answer = client().post(f"{url}/v1/unload_lora_adapter", json=asked, timeout=60)
+        assert answer.status_code == 200
+        assert engines.first.post("/v1/completions", body).status_code == 404
 
 
 def test_other_weights_in_the_same_place(
