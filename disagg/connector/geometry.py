@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 from typing import TYPE_CHECKING
 
@@ -23,12 +22,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from disagg.connector.weights import checkpoint
 from disagg.errors import ConfigError
+from disagg.identity.model import model_fields
 from disagg.transport.blocks import BlockCache, Region
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 _DTYPES = {
@@ -43,7 +42,6 @@ _DTYPES = {
 # vLLM's, whose hashes are the same in every process; the others take a random seed.
 _SAME_EVERYWHERE = ("sha256", "sha256_cbor")
 _SEED = "PYTHONHASHSEED"
-_LLAMA4_TUNED = 32768
 HANDED_OVER = "that is handed over"
 NULL_BLOCK = 0
 """vLLM's own block that stands for those no longer kept. No request's data is ever there."""
@@ -231,46 +229,6 @@ def _contents(cache: BlockCache) -> str:
     if len(runs) == 1:
         return runs[0][0]
     return ", ".join(f"{count} {content}" for content, count in runs)
-
-
-def model_fields(config: VllmConfig) -> dict[str, str]:
-    """Which model it is: weights, how its configuration was overridden, and which draft's layers
-    are among its own. Keys are there only where they say something."""
-    model = config.model_config
-    fields = {"checkpoint": checkpoint(model.model, model.revision)}
-    overrides = model.hf_overrides
-    if callable(overrides):
-        fields["hf_overrides"] = f"{overrides.__module__}.{overrides.__qualname__}"
-    elif overrides:
-        fields["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=str)
-    if model.hf_config_path:
-        fields["hf_config_path"] = checkpoint(model.hf_config_path, None)
-    if model.multimodal_config is not None and model.multimodal_config.mm_processor_kwargs:
-        given = model.multimodal_config.mm_processor_kwargs
-        fields["mm_processor_kwargs"] = json.dumps(given, sort_keys=True, default=str)
-    if (context := _context(model)) is not None:
-        fields["max_model_len"] = context
-    speculative = config.speculative_config
-    if speculative is not None and speculative.uses_draft_kv_cache():
-        draft = speculative.draft_model_config
-        fields["draft"] = f"{speculative.method} {checkpoint(draft.model, draft.revision)}"
-    return fields
-
-
-def _context(model: ModelConfig) -> str | None:
-    """Of models of which vLLM 0.32 computes all prompts otherwise where long ones are allowed: on
-    which side of that limit `max_model_len` is."""
-    limits = []
-    text = model.hf_text_config
-    if str(text.model_type).startswith("llama4"):
-        limits.append(_LLAMA4_TUNED)  # temperature of queries
-    ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in (ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))):
-        if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
-            own = getattr(text, "original_max_position_embeddings", None)
-            limits.append(rope.get("original_max_position_embeddings", own) or 0)
-    told = [f"{'over' if model.max_model_len > limit else 'up to'} {limit}" for limit in limits]
-    return ", ".join(dict.fromkeys(told)) or None
 
 
 def _groups(kv_cache: KVCacheConfig) -> str:

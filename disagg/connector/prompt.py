@@ -48,7 +48,7 @@ def digests(
     of these.
 
     `hashes`: vLLM's chained block hashes of the request at this block size. `adapter`: which
-    weights its LoRA adapter has, see `weights.py`.
+    weights its LoRA adapter has, see `identity/weights.py`.
     """
     full = num_tokens // block_size
     if adapter:

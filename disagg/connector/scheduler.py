@@ -21,7 +21,7 @@ from disagg.connector.geometry import NULL_BLOCK
 from disagg.connector.messages import Grant, Letter, Load, LoadReport, StepReport, StepWork
 from disagg.connector.metrics import ConnectorStats
 from disagg.connector.settings import ConnectorSettings
-from disagg.connector.weights import Adapters
+from disagg.identity.weights import Adapters
 from disagg.transport import sharding
 from disagg.transport.client import Endpoint
 from disagg.transport.ticket import Handoff

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from disagg.engine.args import KEY_ENV
 from disagg.errors import TransferError
+from disagg.identity.model import model_fields
 from disagg.transport.base import Deadline
 from disagg.transport.handoff import release_everywhere
 from disagg.transport.secret import read_secret
@@ -88,7 +89,11 @@ async def fingerprint(request: Request) -> dict[str, str]:
     model, cache = config.model_config, config.cache_config
     is_cpu = config.device_config.device_type == "cpu"
     usual = request.app.state.openai_serving_completion.default_sampling_params
+    state = request.app.state
+    if not hasattr(state, "disagg_model"):
+        state.disagg_model = await run_in_threadpool(model_fields, config)
     return {
+        **state.disagg_model,
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(cache.cache_dtype),

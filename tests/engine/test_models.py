@@ -167,7 +167,7 @@ def test_a_context_that_changes_the_model(
         assert token_ids(long.complete(ids, kv_transfer_params=params)) == right
         assert token_ids(short.complete(ids)) != right
         assert long.metric("disagg_kv_load_failures_total", reason="refused") == 1
-        assert "max_model_len differs: 'up to 2048' here, 'over 2048' there" in long.tail(100)
+        assert "long_context differs: 'max_model_len up to 2048' here" in long.tail(100)
 
 
 def test_mla_is_refused_on_cpu(mla: VllmServer) -> None:

@@ -38,10 +38,12 @@ ALLOWED = {
     "transport": {"errors"},
     "store": {"errors"},
     "router": {*LEAVES, "credentials"},
-    "connector": {"errors", "transport", "store"},
+    "identity": set[str](),
+    "connector": {"errors", "identity", "transport", "store"},
     # What an engine's own HTTP route needs to release a lease; never caches or transports.
     "engine": {
         *LEAVES,
+        "identity",
         "transport.base",
         "transport.handoff",
         "transport.secret",
@@ -54,7 +56,7 @@ ALLOWED = {
     },
 }  # fmt: skip
 HEAVY = {
-    "vllm": {"connector", "engine"},
+    "vllm": {"connector", "engine", "identity"},  # there for its types alone
     "ray": {"engine", "cluster"},
     "cupy": {"transport"},
     "torch": {"bench", "connector", "engine", "transport"},

@@ -14,6 +14,7 @@ from disagg.connector.offload import groups
 from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.errors import ConfigError
+from disagg.identity.model import model_fields
 from disagg.store.base import Key
 from disagg.store.directory import Directory
 from disagg.store.directory_files import TensorSpec
@@ -119,7 +120,7 @@ def fingerprint(
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
     fields = {
         "model": Path(model.model).name,
-        **geometry.model_fields(config),
+        **model_fields(config),
         "vllm_version": vllm.__version__.partition("+")[0],
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),

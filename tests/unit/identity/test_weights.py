@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 from vllm.lora.request import LoRARequest
 
-from disagg.connector import weights
-from disagg.connector.weights import ADAPTER_BYTES, Adapters, checkpoint
+from disagg.identity import weights
+from disagg.identity.weights import ADAPTER_BYTES, Adapters, checkpoint
 
 Change = Callable[[dict[str, np.ndarray], Path], None]
 SIZE = 40_000

@@ -1,0 +1,1 @@
+"""What an engine computes with: two engines that differ in it have no block in common."""

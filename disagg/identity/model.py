@@ -1,0 +1,58 @@
+"""Which model an engine computes with, as fields to be compared. Reads vLLM's configuration, and
+imports nothing of it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from disagg.identity.weights import checkpoint
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+_LLAMA4_TUNED = 32768
+
+
+def model_fields(config: VllmConfig) -> dict[str, str]:
+    """Weights, how the configuration was overridden, and which draft's layers are among the
+    model's own. Reads files."""
+    model, overrides = config.model_config, ""
+    if callable(model.hf_overrides):
+        overrides = f"{model.hf_overrides.__module__}.{model.hf_overrides.__qualname__}"
+    elif model.hf_overrides:
+        overrides = _json(model.hf_overrides)
+    multimodal, speculative = model.multimodal_config, config.speculative_config
+    given = multimodal.mm_processor_kwargs if multimodal is not None else None
+    draft = ""
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        of = speculative.draft_model_config
+        draft = f"{speculative.method} {checkpoint(of.model, of.revision)}"
+    return {
+        "checkpoint": checkpoint(model.model, model.revision),
+        "hf_overrides": overrides,
+        "hf_config_path": checkpoint(model.hf_config_path, None) if model.hf_config_path else "",
+        "mm_processor_kwargs": _json(given) if given else "",
+        "long_context": _long_context(model),
+        "draft": draft,
+    }
+
+
+def _json(given: object) -> str:
+    return json.dumps(given, sort_keys=True, default=str)
+
+
+def _long_context(model: ModelConfig) -> str:
+    """Of models of which vLLM 0.32 computes all prompts otherwise where long ones are allowed: on
+    which side of that limit `max_model_len` is."""
+    limits = []
+    text = model.hf_text_config
+    if str(text.model_type).startswith("llama4"):
+        limits.append(_LLAMA4_TUNED)  # temperature of queries
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in (ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))):
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
+            own = getattr(text, "original_max_position_embeddings", None)
+            limits.append(rope.get("original_max_position_embeddings", own) or 0)
+    told = [f"{'over' if model.max_model_len > limit else 'up to'} {limit}" for limit in limits]
+    return ", ".join(f"max_model_len {one}" for one in dict.fromkeys(told))
