@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from disagg.bench.vllm_server import VllmServer, token_ids
-from disagg.connector.geometry import checkpoint
 from disagg.connector.params import TICKET
+from disagg.identity.weights import checkpoint
 from disagg.transport import handoff, ticket
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.blocks import BlockCache, Region
@@ -69,6 +69,7 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
     fingerprint = {
         "vllm": "0.32.0",
         "checkpoint": checkpoint(str(model), None),
+        "hash_seed": "vllm's own",
         "quantization": "None",
         "dtype": "torch.bfloat16",
         "kv_cache_dtype": "auto",
@@ -80,6 +81,8 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
         "kv_cache_groups": f"{LAYERS} FullAttention",
         "bytes_of_a_head_and_token": f"BF16[{CONTENT}]",
     }
+    nothing = ("hf_overrides", "hf_config_path", "mm_processor_kwargs", "long_context", "draft")
+    fingerprint |= dict.fromkeys(nothing, "")
     folder = Path(server.env["TMPDIR"], f"disagg-{os.getuid()}")
     receiver = SharedStorageReceiver(cache, Storage(folder, 1 << 30))
     peers = Peers("test", fingerprint, SECRET.encode())
