@@ -76,7 +76,7 @@ class Adapters:
 
 
 def _adapter(path: str) -> bytes:
-    digest = hashlib.blake2b(digest_size=ADAPTER_BYTES)
+    digest, why = hashlib.blake2b(digest_size=ADAPTER_BYTES), "there are no weights"
     try:
         place = _place(path, None, _ADAPTER)
         if place is not None:
@@ -84,7 +84,8 @@ def _adapter(path: str) -> bytes:
             if _sample_all(digest, place):
                 return digest.digest()
     except OSError as error:
-        logger.warning("adapter %s cannot be read, its blocks stay here: %s", path, error)
+        why = str(error)
+    logger.warning("adapter %s cannot be read (%s): its blocks are of no use elsewhere", path, why)
     return secrets.token_bytes(ADAPTER_BYTES)
 
 

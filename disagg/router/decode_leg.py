@@ -170,6 +170,8 @@ class DecodeLeg:
     async def _elsewhere(
         self, request: RequestInfo, tried: list[EngineEndpoint], refused: Opened | None
     ) -> Seat | None:
+        if refused is not None:
+            refused.seat.leave()  # else it might wait for its own
         try:
             return await self._admission.seat("decode", request, tried)
         except ApiError:

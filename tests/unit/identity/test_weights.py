@@ -146,10 +146,13 @@ def test_an_adapter_is_what_was_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["gone", "org/gone", "empty"])
-def test_an_adapter_that_cannot_be_read_is_nobody_elses(tmp_path: Path, folder: str) -> None:
+def test_an_adapter_that_cannot_be_read_is_nobody_elses(
+    tmp_path: Path, folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "empty").mkdir()
     path = Path(folder) if "/" in folder else tmp_path / folder
     known = Adapters()
     assert known.of(adapter(path)) == known.of(adapter(path))
+    assert [f"adapter {path} cannot be read" in line for line in caplog.messages] == [True]
     assert known.of(adapter(path)) != Adapters().of(adapter(path))
     assert len(known.of(adapter(path, load_inplace=True))) == ADAPTER_BYTES

@@ -82,6 +82,16 @@ def test_no_room_in_time(make: Make) -> None:
     assert metric(setup, "disagg_router_queued") == metric(setup, "disagg_router_in_flight") == 0
 
 
+def test_a_refused_request_does_not_wait_for_its_own_seat(make: Make) -> None:
+    setup = make(limits={"max_in_flight": 1}, others=["prefill", "decode"])
+    refusing = setup.decode
+    refusing.status = 500
+    answers = [ask(setup, stream=False) for _ in range(6)]
+    assert refusing.bodies
+    assert [answer.status_code for answer in answers] == [200] * 6
+    assert metric(setup, "disagg_router_queue_seconds_count") == 0
+
+
 def test_who_is_resting_is_tried_when_no_other_is_left(make: Make) -> None:
     setup = make(others=["prefill", "decode"])
     resting, failing = setup.decode, setup.others[1]
