@@ -133,7 +133,7 @@ class Producer(End):
             host=_HOST,
             port=0,
             secret=_SECRET,
-            hello=p.Welcome("bench-producer", generation, offers),
+            hello=p.Welcome("bench-producer", generation, offers, _layers(cache)),
             fingerprint=_fingerprint(block_bytes),
             cache=cache,
             leases=self._leases,
@@ -252,8 +252,12 @@ class Consumer(End):
         blocks = self._cache.whole(ids)
         part = p.Part(blocks.unit, ((0, blocks.count),))
         job = FetchJob(blocks, Deadline.after(FETCH_S))
-        wanted = Wanted(self._endpoint, lease, part)
+        wanted = Wanted(self._endpoint, lease, part, _layers(self._cache))
         return fetch(self._peers, wanted, job, [self._receivers[way]])
+
+
+def _layers(cache: BlockCache) -> tuple[str, ...]:
+    return tuple(region.name for region in cache.regions)
 
 
 def _fingerprint(block_bytes: int) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -88,16 +88,19 @@ class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
                 name=settings.engine_name or engine_id,
                 rank=get_tensor_model_parallel_rank(),
                 world_size=vllm_config.parallel_config.tensor_parallel_size,
+                stage=get_pp_group().rank_in_group,
             )
 
     # ---- scheduler side --------------------------------------------------------------------
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        addresses = [metadata[rank] for rank in sorted(metadata)]
-        self.scheduler.set_endpoints(
-            [address.endpoint for address in addresses if isinstance(address, WorkerAddress)]
+        workers = [(rank, metadata[rank]) for rank in sorted(metadata)]
+        found = [(rank, told) for rank, told in workers if isinstance(told, WorkerAddress)]
+        self.scheduler.set_workers(
+            [told.endpoint for _, told in found if told.endpoint is not None],
+            [told.regions for (_, tensor_rank), told in found if tensor_rank == 0],
         )
 
     def on_new_request(self, request: Request) -> None:

@@ -8,7 +8,6 @@ and token).
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 from typing import TYPE_CHECKING
 
@@ -59,11 +58,6 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
             "handed over answers could not be right; use GPUs"
         )
     parallel = config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        problems.append(
-            f"pipeline_parallel_size: {parallel.pipeline_parallel_size} — handoffs need 1; use "
-            "tensor_parallel_size instead"
-        )
     if parallel.decode_context_parallel_size > 1:
         problems.append(
             f"decode_context_parallel_size: {parallel.decode_context_parallel_size} — "
@@ -105,7 +99,7 @@ def _problems_of_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str
     moved = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec}
     block_size, problems = config.cache_config.block_size, []
     for group in kv_cache.kv_cache_groups:
-        spec, first = group.kv_cache_spec, group.layer_names[0]
+        spec, first = group.kv_cache_spec, next(iter(group.layer_names), "")
         if type(spec) not in moved:
             problems.append(
                 f"model: layer {first} keeps its cache as {type(spec).__name__}, which is not "
@@ -193,10 +187,11 @@ def splits_blocks(config: VllmConfig) -> bool:
     return str(config.device_config.device_type) != "cpu"
 
 
-def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig, cache: BlockCache) -> dict[str, str]:
+def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, str]:
     """What must agree, field by field, before two workers exchange a block.
 
-    Nothing of tensor parallelism: ranks of different sizes slice and merge heads.
+    Nothing of tensor and pipeline parallelism: ranks of different sizes slice and merge heads, and
+    `layers` are compared as far as one stage reads another.
     """
     model, caching = config.model_config, config.cache_config
     # vLLM's CPU kernels pack the tokens of a block together, so a block cannot be cut.
@@ -212,31 +207,33 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig, cache: BlockCache) 
         "block_size": block_size,
         "kv_cache_layout": str(kv_cache.kv_cache_layout),
         "kv_heads": str(kv_heads(config)),
-        "layers": str(len(cache.regions)),
         "kv_cache_groups": _groups(kv_cache),
-        "bytes_of_a_head_and_token": _contents(cache),
     }
 
 
-def _contents(cache: BlockCache) -> str:
-    """Of all layers; where they differ, of how many one after the other."""
-    runs = [
-        (content, len([*run]))
-        for content, run in itertools.groupby(
-            f"{region.dtype}[{region.memory.shape[3]}]" for region in cache.regions
-        )
-    ]
-    if len(runs) == 1:
-        return runs[0][0]
-    return ", ".join(f"{count} {content}" for content, count in runs)
+def layers(
+    kv_cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor], cache: BlockCache
+) -> tuple[str, ...]:
+    """Of each region: the layers that it belongs to, each with its group, and the bytes of one head
+    and token."""
+    groups = enumerate(kv_cache.kv_cache_groups)
+    group_of = {name: str(number) for number, group in groups for name in group.layer_names}
+    names: dict[int, list[str]] = {}
+    for name, tensor in kv_caches.items():
+        told = f"{name}@{group_of.get(name, '')}"
+        names.setdefault(tensor.data_ptr(), []).append(told)
+    return tuple(
+        f"{'+'.join(of_region)} {region.dtype}[{region.memory.shape[3]}]"
+        for of_region, region in zip(names.values(), cache.regions, strict=True)
+    )
 
 
 def _groups(kv_cache: KVCacheConfig) -> str:
-    """What each group is and how many layers it has, in order: blocks are matched by group."""
+    """What each group is, in order: blocks are matched by group."""
     described = []
     for group in kv_cache.kv_cache_groups:
         spec = layer_specs(group)[0]
         window = getattr(spec, "sliding_window", None)
         kind = type(spec).__name__.removesuffix("Spec")
-        described.append(f"{len(group.layer_names)} {kind}" + (f" of {window}" if window else ""))
+        described.append(kind + (f" of {window}" if window else ""))
     return ", ".join(described)

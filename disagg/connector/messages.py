@@ -31,13 +31,15 @@ class Load:
     """Scheduler -> worker: fill `block_ids` with the lease's `spans`, counted in units.
 
     A unit is `unit` tokens; the first one is unit `first` of `block_ids`, which cover all of them.
-    `endpoints` has one entry per rank of the producer. `problem` marks a load that was refused
-    already and is only to be reported as failed (strict mode).
+    `endpoints` has one entry per rank of the producer, one pipeline stage after the other;
+    `layers` says how many regions each stage has, the producer's and then ours. `problem` marks a
+    load that was refused already and is only to be reported as failed (strict mode).
     """
 
     request_id: str
     lease: int
     endpoints: list[Endpoint]
+    layers: tuple[list[int], list[int]]
     unit: int
     spans: tuple[tuple[int, int], ...]
     first: int
@@ -98,6 +100,8 @@ class StepReport(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True)
 class WorkerAddress(KVConnectorHandshakeMetadata):
-    """Worker -> scheduler, once: where this rank's control channel listens."""
+    """Worker -> scheduler, once: where this rank's control channel listens, if it produces, and how
+    many regions its cache has."""
 
-    endpoint: Endpoint
+    endpoint: Endpoint | None
+    regions: int

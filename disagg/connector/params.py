@@ -39,9 +39,9 @@ def answer(
         "remote_num_tokens": handoff.num_tokens,
         "remote_block_size": handoff.block_size,
         "remote_blocks_expiry_time": None,
-        "tp_size": len(handoff.endpoints),
+        "tp_size": len(handoff.endpoints) // len(handoff.layers),
         "dcp_size": 1,
-        "pp_size": 1,
+        "pp_size": len(handoff.layers),
         "transfer_mode": "pull",
         TICKET: sign(handoff, secret),
     }

@@ -82,6 +82,7 @@ class SchedulerHalf:
         self._hash_blocks, self._adapters = hash_blocks, Adapters()
         self._produces, self._consumes = produces, consumes
         self._endpoints: list[Endpoint] = []
+        self._layers: list[int] = []
         self._next_lease = 0
         self._leases: dict[str, str] = {}  # request id -> how it ended, once a rank said so
         self._pulls: dict[str, Pull] = {}
@@ -89,9 +90,10 @@ class SchedulerHalf:
         self._work = StepWork()
         self._stats = ConnectorStats()
 
-    def set_endpoints(self, endpoints: list[Endpoint]) -> None:
-        """Where the workers listen, by rank."""
-        self._endpoints = endpoints
+    def set_workers(self, endpoints: list[Endpoint], layers: list[int]) -> None:
+        """Where the workers listen, those of one pipeline stage after the other, and how many
+        regions each stage's cache has."""
+        self._endpoints, self._layers = endpoints, layers
 
     # ---- a request comes -------------------------------------------------------------------
 
@@ -128,7 +130,10 @@ class SchedulerHalf:
             return 0, "role"
         if not self._block_sizes_fit(handoff.block_size):
             return 0, "block_size"
-        if not sharding.fits(len(handoff.endpoints), self._world_size, self._kv_heads):
+        if sum(handoff.layers) != sum(self._layers):
+            return 0, "pipeline_parallel_size"
+        producers = len(handoff.endpoints) // len(handoff.layers)
+        if not sharding.fits(producers, self._world_size, self._kv_heads):
             return 0, "tensor_parallel_size"
         if not prompt.hashable(request):
             return 0, "prompt_embeds"
@@ -161,7 +166,7 @@ class SchedulerHalf:
         if handoff is not None and problem != "prompt_mismatch":
             self._release(handoff)
         if self._settings.strict:
-            handoff = handoff or Handoff("", -1, [], 0, self._block_size, b"")
+            handoff = handoff or Handoff("", -1, [], [], 0, self._block_size, b"")
             pull = Pull(handoff, request.num_prompt_tokens, problem=problem)
             self._pulls[request.request_id] = pull
 
@@ -217,6 +222,7 @@ class SchedulerHalf:
             request_id,
             handoff.lease,
             handoff.endpoints,
+            (handoff.layers, self._layers),
             unit,
             tuple(spans),
             first,
@@ -274,6 +280,7 @@ class SchedulerHalf:
             self._engine_id,
             lease,
             self._endpoints,
+            self._layers,
             tokens,
             self._block_size,
             self._digests(request, self._block_size, request.num_prompt_tokens),

@@ -55,7 +55,7 @@ _USE_SLACK_S = 5.0
 
 
 class WorkerHalf:
-    """Worker side of `DisaggConnector`, for one tensor-parallel rank."""
+    """Worker side of `DisaggConnector`, for one tensor-parallel rank of one pipeline stage."""
 
     def __init__(
         self,
@@ -67,12 +67,14 @@ class WorkerHalf:
         name: str,
         rank: int,
         world_size: int,
+        stage: int,
     ) -> None:
         assert config.kv_transfer_config is not None
         self._config, self._kv_cache, self._settings = config, kv_cache, settings
         self._transfer = config.kv_transfer_config
         self._secret, self._name = secret, name
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._stage = rank, world_size, stage
+        self._ranks = world_size * config.parallel_config.pipeline_parallel_size
         self._kv_heads = geometry.kv_heads(config)
         self._leases = LeaseTable()
         self._ended: queue.SimpleQueue[LoadReport] = queue.SimpleQueue()
@@ -84,6 +86,7 @@ class WorkerHalf:
         self._endpoint: Endpoint | None = None
         self._peers: Peers | None = None
         self._cache: BlockCache | None = None
+        self._layers: tuple[str, ...] = ()
         self._staging: Staging | None = None
         self._loaders = ThreadPoolExecutor(settings.load_threads, "disagg-load")
         self._postman = ThreadPoolExecutor(2, "disagg-letter")
@@ -95,7 +98,8 @@ class WorkerHalf:
         ask_for_amx(self._config.device_config.device_type)
         cache = geometry.block_cache(kv_caches)
         geometry.check_block_size(self._kv_cache, cache)
-        fingerprint = geometry.fingerprint(self._config, self._kv_cache, cache)
+        fingerprint = geometry.fingerprint(self._config, self._kv_cache)
+        self._layers = geometry.layers(self._kv_cache, kv_caches, cache)
         collapse(cache.host_memory())
         names, storage = self._settings.transports, self._settings.storage()
         self._staging = self._open_staging(cache)
@@ -103,7 +107,7 @@ class WorkerHalf:
         logger.info(
             "%s rank %d: %d blocks of %d bytes, transports %s, storage %s",
             self._name,
-            self._rank,
+            self._number,
             cache.num_blocks,
             cache.block_bytes,
             ", ".join(names),
@@ -129,17 +133,17 @@ class WorkerHalf:
             logger.info(
                 "%s rank %d: %.1f MiB of device memory for transfers",
                 self._name,
-                self._rank,
+                self._number,
                 staging.device_bytes / (1 << 20),
             )
         return staging
 
     def _listen(self, cache: BlockCache, fingerprint: dict[str, str]) -> ControlServer:
         offers = {sender.name: sender.offer() for sender in self._senders}
-        welcome = Welcome(self._name, random.token_hex(8), offers)
+        welcome = Welcome(self._name, random.token_hex(8), offers, self._layers)
         server = ControlServer(
             host=self._settings.host,
-            port=self._settings.port and self._settings.port + self._rank,
+            port=self._settings.port and self._settings.port + self._number,
             secret=self._secret,
             hello=welcome,
             fingerprint=fingerprint,
@@ -149,12 +153,17 @@ class WorkerHalf:
             use_limit_s=self._settings.load_deadline_s + _USE_SLACK_S,
         )
         self._endpoint = Endpoint(server.host, server.port, welcome.generation)
-        logger.info("%s rank %d: control channel on %s", self._name, self._rank, self._endpoint)
+        logger.info("%s rank %d: control channel on %s", self._name, self._number, self._endpoint)
         return server
 
-    def address(self) -> WorkerAddress | None:
-        """Where consumers reach this rank; None if it produces nothing."""
-        return WorkerAddress(self._endpoint) if self._endpoint else None
+    @property
+    def _number(self) -> int:
+        """This rank among all of its engine's, one pipeline stage after the other."""
+        return self._stage * self._world_size + self._rank
+
+    def address(self) -> WorkerAddress:
+        """Where consumers reach this rank, and what the scheduler half must know of its cache."""
+        return WorkerAddress(self._endpoint, len(self._layers))
 
     def shutdown(self) -> None:
         """Close every socket and remove every file; running loads end by their closed socket."""
@@ -286,46 +295,56 @@ class WorkerHalf:
         for one in moved:
             for name in one.failed_over:
                 logger.warning("request %s: transport %s failed over", load.request_id, name)
-        self._release(self._unread(load.endpoints), load.lease)
+        self._release(self._unread(load), load.lease)
         return handoff.total(moved)
 
     def _cannot(self, load: Load) -> TransferError | None:
         """A draft may have other heads than its model, which are then not sliced."""
-        if self._slices(len(load.endpoints)) and self._cache and self._cache.heads is None:
+        if self._slices(_producers(load)) and self._cache and self._cache.heads is None:
             return PeerRefused("layers differ in their heads", "tensor_parallel_size")
         return None
 
     def _wanted(self, load: Load) -> Iterator[tuple[handoff.Wanted, Selection]]:
-        producers, slices = len(load.endpoints), self._slices(len(load.endpoints))
+        """What to fetch from which rank: each of our layers and heads once."""
+        producers, slices = _producers(load), self._slices(_producers(load))
         count = sum(stop - start for start, stop in load.spans)
         readers = sharding.readers(producers, self._world_size, self._kv_heads)
-        for source in sharding.sources(producers, self._world_size, self._rank, self._kv_heads):
-            # Ranks of one size hold the same heads, so blocks go over whole.
-            theirs, ours = (source.theirs, source.ours) if slices else (None, None)
-            part = Part(load.unit, load.spans, theirs)
-            endpoint = load.endpoints[source.rank]
-            yield (
-                handoff.Wanted(endpoint, load.lease, part, readers[source.rank]),
-                Selection(load.block_ids, load.unit, load.first, count, ours),
-            )
+        sources = sharding.sources(producers, self._world_size, self._rank, self._kv_heads)
+        for stage in sharding.stages(*load.layers, self._stage):
+            stages = sharding.readers_of_stage(*load.layers, stage.number)
+            layers = self._layers[slice(*stage.ours)]
+            for source in sources:
+                # Ranks of one size hold the same heads, so blocks go over whole.
+                theirs, ours = (source.theirs, source.ours) if slices else (None, None)
+                part = Part(load.unit, load.spans, theirs, stage.theirs)
+                yield (
+                    handoff.Wanted(
+                        load.endpoints[stage.number * producers + source.rank],
+                        load.lease,
+                        part,
+                        layers,
+                        readers[source.rank] * stages,
+                    ),
+                    Selection(load.block_ids, load.unit, load.first, count, ours, stage.ours),
+                )
 
     def _slices(self, producers: int) -> bool:
         size = self._world_size
         return min(producers, self._kv_heads) != min(size, self._kv_heads)
 
-    def _unread(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
+    def _unread(self, load: Load) -> list[Endpoint]:
         """Producer ranks that nobody reads (replicas), and whose lease this rank is to end."""
-        readers = sharding.readers(len(endpoints), self._world_size, self._kv_heads)
+        readers = sharding.readers(_producers(load), self._world_size, self._kv_heads)
         return [
             endpoint
-            for rank, endpoint in enumerate(endpoints)
-            if readers[rank] == 0 and rank % self._world_size == self._rank
+            for number, endpoint in enumerate(load.endpoints)
+            if readers[number % len(readers)] == 0 and number % self._ranks == self._number
         ]
 
     def _post(self, letter: Letter, *, release: bool) -> None:
         """Tell the producer's ranks; between them, our ranks tell each of them once."""
         assert self._peers is not None
-        endpoints = letter.endpoints[self._rank :: self._world_size]
+        endpoints = letter.endpoints[self._number :: self._ranks]
         if release:
             self._release(endpoints, letter.lease)
             return
@@ -344,6 +363,11 @@ class WorkerHalf:
             logger.info("lease %d ends by itself: %s", lease, error)
         except TransferError as error:
             logger.warning("lease %d not released: %s", lease, error)
+
+
+def _producers(load: Load) -> int:
+    """The producer's tensor parallel size."""
+    return len(load.endpoints) // len(load.layers[0])
 
 
 def ask_for_amx(device_type: str) -> None:

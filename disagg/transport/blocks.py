@@ -47,8 +47,8 @@ class Selection:
     """What one fetch covers of every region, seen from one side.
 
     `count` units of `unit` tokens each, from the `first` of `block_ids[0]` on; of the heads
-    [heads[0], heads[1]), all if None. Wire order: unit by unit, and inside of a unit as the
-    layout orders heads and tokens.
+    [heads[0], heads[1]) and the regions [regions[0], regions[1]), all if None. Wire order: region
+    by region, unit by unit, and inside of a unit as the layout orders heads and tokens.
     """
 
     block_ids: Sequence[int]
@@ -56,6 +56,7 @@ class Selection:
     first: int
     count: int
     heads: tuple[int, int] | None = None
+    regions: tuple[int, int] | None = None
 
 
 class Runs(NamedTuple):
@@ -80,7 +81,9 @@ class BlockCache:
             raise ValueError(f"regions disagree on blocks and block size: {sorted(shapes)}")
         self.regions = tuple(regions)
         self.num_blocks, self.block_size = shapes.pop()
-        self.block_bytes = sum(r.memory[0].numel() for r in regions)
+        self._region_bytes = [r.memory[0].numel() for r in regions]
+        self.block_bytes = sum(self._region_bytes)
+        self._contents = tuple(r.memory.shape[3] for r in regions)
         heads = {r.memory.shape[1] for r in regions}
         self.heads = heads.pop() if len(heads) == 1 else None
         self._host = [_host_view(region) for region in regions]
@@ -109,6 +112,7 @@ class BlockCache:
         unit: int,
         spans: Sequence[tuple[int, int]],
         heads: tuple[int, int] | None = None,
+        regions: tuple[int, int] | None = None,
     ) -> Selection:
         """Units [start, stop) of each span, by position in `block_ids`, ascending.
 
@@ -128,7 +132,7 @@ class BlockCache:
         count = sum(stop - start for start, stop in spans)
         if min(chosen, default=0) < 0:
             raise BlocksGoneError("a block was given back before the lease began")
-        selection = Selection(chosen, unit, first, count, heads)
+        selection = Selection(chosen, unit, first, count, heads, regions)
         self.check(selection)
         return selection
 
@@ -144,15 +148,28 @@ class BlockCache:
             first, last = selection.heads
             if self.heads is None or not 0 <= first < last <= self.heads:
                 raise ValueError(f"heads {first}..{last} of {self.heads}")
+        if selection.regions is not None:
+            first, last = selection.regions
+            if not 0 <= first < last <= len(self.regions):
+                raise ValueError(f"regions {first}..{last} of {len(self.regions)}")
 
     def _per_block(self, unit: int) -> int:
         if unit < 1 or self.block_size % unit:
             raise ValueError(f"units of {unit} tokens do not divide blocks of {self.block_size}")
         return self.block_size // unit
 
+    def covered(self, selection: Selection) -> range:
+        """The indices of the regions that a selection covers."""
+        return range(*(selection.regions or (0, len(self.regions))))
+
+    def contents(self, selection: Selection) -> tuple[int, ...]:
+        """Bytes of one head and token in each covered region."""
+        return self._contents[slice(*(selection.regions or (None,)))]
+
     def num_bytes(self, selection: Selection) -> int:
-        """Bytes of a selection over all regions."""
-        share = selection.count * self.block_bytes * selection.unit // self.block_size
+        """Bytes of a selection over all its regions."""
+        bytes_ = sum(self._region_bytes[i] for i in self.covered(selection))
+        share = selection.count * bytes_ * selection.unit // self.block_size
         if selection.heads is None:
             return share
         assert self.heads is not None
@@ -191,9 +208,10 @@ class BlockCache:
         return _merged(offsets, length)
 
     def all_runs(self, selection: Selection) -> list[Runs]:
-        """`runs` of every region; the same object for regions of one geometry."""
-        found = {index: self.runs(index, selection) for index in set(self._like)}
-        return [found[index] for index in self._like]
+        """`runs` of every covered region; the same object for regions of one geometry."""
+        like = [self._like[index] for index in self.covered(selection)]
+        found = {index: self.runs(index, selection) for index in set(like)}
+        return [found[index] for index in like]
 
     def head_count(self, index: int, selection: Selection) -> int:
         """Heads of region `index` that a selection covers."""
@@ -212,7 +230,8 @@ class BlockCache:
 
     def views(self, selection: Selection) -> Generator[list[Bytes], None, None]:
         """A selection's own memory, in wire order, region by region; of a cache in host memory."""
-        for index, runs in enumerate(self.all_runs(selection)):
+        covered, every = self.covered(selection), self.all_runs(selection)
+        for index, runs in zip(covered, every, strict=True):
             yield self.cut(index, runs)
 
     def cut(self, index: int, runs: Runs) -> list[Bytes]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disagg.errors import PeerLost, TransferError
+from disagg.errors import PeerLost, PeerRefused, TransferError
 from disagg.transport import protocol as p
 from disagg.transport.base import Deadline, FetchJob, Receiver
 from disagg.transport.client import Connection, Endpoint, Peers, expect
@@ -27,11 +27,15 @@ class Moved:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to fetch from one producer rank: a part of a lease that `readers` ranks of ours read."""
+    """What to fetch from one producer rank: a part of a lease that `readers` ranks of ours read.
+
+    `layers`: what the regions of that part must hold, as the producer says at hello.
+    """
 
     endpoint: Endpoint
     lease: int
     part: p.Part
+    layers: Sequence[str]
     readers: int = 1
 
 
@@ -44,10 +48,27 @@ def fetch(peers: Peers, wanted: Wanted, job: FetchJob, receivers: Sequence[Recei
     endpoint = wanted.endpoint
     try:
         with peers.connection(endpoint, job.deadline) as connection:
+            problem = _misfit(wanted, connection.welcome.layers)
+            if problem is not None:
+                _release(connection, wanted.lease, ABORTED, job.deadline)
+                raise PeerRefused(problem)
             return _fetch(connection, wanted, job, receivers)
     except PeerLost:
         peers.forget(endpoint)
         raise
+
+
+def _misfit(wanted: Wanted, theirs: Sequence[str]) -> str | None:
+    """Why the wanted regions are not what the consumer takes them for; None if they are."""
+    first, last = wanted.part.regions or (0, len(theirs))
+    found = tuple(theirs[first:last])
+    if found == tuple(wanted.layers):
+        return None
+    if len(found) != len(wanted.layers):
+        return f"layers differ: {len(wanted.layers)} here, {len(found)} there"
+    pairs = zip(wanted.layers, found, strict=True)
+    mine, other = next((mine, other) for mine, other in pairs if mine != other)
+    return f"layers differ: {mine!r} here, {other!r} there"
 
 
 def total(moved: Sequence[Moved]) -> Moved:

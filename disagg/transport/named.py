@@ -89,10 +89,12 @@ def geometry(cache: BlockCache) -> Ints:
 
 def unbacked(rows: Ints) -> BlockCache:
     """A cache of this geometry on meta tensors, which have shape and strides but no memory: the
-    very code that finds blocks in our cache finds them in theirs."""
+    very code that finds blocks in our cache finds them in theirs. Raises `ValueError`."""
     import torch
 
     def region(shape: list[int], strides: list[int]) -> Region:
+        if min(shape) < 1:
+            raise ValueError(f"a region of shape {shape}")
         memory = torch.empty_strided(shape, (*strides, 1), dtype=torch.uint8, device="meta")
         return Region("", memory, "U8")
 
@@ -102,15 +104,7 @@ def unbacked(rows: Ints) -> BlockCache:
 def extent(region: Region) -> int:
     """Bytes from a region's first to its last, as numbers that do not overflow."""
     shape, strides = region.memory.shape, region.memory.stride()
-    if min(shape) < 1:
-        raise ValueError(f"a region of shape {list(shape)}")
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-
-
-def differ(ours: BlockCache, theirs: BlockCache) -> bool:
-    """Whether the regions of two caches do not hold the same things."""
-    contents = [[region.memory.shape[3] for region in cache.regions] for cache in (ours, theirs)]
-    return contents[0] != contents[1]
 
 
 # ---- answers ---------------------------------------------------------------------------------
@@ -125,6 +119,7 @@ class _Named(msgspec.Struct, frozen=True, array_like=True):
     first: int
     count: int
     heads: tuple[int, int] | None
+    regions: tuple[int, int] | None
 
 
 class Producer(Protocol):
@@ -142,12 +137,15 @@ def encode(token: bytes, blocks: Selection) -> bytes:
     if len(ids) > MAX_FRAME - _ANSWER_MARGIN:
         raise TransferError(f"{len(ids) // 4} blocks do not fit one answer", reason="too_large")
     return msgspec.msgpack.encode(
-        _Named(token, ids, blocks.unit, blocks.first, blocks.count, blocks.heads)
+        _Named(token, ids, blocks.unit, blocks.first, blocks.count, blocks.heads, blocks.regions)
     )
 
 
-def decode(answer: bytes, producers: Mapping[bytes, P]) -> tuple[P, Selection]:
-    """Whose blocks an answer names, and which: all of them lie in that producer's cache.
+def decode(
+    answer: bytes, producers: Mapping[bytes, P], ours: BlockCache, mine: Selection
+) -> tuple[P, Selection]:
+    """Whose blocks an answer names, and which: all of them lie in that producer's cache, and what
+    they hold is of the same sizes as what our own selection takes.
 
     `producers`: by the token of their offer. Raises `DataCorrupt`.
     """
@@ -155,8 +153,10 @@ def decode(answer: bytes, producers: Mapping[bytes, P]) -> tuple[P, Selection]:
         named = msgspec.msgpack.decode(answer, type=_Named)
         producer = producers[named.token]
         ids = np.frombuffer(named.block_ids, np.int32).tolist()
-        theirs = Selection(ids, named.unit, named.first, named.count, named.heads)
+        theirs = Selection(ids, named.unit, named.first, named.count, named.heads, named.regions)
         producer.cache.check(theirs)
     except (msgspec.DecodeError, KeyError, ValueError) as error:
         raise DataCorrupt(f"answer does not name blocks on offer: {error}") from error
+    if ours.contents(mine) != producer.cache.contents(theirs):
+        raise DataCorrupt("the two sides do not mean the same selection", reason="range")
     return producer, theirs

@@ -25,7 +25,7 @@ Iovecs = npt.NDArray[np.uint64]
 
 
 class Pieces:
-    """Pieces of memory that make up a selection of all regions, in wire order, as one stream."""
+    """Pieces of memory that make up a selection, in wire order, as one stream."""
 
     def __init__(self, addresses: Ints, lengths: Ints, per_region: list[int]) -> None:
         self._addresses, self._ends, self.per_region = addresses, np.cumsum(lengths), per_region
@@ -34,8 +34,9 @@ class Pieces:
 
     @classmethod
     def of(cls, cache: BlockCache, addresses: list[int], blocks: Selection) -> Pieces:
-        """The selection's pieces, with the regions at these addresses."""
+        """The selection's pieces, with the cache's regions at these addresses."""
         every = cache.all_runs(blocks)
+        addresses = [addresses[index] for index in cache.covered(blocks)]
         first, count = every[0], len(every)
         if all(runs is first for runs in every):
             return cls(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 
 # One frame; the largest is a Hello with its fingerprint. Block ids never travel: a fetch names
 # positions in the lease, and the producer looks up its own ids.
@@ -36,12 +36,13 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
 
 class Part(msgspec.Struct, frozen=True):
     """Which part of a lease: units of `unit` tokens each, spans [start, stop) by position in the
-    lease's blocks, and heads [first, last) as the producer's rank counts them; None for all.
-    Where spans meet, they begin and end with a block."""
+    lease's blocks, and heads and regions [first, last) as the producer's rank counts them; None
+    for all. Where spans meet, they begin and end with a block."""
 
     unit: int
     spans: tuple[tuple[int, int], ...]
     heads: tuple[int, int] | None = None
+    regions: tuple[int, int] | None = None
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
@@ -75,11 +76,13 @@ Request = Hello | Acquire | Fetch | Release | Renew
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Hello fits. `offers`: transport name -> what its receiver must know."""
+    """Hello fits. `offers`: transport name -> what its receiver must know. `layers`: what each
+    region of the producer's cache holds, in order; the consumer compares those that it reads."""
 
     engine: str
     generation: str
     offers: dict[str, bytes]
+    layers: tuple[str, ...]
 
 
 class Acquired(msgspec.Struct, frozen=True, tag="acquired"):

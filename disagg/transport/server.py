@@ -159,7 +159,9 @@ class _Session:
             return p.Failed("no_transport", f"{request.transport!r} is not on offer")
         part, cache = request.part, self._server._cache
         try:
-            blocks = cache.within(self._lease.block_ids, part.unit, part.spans, part.heads)
+            blocks = cache.within(
+                self._lease.block_ids, part.unit, part.spans, part.heads, part.regions
+            )
         except BlocksGoneError as error:
             return p.Failed("window", str(error))
         except ValueError as error:

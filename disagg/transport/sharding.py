@@ -1,15 +1,19 @@
-"""Which heads lie on which tensor-parallel rank, and from whom a consumer's rank reads them.
+"""Which heads and layers lie on which rank, and from whom a consumer's rank reads them.
 
-vLLM splits K KV heads over ranks evenly, and replicates them where there are more ranks than
-heads; an MLA cache is one head on every rank. Pure functions of four numbers, so that all ranks
-of both sides come to the same answer without talking.
+Tensor parallel: vLLM splits K KV heads over ranks evenly, and replicates them where there are more
+ranks than heads; an MLA cache is one head on every rank. Pipeline parallel: each stage has a run of
+the model's layers, and tensor parallel ranks of its own. Pure functions of a few numbers, so that
+all ranks of both sides come to the same answer without talking.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Heads = tuple[int, int]
+Regions = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -66,3 +70,38 @@ def _holder(producers: int, head: int, rank: int, kv_heads: int) -> int:
         return head * producers // kv_heads
     replicas = producers // kv_heads
     return head * replicas + rank % replicas
+
+
+# ---- pipeline stages ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A producer's stage that a consumer's stage reads: regions [first, last) as each counts."""
+
+    number: int
+    theirs: Regions
+    ours: Regions
+
+
+def stages(producers: Sequence[int], consumers: Sequence[int], stage: int) -> list[Stage]:
+    """Whom consumer stage `stage` reads, each of its regions once, in order.
+
+    producers, consumers: how many regions each stage of a side has; together as many on both.
+    """
+    ends = list(itertools.accumulate(consumers))
+    mine = ends[stage] - consumers[stage], ends[stage]
+    found, begins = [], 0
+    for number, count in enumerate(producers):
+        first, last = max(begins, mine[0]), min(begins + count, mine[1])
+        if first < last:
+            theirs, ours = (first - begins, last - begins), (first - mine[0], last - mine[0])
+            found.append(Stage(number, theirs, ours))
+        begins += count
+    return found
+
+
+def readers_of_stage(producers: Sequence[int], consumers: Sequence[int], number: int) -> int:
+    """How many consumer stages read producer stage `number`."""
+    every = (stages(producers, consumers, stage) for stage in range(len(consumers)))
+    return sum(source.number == number for sources_ in every for source in sources_)

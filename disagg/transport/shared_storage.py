@@ -259,8 +259,8 @@ def _header(cache: BlockCache, blocks: Selection) -> bytes:
     """The file's head in safetensors' format: length, JSON padded to 8 bytes."""
     entries: dict[str, object] = {}
     offset = 0
-    for index, region in enumerate(cache.regions):
-        shape = cache.shape(index, blocks)
+    for index in cache.covered(blocks):
+        region, shape = cache.regions[index], cache.shape(index, blocks)
         end = offset + math.prod(shape) * ITEM_BYTES[region.dtype]
         entries[region.name] = {
             "dtype": region.dtype,

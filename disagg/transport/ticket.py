@@ -23,8 +23,10 @@ _MAC = 16
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True):
-    """One lease, as the consumer learns of it. `endpoints` has one entry per producer rank.
+    """One lease, as the consumer learns of it.
 
+    endpoints: one for each producer rank, of one pipeline stage after the other.
+    layers: how many regions the cache of each pipeline stage has.
     digests: `DIGEST` bytes for each full block of the prompt, chained, then `DIGEST` bytes for
     the tokens after the last full block.
     """
@@ -32,6 +34,7 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True):
     engine: str
     lease: int
     endpoints: list[Endpoint]
+    layers: list[int]
     num_tokens: int
     block_size: int
     digests: bytes

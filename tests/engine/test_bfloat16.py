@@ -77,9 +77,7 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
         "prefix_caching_hash_algo": "sha256",
         "kv_cache_layout": "LBHNC",
         "kv_heads": str(HEADS),
-        "layers": str(LAYERS),
-        "kv_cache_groups": f"{LAYERS} FullAttention",
-        "bytes_of_a_head_and_token": f"BF16[{CONTENT}]",
+        "kv_cache_groups": "FullAttention",
     }
     nothing = ("hf_overrides", "hf_config_path", "mm_processor_kwargs", "long_context", "draft")
     fingerprint |= dict.fromkeys(nothing, "")
@@ -88,7 +86,9 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
     peers = Peers("test", fingerprint, SECRET.encode())
     try:
         job = FetchJob(cache.whole(range(blocks)), Deadline.after(30))
-        wanted = handoff.Wanted(grant.endpoints[0], grant.lease, Part(BLOCK, ((0, blocks),)))
+        part = Part(BLOCK, ((0, blocks),))
+        layers = [f"{region.name}@0 BF16[{CONTENT}]" for region in cache.regions]
+        wanted = handoff.Wanted(grant.endpoints[0], grant.lease, part, layers)
         handoff.fetch(peers, wanted, job, [receiver])
     finally:
         peers.close()

@@ -16,7 +16,10 @@ POISON, SCRIBBLE = 0xA5, 0x3C
 
 @dataclass(frozen=True)
 class Shape:
-    """One rank's cache. `layout`: the order of layers L, blocks B, heads H, tokens N, content C."""
+    """One rank's cache. `layout`: the order of layers L, blocks B, heads H, tokens N, content C.
+
+    `first`: the number of its first layer, if it is not the first pipeline stage.
+    """
 
     blocks: int = 24
     heads: int = 2
@@ -24,6 +27,7 @@ class Shape:
     content: int = 64
     layers: int = 3
     layout: str = "LBHNC"
+    first: int = 0
 
 
 PLAIN = Shape()
@@ -40,7 +44,7 @@ def regions(shape: Shape, flat: torch.Tensor) -> list[Region]:
     sizes = dict(zip("LBHNC", _sizes(shape), strict=True))
     whole = flat.view([sizes[axis] for axis in shape.layout])
     by_layer = whole.permute([shape.layout.index(axis) for axis in "LBHNC"])
-    return [Region(f"layer.{i}", by_layer[i], "U8") for i in range(shape.layers)]
+    return [Region(f"layer.{shape.first + i}", by_layer[i], "U8") for i in range(shape.layers)]
 
 
 def tokens(cache: BlockCache, index: int, block_ids: Sequence[int]) -> torch.Tensor:

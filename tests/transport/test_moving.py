@@ -11,9 +11,9 @@ import pytest
 from transport import caches
 from transport.caches import Shape
 from transport.pairs import MakePair, Start
-from transport.worker import Order
+from transport.worker import Order, wait_until
 
-from disagg.errors import LeaseGone, PeerLost, TransferError
+from disagg.errors import LeaseGone, PeerLost, PeerRefused, TransferError
 from disagg.transport import protocol as p
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.blocks import Selection
@@ -121,6 +121,65 @@ def test_one_producer_rank_into_two(start: Start, layout: str) -> None:
         for index in range(one.layers):
             got = caches.tokens(consumer.cache, index, [20, 1, 2])
             assert got[:, 0].equal(caches.tokens(original, index, [4, 9, 2])[:, head])
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
+def test_two_producer_stages_into_one(start: Start, layout: str) -> None:
+    """One after the other, each with some of the layers."""
+    stages = [Shape(layers=2, layout=layout), Shape(layers=3, first=2, layout=layout)]
+    ranks = [start(stage, remote=True, empty=False) for stage in stages]
+    consumer = start(Shape(layers=5, layout=layout), remote=False, empty=True)
+    sources, targets = [4, 9, 2], [20, 1, 2]
+    for stage, rank in zip(stages, ranks, strict=True):
+        rank.call("grant", 0, sources)
+        regions = stage.first, stage.first + stage.layers
+        mine = Selection(targets, 8, 0, 3, None, regions)
+        part = p.Part(8, ((0, 3),), None, (0, stage.layers))
+        moved = consumer.fetch(Order(rank.endpoint, 0, part, mine))
+        assert moved.num_bytes == stage.layers * 3 * 2 * 8 * 64
+        for index in range(*regions):
+            original = caches.make(stage, rank.setup.seed)
+            sent = caches.tokens(original, index - stage.first, sources)
+            assert caches.tokens(consumer.cache, index, targets).equal(sent)
+        for index in range(regions[1], 5):
+            assert bool((consumer.cache.regions[index].memory == caches.POISON).all())
+    assert caches.untouched(consumer.cache, but=targets)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
+def test_one_producer_stage_into_two(start: Start, layout: str) -> None:
+    """Of each of its heads too: a consumer of two stages and two ranks."""
+    whole = Shape(layers=5, layout=layout)
+    producer = start(whole, remote=True, empty=False)
+    producer.call("grant", 0, [4, 9, 2])
+    original = caches.make(whole, producer.setup.seed)
+    for first, layers in ((0, 2), (2, 3)):
+        for head in range(2):
+            assert producer.call("outcome", 0) is None, "other ranks have not fetched yet"
+            shape = Shape(layers=layers, first=first, heads=1, layout=layout)
+            consumer = start(shape, remote=False, empty=True)
+            part = p.Part(8, ((0, 3),), (head, head + 1), (first, first + layers))
+            mine = Selection([20, 1, 2], 8, 0, 3, (0, 1), (0, layers))
+            consumer.fetch(Order(producer.endpoint, 0, part, mine, readers=4))
+            for index in range(layers):
+                got = caches.tokens(consumer.cache, index, [20, 1, 2])
+                sent = caches.tokens(original, first + index, [4, 9, 2])
+                assert got[:, 0].equal(sent[:, head])
+            assert caches.untouched(consumer.cache, but=[20, 1, 2])
+
+
+def test_other_layers_than_there_are(start: Start) -> None:
+    """Whoever takes another stage's layers for its own reads nothing, and keeps nothing."""
+    producer = start(Shape(layers=2, first=1), remote=True, empty=False)
+    consumer = start(Shape(layers=2), remote=False, empty=True)
+    for lease, regions in enumerate([(0, 2), (0, 1), (1, 3)]):
+        producer.call("grant", lease, [4])
+        part = p.Part(8, ((0, 1),), None, regions)
+        order = Order(producer.endpoint, lease, part, consumer.cache.whole([1]))
+        with pytest.raises(PeerRefused, match="layers differ: "):
+            consumer.fetch(order)
+        assert wait_until(lambda lease=lease: producer.call("outcome", lease) == "aborted", 2)
+    assert caches.untouched(consumer.cache, but=[])
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(16, 4), (4, 16), (12, 8)])

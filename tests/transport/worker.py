@@ -99,6 +99,7 @@ class Worker:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.cache, self.staging = _cache(setup)
+        self.layers = tuple(region.name for region in self.cache.regions)
         storage = Storage(setup.folder, 4 << 30)
         means = Means("127.0.0.1", SECRET, storage, self.staging)
         names = (setup.transport, *setup.also)
@@ -111,7 +112,9 @@ class Worker:
             host="127.0.0.1",
             port=0,
             secret=SECRET,
-            hello=p.Welcome("engine", generation, {one.name: one.offer() for one in self.senders}),
+            hello=p.Welcome(
+                "engine", generation, {one.name: one.offer() for one in self.senders}, self.layers
+            ),
             fingerprint=FINGERPRINT,
             cache=self.cache,
             leases=self.leases,
@@ -139,7 +142,8 @@ class Worker:
         if order.before is not None or order.after is not None:
             acts = _act(order.before), _act(order.after)
             receivers = [_Interrupted(receiver, *acts) for receiver in receivers]
-        wanted = handoff.Wanted(order.endpoint, order.lease, order.part, order.readers)
+        layers = self.layers[slice(*(order.mine.regions or (None,)))]
+        wanted = handoff.Wanted(order.endpoint, order.lease, order.part, layers, order.readers)
         job = FetchJob(order.mine, Deadline.after(order.seconds))
         return handoff.fetch(self.peers, wanted, job, receivers)
 

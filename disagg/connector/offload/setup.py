@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     """Raise `ConfigError` for engines whose blocks cannot be kept."""
     geometry.check_supported(config, kv_cache)
+    stages = config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size: {stages} — tiers need 1; use tensor_parallel_size, or "
+            "remove the tiers"
+        )
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(
             "enable_prefix_caching: false — tiers find blocks by vLLM's prefix hashes; switch it on"

@@ -119,8 +119,8 @@ def across(
 
 
 def _rows(cache: BlockCache, selection: Selection) -> list[int]:
-    """Bytes of a row of each region."""
-    return [cache.row_bytes(index, selection) for index in range(len(cache.regions))]
+    """Bytes of a row of each covered region."""
+    return [cache.row_bytes(index, selection) for index in cache.covered(selection)]
 
 
 def _cache(
@@ -128,7 +128,8 @@ def _cache(
 ) -> _Side:
     first = selection.heads[0] if selection.heads else 0
     base, strides = [], []
-    for index, region in enumerate(cache.regions):
+    for index in cache.covered(selection):
+        region = cache.regions[index]
         block, head, token, _ = region.memory.stride()
         address = addresses[index] if addresses is not None else region.memory.data_ptr()
         base.append(address + first * head)
@@ -143,7 +144,8 @@ def _cache(
 def _wire(cache: BlockCache, selection: Selection) -> _Side:
     """Row after row from the wire's byte 0 on."""
     base, strides, at = [], [], 0
-    for index, region in enumerate(cache.regions):
+    for index in cache.covered(selection):
+        region = cache.regions[index]
         heads, content = cache.head_count(index, selection), region.memory.shape[3]
         row = cache.row_bytes(index, selection)
         if region.is_token_major:
@@ -160,23 +162,23 @@ def _move(cache: BlockCache, selection: Selection, source: _Side, target: _Side)
     if selection.count > _MAX_UNITS:
         raise ValueError(f"{selection.count} units are more than {_MAX_UNITS}")
     rows = _rows(cache, selection)
-    table = np.zeros((len(cache.regions), COLUMNS), np.int64)
-    for index, region in enumerate(cache.regions):
-        heads = cache.head_count(index, selection)
+    table = np.zeros((len(rows), COLUMNS), np.int64)
+    for number, index in enumerate(cache.covered(selection)):
+        region, heads = cache.regions[index], cache.head_count(index, selection)
         axes = [(heads, 2), (selection.unit, 3)]  # and which of a side's strides is theirs
         if region.is_token_major:
             axes.reverse()
         piece = region.memory.shape[3]
-        sides = (source.strides[index], target.strides[index])
+        sides = (source.strides[number], target.strides[number])
         # An axis whose pieces follow one another on both sides is one longer piece.
         while axes and (axes[-1][0] == 1 or all(side[axes[-1][1]] == piece for side in sides)):
             piece *= axes.pop()[0]
         axes = [(1, -1)] * (2 - len(axes)) + axes
-        row = table[index]
+        row = table[number]
         for at, side, strides in ((0, source, sides[0]), (5, target, sides[1])):
             inner = [0 if axis < 0 else strides[axis] for _, axis in axes]
-            row[at : at + 5] = (side.base[index], strides[0], strides[1], *inner)
-        row[10:] = axes[1][0], piece, rows[index]
+            row[at : at + 5] = (side.base[number], strides[0], strides[1], *inner)
+        row[10:] = axes[1][0], piece, rows[number]
     word = math.gcd(*np.delete(table, 10, axis=1).reshape(-1).tolist(), _WORDS[0])
     return Move(
         table,

@@ -1,12 +1,24 @@
-"""Which heads come from whom: every head exactly once, and both sides count the same readers."""
+"""Which heads and layers come from whom: each exactly once, and both sides count the same
+readers."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from disagg.transport.sharding import Source, fits, held, readers, sources
+from disagg.transport.sharding import (
+    Source,
+    Stage,
+    fits,
+    held,
+    readers,
+    readers_of_stage,
+    sources,
+    stages,
+)
 
 GRID = [
     (producers, consumers, heads)
@@ -77,3 +89,45 @@ def test_examples() -> None:
     assert sources(3, 2, 0, 6) == [Source(0, (0, 2), (0, 2)), Source(1, (0, 1), (2, 3))]
     assert readers(4, 1, 1) == [1, 0, 0, 0]
     assert readers(4, 8, 2) == [2, 2, 2, 2]
+
+
+CUTS = st.integers(1, 40).flatmap(
+    lambda layers: st.tuples(
+        *[
+            st.sets(st.integers(1, max(1, layers - 1)), max_size=6).map(
+                lambda cuts, layers=layers: [
+                    b - a for a, b in itertools.pairwise(sorted({0, layers, *cuts}))
+                ]
+            )
+        ]
+        * 2
+    )
+)
+
+
+@given(CUTS)
+def test_each_layer_of_a_consumer_comes_once_and_from_its_stage(
+    cuts: tuple[list[int], list[int]],
+) -> None:
+    producers, consumers = cuts
+    counts = [0] * len(producers)
+    for number, layers in enumerate(consumers):
+        begins, filled = sum(consumers[:number]), list[int]()
+        for source in stages(producers, consumers, number):
+            counts[source.number] += 1
+            assert 0 <= source.theirs[0] < source.theirs[1] <= producers[source.number]
+            theirs = [sum(producers[: source.number]) + i for i in range(*source.theirs)]
+            assert theirs == [begins + i for i in range(*source.ours)]
+            filled += range(*source.ours)
+        assert filled == list(range(layers))
+    assert counts == [readers_of_stage(*cuts, number) for number in range(len(producers))]
+    assert min(counts) > 0, "each stage is read, so its lease ends"
+
+
+def test_stages_as_they_are_cut() -> None:
+    assert stages([16, 16], [16, 16], 1) == [Stage(1, (0, 16), (0, 16))]
+    assert stages([32], [16, 16], 1) == [Stage(0, (16, 32), (0, 16))]
+    assert stages([10, 12, 10], [16, 16], 0) == [
+        Stage(0, (0, 10), (0, 10)),
+        Stage(1, (0, 6), (10, 16)),
+    ]

@@ -10,7 +10,7 @@ from disagg.errors import TransferError
 from disagg.transport.client import Endpoint
 from disagg.transport.ticket import Handoff, sign, verify
 
-HANDOFF = Handoff("prefill-0", 7, [Endpoint("127.0.0.1", 4000, "life")], 300, 128, bytes(24))
+HANDOFF = Handoff("prefill-0", 7, [Endpoint("127.0.0.1", 4000, "life")], [32], 300, 128, bytes(24))
 
 
 def test_round_trip() -> None:

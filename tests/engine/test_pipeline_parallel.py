@@ -1,0 +1,88 @@
+"""Engines of two pipeline stages and of one hand over to each other, and two stages to two.
+
+vLLM 0.32 runs stages on CPU only if it warms them up, which it does only for compiled models; the
+`eager` backend of torch.compile needs no compiler, and computes what the others do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from disagg.bench.http import client
+from disagg.bench.vllm_server import VllmServer, token_ids
+from engine.conftest import Fleet, begun, routed, running, transfer
+from engine.streams import Streamed, stream
+from engine.waiting import eventually
+
+ENGINES = ("producer", "consumer", "single")
+TRIES = 5
+BLOCK = 4 * 2 * 128 * 2 * 64 * 4  # layers, KV heads, tokens, K and V, head dim, float32
+STAGES = (
+    "--pipeline-parallel-size",
+    "2",
+    "--no-enforce-eager",
+    "--compilation-config",
+    json.dumps({"mode": 2, "backend": "eager"}),
+    "--num-gpu-blocks-override",
+    "192",
+)
+Prompt = Callable[[int], list[int]]
+
+
+@pytest.fixture(scope="module")
+def staged(
+    fleet: Fleet,
+    model: Path,
+    vllm_server: Callable[..., VllmServer],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, VllmServer]]:
+    """`even`: two layers in each of its stages, over process memory. `odd`: one and three, TCP."""
+    fleet.wake(*ENGINES)
+    logs = tmp_path_factory.mktemp("logs")
+    made = {}
+    for name, cut in (("even", "2,2"), ("odd", "1,3")):
+        extra = {} if name == "even" else {"transports": ["tcp"]}
+        made[name] = vllm_server(
+            name,
+            model,
+            logs / f"{name}.log",
+            transfer("kv_both", lease_s=60.0, load_deadline_s=60.0, **extra),
+            STAGES,
+            env={"TMPDIR": fleet.producer.env["TMPDIR"], "VLLM_PP_LAYER_PARTITION": cut},
+        )
+    with running([*made.values()]):
+        for server in made.values():
+            assert server.process is not None
+            os.setpriority(os.PRIO_PGRP, server.process.pid, 19)
+        yield made
+
+
+def moved(server: VllmServer) -> float:
+    return sum(
+        server.metric("disagg_handoff_bytes_total", transport=name)
+        for name in ("tcp", "process_memory")
+    )
+
+
+WAYS = ["producer-even", "even-consumer", "producer-odd", "odd-consumer", "even-odd", "odd-even"]
+
+
+@pytest.mark.parametrize("length", [5, 128, 1000])
+@pytest.mark.parametrize("way", WAYS)
+def test_exact_between_stages(
+    fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt, way: str, length: int
+) -> None:
+    """All of the prompt moves, over one fetch for each stage that has layers of another's."""
+    source, target = (staged.get(name) or getattr(fleet, name) for name in way.split("-"))
+    for _ in range(TRIES):
+        ids, before = prompt(length), moved(target)
+        answer = target.complete(ids, kv_transfer_params=source.prefill(ids))
+        assert token_ids(answer) == token_ids(fleet.single.complete(ids))
+        if moved(target) - before == -(-length // 128) * BLOCK:
+            return
+    pytest.fail("nothing was handed over")
