@@ -7,6 +7,7 @@ What only vLLM can judge (attention backends, hybrid caches, memory) is left to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
@@ -37,10 +38,11 @@ _OWNED = {
     "uds": "remove it; an engine serves HTTP on a port of its own",
 }
 _ONLY_ONE = (
-    "pipeline_parallel_size",
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
 )
+_STAGES = "pipeline_parallel_size"
+_RANKS = ("tensor_parallel_size", _STAGES)
 _MUST_AGREE: Mapping[str, Any] = {
     "dtype": "auto",
     "kv_cache_dtype": "auto",
@@ -104,12 +106,23 @@ def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
             key = _key(deployment, role, name)
             yield f"{key}: {args[name]} — its blocks can't be handed over; set 1 or remove it"
     yield from _block_size_problem(deployment, role, args.get("block_size"))
-    ranks = args.get("tensor_parallel_size", 1)
-    if isinstance(ranks, int) and num_gpus and 1 < ranks != num_gpus:
+    sizes = {name: args.get(name, 1) for name in _RANKS}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        return  # of a wrong type, which is reported as such
+    ranks = math.prod(sizes.values())
+    larger = [name for name, size in sizes.items() if size > 1]
+    if num_gpus and 1 < ranks != num_gpus:
+        given = " and ".join(f"{_key(deployment, role, name)} is {sizes[name]}" for name in larger)
+        yield f"{role}.resources.num_gpus: {num_gpus:g} — {given}; set num_gpus to {ranks}"
+    if sizes[_STAGES] > 1 and not num_gpus and args.get("enforce_eager") is True:
         yield (
-            f"{role}.resources.num_gpus: {num_gpus:g} — "
-            f"{_key(deployment, role, 'tensor_parallel_size')} is {ranks}; set num_gpus to {ranks}"
+            f"{_key(deployment, role, 'enforce_eager')}: True — on CPU, vLLM fails at the first "
+            "request of an engine with pipeline stages then; remove it"
         )
+    tiers = deployment.tiers
+    if sizes[_STAGES] > 1 and (tiers.host is not None or tiers.directory is not None):
+        key = _key(deployment, role, _STAGES)
+        yield f"{key}: {sizes[_STAGES]} — tiers can't keep its blocks; set 1 or remove tiers"
 
 
 def _block_size_problem(deployment: Deployment, role: Role, block_size: Any) -> Iterator[str]:

@@ -39,11 +39,20 @@ def engine_args(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any
     """
     deployment = spec.deployment
     args = _model_args(deployment) | SERVER_DEFAULTS | {"distributed_executor_backend": "mp"}
+    given = deployment.engine.args | deployment.pool(spec.role).args
     if is_cpu(spec):
-        args["enforce_eager"] = True  # compiling needs a C++ toolchain and minutes
-    args |= deployment.engine.args | deployment.pool(spec.role).args
+        args |= _cpu_args(given)
+    args |= given
     args["kv_transfer_config"] = kv_transfer_config(spec, host=host, engine_id=engine_id)
     return {name: value for name, value in args.items() if value is not None}
+
+
+def _cpu_args(given: dict[str, Any]) -> dict[str, Any]:
+    """Compiling needs a C++ toolchain and minutes. But only compiled models are warmed up, without
+    which vLLM 0.32 on CPU fails at the first request of an engine with pipeline stages."""
+    if given.get("pipeline_parallel_size", 1) == 1:
+        return {"enforce_eager": True}
+    return {"compilation_config": {"mode": 2, "backend": "eager"}}  # needs no toolchain
 
 
 def kv_transfer_config(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,33 @@ def test_exact_between_stages(
         if moved(target) - before == -(-length // 128) * BLOCK:
             return
     pytest.fail("nothing was handed over")
+
+
+@pytest.mark.parametrize("way", ["producer-even", "even-consumer"])
+def test_streams_that_begin_at_prefill(
+    fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt, way: str
+) -> None:
+    source, target = (staged.get(name) or getattr(fleet, name) for name in way.split("-"))
+    pairing = {"first_token": "prefill", "local_prefill_tokens": 0}
+    with routed([source], [target], pairing=pairing) as url:
+        assert eventually(lambda: client().get(f"{url}/ready", timeout=10).status_code == 200)
+        before = moved(target)
+        for length in (5, 128, 1000):
+            body = {"model": "tiny", "prompt": prompt(length), "temperature": 0}
+            body |= {"max_tokens": 16, "ignore_eos": True}
+            seen = Streamed()
+            stream(url, "/v1/completions", body, seen)
+            seen.check(fleet.single.post("/v1/completions", body).json())
+        assert begun(url) > 0
+        assert moved(target) > before
+
+
+def test_nothing_is_held(fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt) -> None:
+    """Every stage's lease has ended, also of prompts that nobody fetched whole: decode had them."""
+    even, ids = staged["even"], prompt(300)
+    for _ in range(3):
+        fleet.consumer.complete(ids, kv_transfer_params=even.prefill(ids))
+    for server in (fleet.producer, *staged.values()):
+        held = partial(server.metric, "disagg_leases_held")
+        assert eventually(lambda held=held: held() == 0)
+        assert not server.metric("disagg_leases_total", outcome="expired")

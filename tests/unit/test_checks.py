@@ -10,7 +10,10 @@ import pytest
 
 from disagg import checks, vllm_args
 from disagg.config import Deployment
+from disagg.engine.args import engine_args
+from disagg.engine.spec import EngineSpec
 from disagg.errors import ConfigError
+from disagg.pool_checks import ROLES
 from disagg.resolved import resolve
 
 
@@ -61,8 +64,8 @@ def test_a_sound_deployment_passes() -> None:
             "section",
         ),
         (
-            {"pipeline_parallel_size": 2},
-            "engine.args.pipeline_parallel_size: 2 — its blocks can't be handed over; "
+            {"decode_context_parallel_size": 2},
+            "engine.args.decode_context_parallel_size: 2 — its blocks can't be handed over; "
             "set 1 or remove it",
         ),
     ],
@@ -132,6 +135,7 @@ def test_pools_that_cannot_exchange_blocks_name_both_keys(
         ({"block_size": 128}, {}),
         ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
         ({"tensor_parallel_size": 2}, {}),
+        ({}, {"pipeline_parallel_size": 2}),
         ({"dtype": "half"}, {"dtype": "float16"}),
         ({"max_num_seqs": 4}, {"max_num_seqs": 8}),
         ({"max_model_len": 2048}, {"max_model_len": 4096}),
@@ -167,6 +171,40 @@ def test_resources_must_fit_the_pools() -> None:
     assert problems_of(prefill=pool, decode=pool) == [
         f"{role}.resources.num_gpus: 1 — {role}.args.tensor_parallel_size is 2; set num_gpus to 2"
         for role in ("prefill", "decode")
+    ]
+
+
+def test_an_engine_has_a_gpu_for_each_rank() -> None:
+    args = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    pool = {"resources": {"num_gpus": 6}, "args": args}
+    checks.check(deployment_with(prefill=pool, decode=pool))
+    pool = {"resources": {"num_gpus": 2}, "args": args}
+    assert problems_of(prefill=pool, decode=pool) == [
+        f"{role}.resources.num_gpus: 2 — {role}.args.tensor_parallel_size is 2 and "
+        f"{role}.args.pipeline_parallel_size is 3; set num_gpus to 6"
+        for role in ("prefill", "decode")
+    ]
+
+
+def test_pipeline_stages_on_cpu_are_warmed_up() -> None:
+    """vLLM does it for compiled models alone, and an engine that was not fails when it is asked."""
+    args = {"pipeline_parallel_size": 2}
+    made = deployment_with(prefill={"args": args})
+    specs = [EngineSpec(made, role, 0, "run", "/tmp/kv", True, "s", "k") for role in ROLES]
+    prefill, decode = (engine_args(spec, host="127.0.0.1", engine_id="1") for spec in specs)
+    assert "enforce_eager" not in prefill
+    assert prefill["compilation_config"]["backend"] == "eager"
+    assert decode["enforce_eager"] is True
+    (line,) = problems_of(engine={"args": {"enforce_eager": True}}, decode={"args": args})
+    assert line.startswith("engine.args.enforce_eager: True — on CPU, vLLM fails")
+
+
+def test_tiers_want_one_pipeline_stage() -> None:
+    lines = problems_of(
+        decode={"args": {"pipeline_parallel_size": 2}}, tiers={"host": {"max_bytes": 1 << 30}}
+    )
+    assert lines == [
+        "decode.args.pipeline_parallel_size: 2 — tiers can't keep its blocks; set 1 or remove tiers"
     ]
 
 
