@@ -121,6 +121,11 @@ def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
     return [spec] * len(group.layer_names)
 
 
+def _one_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
+    """Of a layer of the group, of which a pipeline stage may have none."""
+    return next(iter(layer_specs(group)), group.kv_cache_spec)
+
+
 def has_windows(kv_cache: KVCacheConfig) -> bool:
     """Whether blocks may be freed while their request runs: layers that look back only so far.
 
@@ -128,7 +133,7 @@ def has_windows(kv_cache: KVCacheConfig) -> bool:
     """
     groups = kv_cache.kv_cache_groups
     windowed = (ChunkedLocalAttentionSpec, SlidingWindowSpec)
-    return len(groups) > 1 or any(isinstance(layer_specs(g)[0], windowed) for g in groups)
+    return len(groups) > 1 or any(isinstance(_one_spec(g), windowed) for g in groups)
 
 
 def block_cache(kv_caches: dict[str, torch.Tensor]) -> BlockCache:
@@ -232,7 +237,7 @@ def _groups(kv_cache: KVCacheConfig) -> str:
     """What each group is, in order: blocks are matched by group."""
     described = []
     for group in kv_cache.kv_cache_groups:
-        spec = layer_specs(group)[0]
+        spec = _one_spec(group)
         window = getattr(spec, "sliding_window", None)
         kind = type(spec).__name__.removesuffix("Spec")
         described.append(kind + (f" of {window}" if window else ""))
