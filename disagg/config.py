@@ -323,6 +323,14 @@ class Deployment(Section):
         """The section of one role."""
         return self.prefill if role == "prefill" else self.decode
 
+    def args(self, role: Role) -> dict[str, Any]:
+        """The user's engine arguments of one role: the pool's own win."""
+        return {**self.engine.args, **self.pool(role).args}
+
+    def spreads_ranks(self, role: Role) -> bool:
+        """Whether an engine's ranks are Ray's to place, on several nodes if need be."""
+        return self.args(role).get("distributed_executor_backend") == "ray"
+
     def with_replicas(self, replicas: Mapping[Role, int]) -> Deployment:
         """The same with other numbers of engines."""
         pools: dict[str, Any] = {

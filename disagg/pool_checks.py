@@ -78,11 +78,6 @@ def pool_problems(deployment: Deployment, known: Mapping[str, ArgType] | None) -
     yield from _disagreements(deployment)
 
 
-def merged_args(deployment: Deployment, role: Role) -> dict[str, Any]:
-    """The user's engine arguments of one role: the pool's own win."""
-    return {**deployment.engine.args, **deployment.pool(role).args}
-
-
 def _argument_problems(
     path: str, args: Mapping[str, Any], known: Mapping[str, ArgType] | None
 ) -> Iterator[str]:
@@ -99,13 +94,16 @@ def _argument_problems(
 
 
 def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
-    args = merged_args(deployment, role)
+    args = deployment.args(role)
     num_gpus = deployment.pool(role).resources.num_gpus
     for name in _ONLY_ONE:
         if args.get(name, 1) != 1:
             key = _key(deployment, role, name)
             yield f"{key}: {args[name]} — its blocks can't be handed over; set 1 or remove it"
     yield from _block_size_problem(deployment, role, args.get("block_size"))
+    if deployment.spreads_ranks(role) and not num_gpus:
+        key = _key(deployment, role, "distributed_executor_backend")
+        yield f"{key}: 'ray' — vLLM's Ray executor knows no CPUs; remove it, or set num_gpus"
     sizes = {name: args.get(name, 1) for name in _RANKS}
     if not all(isinstance(size, int) for size in sizes.values()):
         return  # of a wrong type, which is reported as such
@@ -148,7 +146,7 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
         )
         return
     defaults = dict(_MUST_AGREE)
-    ours, theirs = (merged_args(deployment, role) for role in ROLES)
+    ours, theirs = (deployment.args(role) for role in ROLES)
     if not prefill:
         defaults["block_size"] = _CPU_BLOCK_DEFAULT
     else:
@@ -206,6 +204,6 @@ def _key(deployment: Deployment, role: Role, name: str) -> str:
 
 
 def _described(deployment: Deployment, role: Role, name: str) -> str:
-    args = merged_args(deployment, role)
+    args = deployment.args(role)
     value = show(args[name]) if name in args else "not set"
     return f"{_key(deployment, role, name)}: {value}"

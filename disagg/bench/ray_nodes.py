@@ -28,8 +28,8 @@ ADDRESS_ENV = "RAY_ADDRESS"
 class RayNodes:
     """A head without CPUs and `workers` nodes with `cpus` each; RAY_ADDRESS leads to them.
 
-    `dashboard`: the head serves Ray's dashboard and takes jobs at `dashboard_url`. `labels` are
-    those of the workers.
+    `gpus`: how many each worker says that it has. `dashboard`: the head serves Ray's dashboard and
+    takes jobs at `dashboard_url`. `labels` are those of the workers.
     """
 
     def __init__(
@@ -37,10 +37,11 @@ class RayNodes:
         workers: int,
         cpus: int,
         *,
+        gpus: int = 0,
         dashboard: bool = False,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        self._workers, self._cpus, self._labels = workers, cpus, labels or {}
+        self._workers, self._cpus, self._gpus, self._labels = workers, cpus, gpus, labels or {}
         self._dashboard_port = free_port() if dashboard else None
         self._folder = Path(tempfile.mkdtemp(prefix="rn-", dir="/tmp"))
         self._started: list[subprocess.Popen[bytes]] = []
@@ -109,7 +110,8 @@ class RayNodes:
 
     def _worker_words(self) -> list[str]:
         labels = ",".join(f"{name}={value}" for name, value in self._labels.items())
-        return [f"--address={self._address}", *([f"--labels={labels}"] if labels else [])]
+        words = [f"--address={self._address}", f"--num-gpus={self._gpus}"]
+        return [*words, *([f"--labels={labels}"] if labels else [])]
 
     def _head_words(self) -> list[str]:
         dashboard = (

@@ -99,8 +99,8 @@ class Engine:
             return "ready"
         if self.home() is None:
             if time.monotonic() - self.launched_at > PLACING_S:
-                pool = self.spec.pool
-                return f"waiting: {placing.missing(pool, self.spec.role, placing.nodes())}"
+                ask = placing.Ask.of(self.spec.deployment, self.spec.role)
+                return f"waiting: {placing.missing(ask, self.spec.role, placing.nodes())}"
             return self._stage
         if self._progress is not None and ray.wait([self._progress], timeout=0)[0]:
             self._stage = _get(self._progress) or self._stage

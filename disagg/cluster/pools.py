@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from disagg.cluster import placing
 from disagg.cluster.engines import Engine, Held, NoRoom, NotNow, engine_of, outcome_of, too_slow
@@ -70,9 +75,9 @@ def shortfalls(deployment: Deployment) -> list[str]:
     have = ray.cluster_resources()  # type: ignore[no-untyped-call]
     wanted: dict[str, float] = {}
     for role in ROLES:
-        pool = deployment.pool(role)
-        for resource, amount in placing.resources(pool).items():
-            wanted[resource] = wanted.get(resource, 0) + amount * pool.replicas
+        replicas = deployment.pool(role).replicas
+        for resource, amount in placing.Ask.of(deployment, role).total.items():
+            wanted[resource] = wanted.get(resource, 0) + amount * replicas
     return [
         f"the engines ask for {amount:g} {resource}, this machine has "
         f"{have.get(resource, 0):g}; lower replicas or resources in the YAML"
@@ -84,9 +89,13 @@ def shortfalls(deployment: Deployment) -> list[str]:
 def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> Any:
     """A `Create`. Ray ends the actor when this process ends."""
     asked = spec.pool.resources
+    others = {} if avoid is None else {_NODE_LABEL: f"!{avoid}"}
     options: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
-    if asked.labels:
-        others = {} if avoid is None else {_NODE_LABEL: f"!{avoid}"}
+    if _ask(spec).spread:
+        # Of its GPUs each rank takes one; vLLM finds the group by the actor that it is in.
+        group = PlacementGroupSchedulingStrategy(_bundles(spec, others), 0, True)
+        options = {"scheduling_strategy": group}
+    elif asked.labels:
         options = {"label_selector": others | asked.labels}
     elif node_id is not None:
         # Soft: should someone else take the room meanwhile, another node will do.
@@ -98,7 +107,7 @@ def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> A
             .options(
                 name=spec.name,
                 num_cpus=asked.num_cpus,
-                num_gpus=asked.num_gpus,
+                num_gpus=0 if _ask(spec).spread else asked.num_gpus,
                 resources=asked.custom,
                 max_restarts=0,
                 **options,
@@ -107,6 +116,37 @@ def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> A
         )
     except ValueError as error:  # Ray has not let go of the last one's name
         raise NotNow(str(error)) from error
+
+
+def _bundles(spec: EngineSpec, others: dict[str, str]) -> PlacementGroup:
+    """All that an engine of ranks on several nodes asks for, as near together as can be; what it
+    had before is given back. Raises NotNow."""
+    ask = _ask(spec)
+    _give_back(spec)
+    try:
+        group: PlacementGroup = ray.util.placement_group(
+            [dict(bundle) for bundle in ask.bundles],
+            strategy="PACK",
+            name=spec.name,
+            bundle_label_selector=[others | dict(ask.labels)] * len(ask.bundles),
+        )
+    except (RayError, ValueError) as error:  # Ray has not let go of the last one's name
+        raise NotNow(str(error)) from error
+    return group
+
+
+def _give_back(spec: EngineSpec) -> None:
+    """Its bundles, if it has any: nobody else gets them before, though its actor is gone."""
+    if not _ask(spec).spread:
+        return
+    try:
+        ray.util.remove_placement_group(ray.util.get_placement_group(spec.name))
+    except (RayError, ValueError):  # there are none
+        return
+
+
+def _ask(spec: EngineSpec) -> placing.Ask:
+    return placing.Ask.of(spec.deployment, spec.role)
 
 
 def launch(
@@ -137,7 +177,7 @@ def populated(present: Iterable[Engine]) -> list[placing.Node]:
         if engine.home() is not None:
             node.engines[engine.spec.role] += 1
         else:
-            node.take(placing.resources(engine.spec.pool), engine.spec.role)
+            node.take(_ask(engine.spec).total, engine.spec.role)
     return nodes
 
 
@@ -171,6 +211,7 @@ def stop(engines: Sequence[Engine], grace_s: float, timeout_s: float) -> None:
         ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
     for engine in engines:
         ray.kill(engine.actor)
+        _give_back(engine.spec)
     here = ray.get_runtime_context().get_node_id()
     for home in homes:
         if home.node_id == here:  # elsewhere the guardian does it alone
@@ -180,17 +221,17 @@ def stop(engines: Sequence[Engine], grace_s: float, timeout_s: float) -> None:
 def _launch(
     spec: EngineSpec, nodes: Sequence[placing.Node], avoid: str | None, create: Create
 ) -> Engine:
-    asked, near = spec.pool.resources, spec.deployment.engine.placement == "near"
+    ask, near = _ask(spec), spec.deployment.engine.placement == "near"
+    if avoid is not None and not placing.has_room(ask, nodes, avoid):
+        others = [node for node in nodes if node.node_id != avoid]
+        lacks = placing.missing(ask, spec.role, others)
+        raise NoRoom(f"its node does not answer, so it waits for another: {lacks}")
     node = None
     # Without labels Ray is told one node; where labels fit, only Ray knows.
-    if avoid is not None or (near and not asked.labels):
-        node = placing.choose(spec.pool, spec.role, nodes, avoid)
-        if node is None and avoid is not None:
-            others = [node for node in nodes if node.node_id != avoid]
-            lacks = placing.missing(spec.pool, spec.role, others)
-            raise NoRoom(f"its node does not answer, so it waits for another: {lacks}")
+    if not ask.spread and (avoid is not None or (near and not ask.labels)):
+        node = placing.choose(ask, spec.role, nodes, avoid)
     if node is not None:
-        node.take(placing.resources(spec.pool), spec.role)
+        node.take(ask.total, spec.role)
     node_id = node.node_id if node else None
     return engine_of(Held(spec, create(spec, node_id, avoid), node_id))
 

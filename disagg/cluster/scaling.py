@@ -62,12 +62,12 @@ class Scaler:
         serving = [place for place in self._staying("decode") if place.serves]
         if len(serving) != 1 or not _is_old(serving[0], deployment):
             return None
-        free = self._nodes()
-        if placing.choose(deployment.decode, "decode", free) is not None:
+        ask, free = placing.Ask.of(deployment, "decode"), self._nodes()
+        if placing.has_room(ask, free):
             return None
         return (
             "decode has one engine, and its successor must serve before it goes; it "
-            + placing.missing(deployment.decode, "decode", free)
+            + placing.missing(ask, "decode", free)
         )
 
     def step(self) -> None:
@@ -165,7 +165,7 @@ class Scaler:
         return [p for p in places if p.role == role and p.leaving_at is None]
 
     def _has_room(self, role: Role) -> bool:
-        return placing.choose(self.wanted.pool(role), role, self._nodes()) is not None
+        return placing.has_room(placing.Ask.of(self.wanted, role), self._nodes())
 
     def _nodes(self) -> list[placing.Node]:
         return pools.populated(place.engine for place in self._healer.places)

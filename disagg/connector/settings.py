@@ -25,7 +25,10 @@ class ConnectorSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     engine_name: str | None = Field(None, description="Name in logs; the engine id if not given")
-    host: str = Field("127.0.0.1", description="Address the control channel listens on")
+    host: str | None = Field(
+        "127.0.0.1",
+        description="Address the control channel listens on; null: what vLLM takes for the host's",
+    )
     port: int = Field(0, ge=0, le=65535, description="First rank's port; 0: any free one")
     transports: list[TransportName] = Field(default=list(PREFERENCE), min_length=1)
     storage_path: Path | None = None

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.utils.network_utils import get_ip
 
 from disagg.connector import geometry
 from disagg.connector.messages import (
@@ -77,6 +78,7 @@ class WorkerHalf:
         self._ranks = world_size * config.parallel_config.pipeline_parallel_size
         self._kv_heads = geometry.kv_heads(config)
         self._leases = LeaseTable()
+        self._host = settings.host or get_ip()
         self._ended: queue.SimpleQueue[LoadReport] = queue.SimpleQueue()
         self._cancelled: dict[str, threading.Event] = {}
         self._report = StepReport()
@@ -103,7 +105,7 @@ class WorkerHalf:
         collapse(cache.host_memory())
         names, storage = self._settings.transports, self._settings.storage()
         self._staging = self._open_staging(cache)
-        means = Means(self._settings.host, self._secret, storage, self._staging)
+        means = Means(self._host, self._secret, storage, self._staging)
         logger.info(
             "%s rank %d: %d blocks of %d bytes, transports %s, storage %s",
             self._name,
@@ -142,7 +144,7 @@ class WorkerHalf:
         offers = {sender.name: sender.offer() for sender in self._senders}
         welcome = Welcome(self._name, random.token_hex(8), offers, self._layers)
         server = ControlServer(
-            host=self._settings.host,
+            host=self._host,
             port=self._settings.port and self._settings.port + self._number,
             secret=self._secret,
             hello=welcome,

@@ -48,6 +48,9 @@ class EngineActor:
         os.environ.update(engine_env(spec, scratch=scratch))
         open_request_log(enabled=spec.deployment.router.access_log)
         context = ray.get_runtime_context()
+        if spec.deployment.spreads_ranks(spec.role):
+            # vLLM's own process joins Ray anew, and would start one of its own.
+            os.environ["RAY_ADDRESS"] = context.gcs_address
         self._node_id = context.get_node_id()
         self._address = "127.0.0.1" if spec.loopback else _node_address()
         self._info: EngineInfo | None = None

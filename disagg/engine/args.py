@@ -39,7 +39,7 @@ def engine_args(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any
     """
     deployment = spec.deployment
     args = _model_args(deployment) | SERVER_DEFAULTS | {"distributed_executor_backend": "mp"}
-    given = deployment.engine.args | deployment.pool(spec.role).args
+    given = deployment.args(spec.role)
     if is_cpu(spec):
         args |= _cpu_args(given)
     args |= given
@@ -74,6 +74,8 @@ def kv_transfer_config(spec: EngineSpec, *, host: str, engine_id: str) -> dict[s
 
 def _handover(spec: EngineSpec, host: str) -> dict[str, Any]:
     transfer = spec.deployment.transfer
+    # Ranks that are on several nodes listen each on its own.
+    everywhere = spec.deployment.spreads_ranks(spec.role) and not spec.loopback
     return {
         "kv_connector": "DisaggConnector",
         "kv_connector_module_path": "disagg.connector",
@@ -85,7 +87,7 @@ def _handover(spec: EngineSpec, host: str) -> dict[str, Any]:
             "staging_bytes": transfer.staging_bytes,
             "lease_s": transfer.lease_s,
             "load_deadline_s": transfer.load_deadline_s,
-            "host": transfer.host or host,
+            "host": transfer.host or (None if everywhere else host),
             "engine_name": spec.name,
             "strict": transfer.strict,
         },
@@ -138,7 +140,7 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
             POLL_SLEEP_ENV: POLL_SLEEP_US,
             FORK_ENV: "1",
         }
-    args = deployment.engine.args | pool.args
+    args = deployment.args(spec.role)
     if str(args.get("prefix_caching_hash_algo")).startswith("xxhash"):
         env["PYTHONHASHSEED"] = "0"  # else each engine hashes otherwise, and no block is found
     given = {SECRET_ENV: spec.secret, KEY_ENV: spec.engine_key}

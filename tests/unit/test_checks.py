@@ -199,6 +199,24 @@ def test_pipeline_stages_on_cpu_are_warmed_up() -> None:
     assert line.startswith("engine.args.enforce_eager: True — on CPU, vLLM fails")
 
 
+def test_rays_executor_wants_gpus() -> None:
+    args = {"distributed_executor_backend": "ray"}
+    gpu = {"resources": {"num_gpus": 1}}
+    checks.check(deployment_with(engine={"args": args}, prefill=gpu, decode=gpu))
+    (line,) = problems_of(decode={"args": args})
+    assert line.startswith("decode.args.distributed_executor_backend: 'ray' — vLLM's Ray executor")
+
+
+@pytest.mark.parametrize("loopback", [True, False])
+@pytest.mark.parametrize("executor", ["ray", "mp"])
+def test_ranks_on_several_nodes_listen_each_on_its_own(executor: str, loopback: bool) -> None:
+    made = deployment_with(engine={"args": {"distributed_executor_backend": executor}})
+    spec = EngineSpec(made, "decode", 0, "run", "/tmp/kv", loopback, "s", "k")
+    transfer = engine_args(spec, host="10.0.0.1", engine_id="1")["kv_transfer_config"]
+    host = transfer["kv_connector_extra_config"]["host"]
+    assert host == (None if executor == "ray" and not loopback else "10.0.0.1")
+
+
 def test_tiers_want_one_pipeline_stage() -> None:
     lines = problems_of(
         decode={"args": {"pipeline_parallel_size": 2}}, tiers={"host": {"max_bytes": 1 << 30}}
