@@ -92,7 +92,9 @@ def passed(headers: Any) -> dict[str, str]:
 
 def error(status: int, message: str) -> web.Response:
     """In OpenAI's shape."""
-    return web.json_response({"error": {"message": message, "code": status}}, status=status)
+    kind = "NotFoundError" if status == 404 else "BadRequestError" if status == 400 else "Error"
+    told = {"message": message, "type": kind, "param": None, "code": status}
+    return web.json_response({"error": told}, status=status)
 
 
 def app(routers: list[str]) -> web.Application:
