@@ -125,6 +125,9 @@ class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler.update(connector_output)
 
+    def reset_cache(self) -> bool | None:
+        return self.scheduler.reset()
+
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:

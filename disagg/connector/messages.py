@@ -57,13 +57,15 @@ class Letter:
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """Everything the scheduler half wants done in this step."""
+    """Everything the scheduler half wants done in this step. `revoked`: all leases below that
+    number end, whoever waits for them."""
 
     grants: list[Grant] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     releases: list[Letter] = field(default_factory=list)
     renewals: list[Letter] = field(default_factory=list)
+    revoked: int = 0
 
 
 @dataclass(frozen=True)

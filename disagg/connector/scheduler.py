@@ -292,6 +292,21 @@ class SchedulerHalf:
         if handoff.endpoints and self._consumes:
             self._work.releases.append(Letter(handoff.lease, handoff.endpoints))
 
+    def reset(self) -> bool:
+        """What was computed before counts no more: the weights may be others now.
+
+        Nobody fetches our blocks of before, and what we wanted of others' is computed here.
+        """
+        self._work.revoked = self._next_lease
+        for request_id, pull in self._pulls.items():
+            if pull.state is PullState.LOADING:
+                self._work.cancels.append(request_id)
+            elif pull.state is PullState.QUEUED and pull.problem is None:
+                pull.state = PullState.DONE
+                self._stats.count("handoffs", "none|aborted")
+                self._release(pull.handoff)
+        return True
+
     # ---- each step -------------------------------------------------------------------------
 
     def step_work(self) -> StepWork:

@@ -15,6 +15,7 @@ import secrets as random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -191,6 +192,8 @@ class WorkerHalf:
         """Begin what the scheduler half decided in this step."""
         for grant in work.grants:
             self._grant(grant)
+        if work.revoked:
+            self._leases.revoke(work.revoked)
         if work.loads:
             self._start_loads(work.loads)
         for request_id in work.cancels:
@@ -222,8 +225,9 @@ class WorkerHalf:
         received, failed = set(), set()
         while not self._ended.empty():
             report = self._ended.get_nowait()
+            if self._cancelled.pop(report.request_id).is_set() and report.outcome == "loaded":
+                report = replace(report, outcome="aborted")  # it came, and is not wanted any more
             self._report.loads.append(report)
-            self._cancelled.pop(report.request_id)
             received.add(report.request_id)
             if report.outcome != "loaded":
                 failed.add(report.request_id)

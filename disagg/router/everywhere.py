@@ -72,7 +72,8 @@ async def ask(
         if answer.status_code >= 400
     }
     if not refused:
-        return answers[-1]
+        # Some say with status 200 that they could not: blocks are held, ask again.
+        return next((one for one in answers if _failed(bytes(one.body))), answers[-1])
     status = max(answer.status_code for answer in refused.values())
     done = len(engines) - len(refused)
     raise ApiError(status, f"{_told(refused)}; {done} of {len(engines)} engines did it")
@@ -97,6 +98,14 @@ async def _ask(
     except (aiohttp.ClientError, TimeoutError):
         return ApiError(502, "its answer broke off").response()
     return Response(content, answer.status, media_type=answer.headers.get("content-type"))
+
+
+def _failed(body: bytes) -> bool:
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("success") is False
 
 
 def _told(refused: Mapping[str, Response]) -> str:

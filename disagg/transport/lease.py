@@ -96,6 +96,13 @@ class LeaseTable:
             if outcome != FETCHED or held.fetched >= readers:
                 held.outcome = outcome
 
+    def revoke(self, below: int) -> None:
+        """End all leases with a lower number: what their blocks hold counts no more."""
+        with self._changed:
+            for held in self._leases.values():
+                if held.id < below and held.outcome is None:
+                    held.outcome = ABORTED
+
     def renew(self, leases: Sequence[int]) -> None:
         """Start the leases' time anew; those that ended stay ended."""
         with self._changed:

@@ -204,6 +204,52 @@ def test_a_lease_that_ran_out(start: Start) -> None:
     assert [o.failed_recving for o in consumer.seen if o.failed_recving] == [{second}]
 
 
+def reset(engine: Engine) -> bool:
+    """As after an update of weights: all that was computed before counts no more."""
+    return bool(engine.scheduler.reset_prefix_cache(reset_connector=True))
+
+
+def test_nobody_fetches_what_was_computed_before_a_reset(start: Start) -> None:
+    producer, consumer = start("kv_producer"), start("kv_consumer")
+    prompt = prompt_of(100, seed=4)
+    first = producer.add(prompt, 1, PREFILL)
+    run([producer], lambda: held(producer) == 1)
+    assert not reset(producer), "its blocks are held; whoever asks is to ask again"
+    run([producer], lambda: at_rest(producer))
+    assert reset(producer)
+    second = consumer.add(prompt, 2, producer.params[first])
+    run([producer, consumer], lambda: second in consumer.finished)
+    assert consumer.answers[second] == answer(prompt, 2)
+    assert [o.failed_recving for o in consumer.seen if o.failed_recving] == [{second}]
+    third = producer.add(prompt, 1, PREFILL)
+    run([producer], lambda: held(producer) == 1)
+    assert reset(consumer)
+    fourth = consumer.add(prompt, 2, producer.params[third])
+    run([producer, consumer], lambda: fourth in consumer.finished and at_rest(producer, consumer))
+    assert [o.finished_recving for o in consumer.seen if o.finished_recving][1:] == [{fourth}]
+    assert sum(len(o.failed_recving) for o in consumer.seen) == 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_consumer_that_is_reset_takes_nothing_of_before(start: Start, steps: int) -> None:
+    """Neither what it waits for, nor what comes."""
+    producer, consumer = start("kv_producer"), start("kv_consumer")
+    prompt = prompt_of(100, seed=5)
+    first = producer.add(prompt, 1, PREFILL)
+    run([producer], lambda: held(producer) == 1)
+    second = consumer.add(prompt, 2, producer.params[first])
+    for _ in range(min(steps, 1)):
+        consumer.step()
+    if steps == 2:  # it is there, and nobody has heard of it
+        ended = consumer.lifecycle.connector.worker._ended
+        run([producer], lambda: not ended.empty())
+    reset(consumer)
+    run([producer, consumer], lambda: second in consumer.finished and at_rest(producer, consumer))
+    assert consumer.answers[second] == answer(prompt, 2)
+    loads = sum(len(o.finished_recving or ()) for o in consumer.seen)
+    assert loads == sum(len(o.failed_recving) for o in consumer.seen) == (steps > 0)
+
+
 def test_results_survive_a_forward_pass_that_raises(start: Start) -> None:
     producer, consumer = start("kv_producer"), start("kv_consumer")
     prompt = prompt_of(70, seed=4)
@@ -335,6 +381,12 @@ class Clients:
             self.scene.consumer.abort(name)
             self.scene.count("decode aborted")
 
+    def producer_is_reset(self) -> None:
+        reset(self.scene.producer)
+
+    def consumer_is_reset(self) -> None:
+        reset(self.scene.consumer)
+
     def producer_steps(self) -> None:
         self.scene.step(self.scene.producer)
 
@@ -357,6 +409,8 @@ EVENTS = {
     Clients.decode_leaves: 2,
     Clients.producer_steps: 12,
     Clients.consumer_steps: 12,
+    Clients.producer_is_reset: 1,
+    Clients.consumer_is_reset: 1,
     Clients.time_passes: 1,
 }
 

@@ -70,6 +70,15 @@ def test_who_does_not_do_it_is_named(make: Make, setup: Setup) -> None:
     assert answer.json()["error"]["message"] == said
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_failure_with_status_200_is_told(setup: Setup, role: str) -> None:
+    """Blocks are held, and vLLM says so: whoever asks is to ask again."""
+    for engine in engines(setup):
+        engine.refusing["/reset_prefix_cache"] = (200, {"success": engine.role != role})
+    answer = post(setup, "/reset_prefix_cache?reset_external=true")
+    assert (answer.status_code, answer.json()) == (200, {"success": False})
+
+
 def test_an_engine_that_is_gone(setup: Setup) -> None:
     setup.loop.run(setup.decode.stop())
     answer = post(setup, "/reset_prefix_cache")
