@@ -81,11 +81,14 @@ def create_app(
 
     def replace(engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
         """What is not as it was starts anew; requests to it go on as long as it lets them."""
-        for engine in set(topology.engines) ^ set(engines):
+        service: Service = app.state.service
+        known = set(topology.engines)
+        for engine in known ^ set(engines):
             health.forget(engine)
             fits.forget(engine)
+        for engine in set(engines) - known:
+            service.adapters.welcome(engine)
         topology.replace(engines, down)
-        service: Service = app.state.service
         service.engines_changed()
 
     app = FastAPI(title="disagg", lifespan=lifespan, docs_url=None, openapi_url=None)

@@ -64,7 +64,7 @@ async def ask(
     if not engines:
         raise ApiError(503, "no engine is known", {"Retry-After": "1"})
     answers = await asyncio.gather(
-        *(_ask(client, engine, target, data, headers, limit_s) for engine in engines)
+        *(ask_one(client, engine, target, data, headers, limit_s) for engine in engines)
     )
     refused = {
         engine.name: answer
@@ -79,7 +79,7 @@ async def ask(
     raise ApiError(status, f"{_told(refused)}; {done} of {len(engines)} engines did it")
 
 
-async def _ask(
+async def ask_one(
     client: aiohttp.ClientSession,
     engine: EngineEndpoint,
     target: str,
@@ -87,6 +87,7 @@ async def _ask(
     headers: Sequence[tuple[str, str]],
     limit_s: float,
 ) -> Response:
+    """POST to this engine; its answer, or ours of its failure."""
     url = URL(f"{engine.url}{target}", encoded=True)
     try:
         call = client.post(url, data=data or None, headers=headers)
@@ -110,12 +111,13 @@ def _failed(body: bytes) -> bool:
 
 def _told(refused: Mapping[str, Response]) -> str:
     return ", ".join(
-        f"{name} answered {answer.status_code}: {_reason(bytes(answer.body))}"
+        f"{name} answered {answer.status_code}: {reason(bytes(answer.body))}"
         for name, answer in refused.items()
     )
 
 
-def _reason(body: bytes) -> str:
+def reason(body: bytes) -> str:
+    """What an answer that refuses says, for people to read."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError):

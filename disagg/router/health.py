@@ -24,7 +24,8 @@ _WARM_UP_S, _FIRST_SHARE = 10.0, 0.1
 @dataclass
 class _Record:
     """failures: of requests, in a row. resting_until: monotonic. missed: probes, in a row.
-    why: the last probe's problem. back_at: when it returned to service, None if never away."""
+    why: the last probe's problem. back_at: when it returned to service, None if never away.
+    held: why it is to get nothing yet."""
 
     failures: int = 0
     resting_until: float = 0.0
@@ -32,6 +33,7 @@ class _Record:
     why: str | None = None
     hand_overs_fail: bool = False
     back_at: float | None = None
+    held: str | None = None
 
     @property
     def is_down(self) -> bool:
@@ -40,7 +42,8 @@ class _Record:
     @property
     def is_well(self) -> bool:
         """Whether it may get any request, now and as long as nothing happens to it."""
-        return self.failures < _FAILURES and not self.is_down and self.back_at is None
+        at_work = self.held is None and self.back_at is None
+        return at_work and self.failures < _FAILURES and not self.is_down
 
 
 class Health:
@@ -103,6 +106,20 @@ class Health:
             record.resting_until = 0.0
         record.missed = 0
 
+    def hold(self, engine: EngineEndpoint, why: str) -> None:
+        """Give it nothing as long as there are others, until `release`."""
+        self._record(engine).held = why
+        self._ailing.add(engine.name)
+
+    def release(self, engine: EngineEndpoint) -> None:
+        """The counterpart of `hold`."""
+        if engine.name not in self._records:
+            return  # it is gone
+        record = self._record(engine)
+        record.held = None
+        if record.is_well:
+            self._ailing.discard(engine.name)
+
     def hand_overs(self, engine: EngineEndpoint, *, fail: bool) -> None:
         """Whether caches arrive at this decode engine."""
         self._record(engine).hand_overs_fail = fail
@@ -120,11 +137,11 @@ class Health:
             return record.why
         if record.failures >= _FAILURES:
             return f"{record.failures} requests in a row failed"
-        return "hand-overs fail" if record.hand_overs_fail else None
+        return record.held or ("hand-overs fail" if record.hand_overs_fail else None)
 
     def _is_up(self, engine: EngineEndpoint, now: float) -> bool:
         record = self._record(engine)
-        return not record.is_down and record.resting_until <= now
+        return record.held is None and not record.is_down and record.resting_until <= now
 
     def _gets_its_turn(self, engine: EngineEndpoint, now: float) -> bool:
         record = self._record(engine)

@@ -17,6 +17,7 @@ from yarl import URL
 
 from disagg.config import ConnectorName, RouterSection
 from disagg.router import everywhere, first_token, http1, legs, migration, paths, upstream
+from disagg.router.adapters import Adapters
 from disagg.router.admission import Admission
 from disagg.router.answer import Answer
 from disagg.router.continuing import Continuing
@@ -77,6 +78,7 @@ class Service:
             settings.pairing.first_token == "prefill" and connector == "disagg"
         )
         self._topology = topology
+        self.adapters = Adapters(client, health, settings.limits.first_byte_timeout_s)
         self._continuing = Continuing(self, client, self._admission, fits, metrics, settings)
 
     async def complete(
@@ -132,9 +134,12 @@ class Service:
         raw = upstream.to_engine(headers.raw, record.id, record.trace)
         sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]
         limit = self._settings.limits.first_byte_timeout_s
-        if method == "POST" and URL(target, encoded=True).path in everywhere.PATHS:
+        path = URL(target, encoded=True).path
+        if method == "POST" and path in everywhere.PATHS:
             engines = self._topology.engines
-            return await everywhere.ask(self.client, engines, target, data, sent, limit)
+            answer = await everywhere.ask(self.client, engines, target, data, sent, limit)
+            self.adapters.done(path, data)
+            return answer
         request = RequestInfo(target, {}, headers)
         seat = await self._seat(request, record)
 
@@ -253,6 +258,7 @@ class Service:
 
     async def close(self) -> None:
         """Let releases that are under way end."""
+        await self.adapters.close()
         await self._releases.close()
         self._legs.close()
 

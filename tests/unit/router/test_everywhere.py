@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import vllm
 
 from disagg.bench.http import client
 from disagg.router import everywhere
+from disagg.router.topology import EngineEndpoint
 
 from .conftest import FakeEngine, Setup
+from .test_admission import until
 
 Make = Callable[..., Setup]
 # Of vLLM's routes that only POST has: those that ask something, and those of nobody's here.
@@ -95,3 +98,48 @@ def test_no_route_of_vllms_is_forgotten() -> None:
     assert routes >= everywhere.PATHS
     unknown = {one for one in routes - everywhere.PATHS - ELSEWHERE if not ASKING.match(one)}
     assert unknown == set()
+
+
+# ---- adapters --------------------------------------------------------------------------------
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+def replace(setup: Setup, engines: list[EngineEndpoint]) -> None:
+    setup.loop.run(setup.server.replace(engines, {}))
+
+
+def test_who_comes_later_loads_the_adapters_first(make: Make) -> None:
+    setup = make(others=["decode"])
+    prefill, decode, later = setup.endpoints
+    newcomer = setup.others[0]
+    replace(setup, [prefill, decode])
+    for name in ("a", "b"):
+        assert post(setup, LOAD, {"lora_name": name, "lora_path": "/x"}).status_code == 200
+    assert post(setup, UNLOAD, {"lora_name": "b"}).status_code == 200
+    setup.prefill.refusing[LOAD] = (400, {"error": {"message": "no such folder"}})
+    assert post(setup, LOAD, {"lora_name": "c", "lora_path": "/y"}).status_code == 400
+    newcomer.first_byte_s = 1.0
+    replace(setup, [prefill, decode, later])
+    began = time.monotonic()
+    for _ in range(8):
+        assert post(setup, "/v1/completions", {"model": "m", "prompt": "x"}).status_code == 200
+    assert newcomer.asked.count("/v1/completions") == 0 or time.monotonic() - began > 1.0
+    newcomer.first_byte_s = 0.0
+    until(lambda: post(setup, "/v1/completions", {"model": "m", "prompt": "x"})
+                 and newcomer.asked.count("/v1/completions") > 0)  # fmt: skip
+    assert newcomer.asked.count(LOAD) == 1
+    assert newcomer.asked.index(LOAD) < newcomer.asked.index("/v1/completions")
+
+
+def test_an_adapter_that_cannot_be_loaded_keeps_nobody_away(make: Make) -> None:
+    setup = make(others=["decode"])
+    prefill, decode, later = setup.endpoints
+    newcomer = setup.others[0]
+    replace(setup, [prefill, decode])
+    assert post(setup, LOAD, {"lora_name": "a", "lora_path": "/x"}).status_code == 200
+    newcomer.refusing[LOAD] = (404, {"error": {"message": "not here"}})
+    replace(setup, [prefill, later])
+    assert post(setup, "/v1/completions", {"model": "m", "prompt": "x"}).status_code == 200
+    assert newcomer.asked.count(LOAD) == 1
+    until(lambda: client().get(f"{setup.url}/ready", timeout=20).status_code == 200)

@@ -1,0 +1,75 @@
+"""LoRA adapters that were loaded while engines served: who comes later is asked to load them too.
+
+What this router was asked to load, not what engines list: that may be theirs by their arguments,
+which the next deployment need not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import aiohttp
+import msgspec
+
+from disagg.router import everywhere
+from disagg.router.health import Health
+from disagg.router.topology import EngineEndpoint
+
+logger = logging.getLogger(__name__)
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_LOADS = "its adapters are being loaded"
+_JSON = (("content-type", "application/json"),)
+_ALREADY = 400
+
+
+class Adapters:
+    """What all engines have loaded, by name. `limit_s`: of one load."""
+
+    def __init__(self, client: aiohttp.ClientSession, health: Health, limit_s: float) -> None:
+        self._client, self._health, self._limit_s = client, health, limit_s
+        self._loads: dict[str, bytes] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def done(self, path: str, data: bytes) -> None:
+        """All engines did what was asked of them."""
+        name = _name_in(data)
+        if path == LOAD and name is not None:
+            self._loads[name] = data
+        elif path == UNLOAD and name is not None:
+            self._loads.pop(name, None)
+
+    def welcome(self, engine: EngineEndpoint) -> None:
+        """It is new: it gets nothing, if there are others, before it has what they have."""
+        if self._loads:
+            self._health.hold(engine, _LOADS)
+            task = asyncio.create_task(self._load(engine))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Load nothing more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _load(self, engine: EngineEndpoint) -> None:
+        try:
+            for name, data in list(self._loads.items()):
+                call = everywhere.ask_one(self._client, engine, LOAD, data, _JSON, self._limit_s)
+                answer = await call
+                # Another process of the router's may have been faster.
+                if answer.status_code not in (200, _ALREADY):
+                    said = everywhere.reason(bytes(answer.body))
+                    logger.warning("%s did not load adapter %s: %s", engine.name, name, said)
+        finally:
+            self._health.release(engine)
+
+
+def _name_in(data: bytes) -> str | None:
+    try:
+        name = msgspec.json.decode(data)["lora_name"]
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
