@@ -83,6 +83,7 @@ class FakeEngine:
         app.router.add_post("/disagg/release", self._release)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/embeddings", self._respond)
+        app.router.add_post("/v1/load_lora_adapter", self._respond)
         app.router.add_get("/v1/models", self._models, allow_head=True)
         app.router.add_get("/gzip", self._gzip)
         app.router.add_get("/cut", self._cut)
