@@ -100,7 +100,7 @@ def produce(
     assert isinstance(address, WorkerAddress)
     leases = [Grant(lease, f"request-{lease}", list(range(blocks)), 60.0) for lease in range(times)]
     step(lifecycle, StepWork(grants=leases))
-    pipe.send(address.endpoint)
+    pipe.send(address)
     left = {lease.request_id for lease in leases}
     while left:
         left -= step(lifecycle, StepWork()).finished_sending or set()
@@ -109,10 +109,18 @@ def produce(
 
 def consume(lifecycle: Lifecycle, blocks: int, times: int, pipe: Connection) -> None:
     """Fetch them all, each time into the same blocks."""
-    endpoint = pipe.recv()
+    there = pipe.recv()
+    one_stage = [there.regions]  # of a pipeline, here and there
     for lease in range(times):
         load = Load(
-            f"request-{lease}", lease, [endpoint], TOKENS, ((0, blocks),), 0, list(range(blocks))
+            f"request-{lease}",
+            lease,
+            [there.endpoint],
+            (one_stage, one_stage),
+            TOKENS,
+            ((0, blocks),),
+            0,
+            list(range(blocks)),
         )
         began, work = time.perf_counter(), StepWork(loads=[load])
         while not (output := step(lifecycle, work)).finished_recving:

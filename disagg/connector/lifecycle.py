@@ -65,7 +65,7 @@ class Lifecycle:
         """Hand over each layer's cache, once, before the first step.
 
         kv_caches: by layer name, logical [B, H, N, C] of any strides. Returns what the scheduler
-        half is to be told by `set_xfer_handshake_metadata`, as vLLM's engine core does.
+        half is to be told by `set_xfer_handshake_metadata_pp_aware`, as vLLM's engine core does.
         """
         self.connector.register_kv_caches(kv_caches)
         self.connector.set_host_xfer_buffer_ops(copy_kv_blocks)
