@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _LOADS = "its adapters are being loaded"
 _JSON = (("content-type", "application/json"),)
-_ALREADY = 400
+_ALREADY = "has already been loaded"
 
 
 class Adapters:
@@ -30,7 +30,7 @@ class Adapters:
     def __init__(self, client: aiohttp.ClientSession, health: Health, limit_s: float) -> None:
         self._client, self._health, self._limit_s = client, health, limit_s
         self._loads: dict[str, bytes] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._loading: dict[str, asyncio.Task[None]] = {}
 
     def done(self, path: str, data: bytes) -> None:
         """All engines did what was asked of them."""
@@ -44,27 +44,29 @@ class Adapters:
         """It is new: it gets nothing, if there are others, before it has what they have."""
         if self._loads:
             self._health.hold(engine, _LOADS)
-            task = asyncio.create_task(self._load(engine))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._loading[engine.name] = asyncio.create_task(self._load(engine))
 
     async def close(self) -> None:
         """Load nothing more."""
-        for task in self._tasks:
+        tasks = list(self._loading.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _load(self, engine: EngineEndpoint) -> None:
         try:
             for name, data in list(self._loads.items()):
                 call = everywhere.ask_one(self._client, engine, LOAD, data, _JSON, self._limit_s)
                 answer = await call
+                said = everywhere.reason(bytes(answer.body))
                 # Another process of the router's may have been faster.
-                if answer.status_code not in (200, _ALREADY):
-                    said = everywhere.reason(bytes(answer.body))
+                if answer.status_code >= 400 and _ALREADY not in said:
                     logger.warning("%s did not load adapter %s: %s", engine.name, name, said)
         finally:
-            self._health.release(engine)
+            # Who has its name by now waits for loads of its own.
+            if self._loading.get(engine.name) is asyncio.current_task():
+                del self._loading[engine.name]
+                self._health.release(engine)
 
 
 def _name_in(data: bytes) -> str | None:
