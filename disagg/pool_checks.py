@@ -117,10 +117,6 @@ def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
             f"{_key(deployment, role, 'enforce_eager')}: True — on CPU, vLLM fails at the first "
             "request of an engine with pipeline stages then; remove it"
         )
-    tiers = deployment.tiers
-    if sizes[_STAGES] > 1 and (tiers.host is not None or tiers.directory is not None):
-        key = _key(deployment, role, _STAGES)
-        yield f"{key}: {sizes[_STAGES]} — tiers can't keep its blocks; set 1 or remove tiers"
 
 
 def _block_size_problem(deployment: Deployment, role: Role, block_size: Any) -> Iterator[str]:

@@ -16,7 +16,8 @@ import pytest
 
 from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer, token_ids
-from engine.conftest import Fleet, begun, routed, running, transfer
+from engine.conftest import Fleet, begun, beside, routed, running, tiers, transfer
+from engine.kept import check_tiers
 from engine.streams import Streamed, stream
 from engine.waiting import eventually
 
@@ -42,20 +43,21 @@ def staged(
     vllm_server: Callable[..., VllmServer],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, VllmServer]]:
-    """`even`: two layers in each of its stages, over process memory. `odd`: one and three, TCP."""
+    """`even`: two layers in each of its stages, over process memory. `odd`: one and three, TCP, and
+    beside it tiers."""
     fleet.wake(*ENGINES)
     logs = tmp_path_factory.mktemp("logs")
     made = {}
     for name, cut in (("even", "2,2"), ("odd", "1,3")):
         extra = {} if name == "even" else {"transports": ["tcp"]}
-        made[name] = vllm_server(
-            name,
-            model,
-            logs / f"{name}.log",
-            transfer("kv_both", lease_s=60.0, load_deadline_s=60.0, **extra),
-            STAGES,
-            env={"TMPDIR": fleet.producer.env["TMPDIR"], "VLLM_PP_LAYER_PARTITION": cut},
-        )
+        config = transfer("kv_both", lease_s=60.0, load_deadline_s=60.0, **extra)
+        if name == "odd":
+            folder = str(tmp_path_factory.mktemp("tier"))
+            kept = tiers(host_bytes=1 << 28, directory=folder, reset_keeps_files=True)
+            config = beside(config, kept)
+        env = {"TMPDIR": fleet.producer.env["TMPDIR"], "VLLM_PP_LAYER_PARTITION": cut}
+        env["VLLM_SERVER_DEV_MODE"] = "1"
+        made[name] = vllm_server(name, model, logs / f"{name}.log", config, STAGES, env=env)
     with running([*made.values()]):
         for server in made.values():
             assert server.process is not None
@@ -106,6 +108,11 @@ def test_streams_that_begin_at_prefill(
             seen.check(fleet.single.post("/v1/completions", body).json())
         assert begun(url) > 0
         assert moved(target) > before
+
+
+def test_tiers_of_two_stages(fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt) -> None:
+    """Each stage has its layers in host memory and in files of its own, in as many slots."""
+    check_tiers(staged["odd"], fleet.single, prompt(1000), BLOCK)
 
 
 def test_nothing_is_held(fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt) -> None:

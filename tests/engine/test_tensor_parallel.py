@@ -16,6 +16,7 @@ import pytest
 from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer, token_ids
 from engine.conftest import Fleet, begun, beside, routed, tiers, transfer
+from engine.kept import check_tiers
 from engine.streams import Streamed, stream
 from engine.waiting import eventually
 
@@ -98,17 +99,4 @@ def test_streams_that_begin_at_prefill(
 
 def test_tiers_of_two_ranks(fleet: Fleet, two_ranks: VllmServer, prompt: Prompt) -> None:
     """Each rank has its heads in host memory and in files of its own."""
-    ids, blocks = prompt(1000), 1000 // 128
-    reference = token_ids(fleet.single.complete(ids))
-    stored = "disagg_tier_stored_total"
-    before = two_ranks.metric(stored, tier="directory")
-    assert token_ids(two_ranks.complete(ids)) == reference
-    assert eventually(lambda: two_ranks.metric(stored, tier="directory") >= before + blocks)
-    for source, host in (("CPU_to_GPU", False), ("STORAGE_to_CPU", True)):
-        assert eventually(lambda: not two_ranks.metric("disagg_tier_in_use_chunks", tier="host"))
-        two_ranks.post(f"/reset_prefix_cache?reset_external={host}", {}).raise_for_status()
-        bytes_loaded = "vllm:kv_offload_total_bytes_total"
-        loaded = two_ranks.metric(bytes_loaded, transfer_type=source)
-        assert token_ids(two_ranks.complete(ids)) == reference
-        moved = two_ranks.metric(bytes_loaded, transfer_type=source) - loaded
-        assert moved // BLOCK == blocks
+    check_tiers(two_ranks, fleet.single, prompt(1000), BLOCK)

@@ -217,15 +217,6 @@ def test_ranks_on_several_nodes_listen_each_on_its_own(executor: str, loopback: 
     assert host == (None if executor == "ray" and not loopback else "10.0.0.1")
 
 
-def test_tiers_want_one_pipeline_stage() -> None:
-    lines = problems_of(
-        decode={"args": {"pipeline_parallel_size": 2}}, tiers={"host": {"max_bytes": 1 << 30}}
-    )
-    assert lines == [
-        "decode.args.pipeline_parallel_size: 2 — tiers can't keep its blocks; set 1 or remove tiers"
-    ]
-
-
 def test_the_model_must_be_there(tmp_path: Path) -> None:
     (line,) = problems_of(model={"path": str(tmp_path / "gone")})
     assert line.startswith(f"model.path: '{tmp_path}/gone' — no such folder")

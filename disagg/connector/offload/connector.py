@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -52,7 +52,9 @@ class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        setup.check_supported(vllm_config, kv_cache_config)
+        is_worker = role is KVConnectorRole.WORKER
+        stage = get_pp_group().rank_in_group if is_worker else 0  # of which the cache is
+        setup.check_supported(vllm_config, kv_cache_config, stage)
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
         self._chunks = setup.chunks(settings, vllm_config, kv_cache_config)
@@ -64,17 +66,18 @@ class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
                 setup.host_index(settings, vllm_config, kv_cache_config),
                 setup.directory_index(settings, vllm_config, kv_cache_config),
                 self._chunks,
-                world_size=vllm_config.parallel_config.tensor_parallel_size,
+                world_size=setup.ranks(vllm_config),
             )
         else:
-            rank = get_tensor_model_parallel_rank()
+            rank = stage * vllm_config.parallel_config.tensor_parallel_size
+            rank += get_tensor_model_parallel_rank()
 
             def open_files(cache: BlockCache, on_evicted: OnEvicted) -> Directory | None:
                 return setup.directory(
                     settings, vllm_config, kv_cache_config, cache, rank, on_evicted
                 )
 
-            slots = setup.slots(settings, kv_cache_config)
+            slots = setup.slots(settings, vllm_config, kv_cache_config)
             self._worker = OffloadWorker(settings, slots, open_files)
 
     # ---- scheduler side --------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vllm
+from vllm.distributed.utils import get_pp_indices
 from vllm.utils.hashing import get_hash_fn_by_name
 
 from disagg.connector import geometry
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
-    """Raise `ConfigError` for engines whose blocks cannot be kept."""
+def check_supported(config: VllmConfig, kv_cache: KVCacheConfig, stage: int = 0) -> None:
+    """Raise `ConfigError` for engines whose blocks cannot be kept. `stage`: whose cache it is."""
     geometry.check_supported(config, kv_cache)
-    stages = config.parallel_config.pipeline_parallel_size
-    if stages > 1:
+    layers = stages(config)
+    if layers and not _are_alike(kv_cache, layers[stage]):
         raise ConfigError(
-            f"pipeline_parallel_size: {stages} — tiers need 1; use tensor_parallel_size, or "
-            "remove the tiers"
+            f"pipeline_parallel_size: {len(layers)} — tiers keep stages only of layers that are "
+            "all alike; set 1, or remove the tiers"
         )
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(
@@ -44,9 +45,34 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         )
 
 
-def block_bytes(kv_cache: KVCacheConfig) -> int:
-    """Bytes of one block over all layers, of one rank. The layers of several groups share the same
-    memory, in which each block belongs to one group at a time."""
+def ranks(config: VllmConfig) -> int:
+    """How many worker ranks keep each chunk, of one pipeline stage after the other."""
+    parallel = config.parallel_config
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+
+
+def stages(config: VllmConfig) -> list[int]:
+    """How many layers each pipeline stage has; empty if there is one. All processes of an engine
+    must come to the same slots and fingerprint, and each knows only its own layers."""
+    size = config.parallel_config.pipeline_parallel_size
+    if size == 1:
+        return []
+    total = config.model_config.get_total_num_hidden_layers()
+    cuts = [get_pp_indices(total, stage, size) for stage in range(size)]
+    return [end - begin for begin, end in cuts]
+
+
+def _are_alike(kv_cache: KVCacheConfig, layers: int) -> bool:
+    (group, *more) = kv_cache.kv_cache_groups
+    return not more and geometry.layer_specs(group) == [group.kv_cache_spec] * layers
+
+
+def block_bytes(kv_cache: KVCacheConfig, stages: Sequence[int] = ()) -> int:
+    """Bytes of one block over all layers, of one rank; of the largest stage if there are several.
+    The layers of several groups share the same memory, in which each block belongs to one group
+    at a time."""
+    if stages:
+        return max(stages) * int(kv_cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
     return max(
         sum(int(spec.page_size_bytes) for spec in geometry.layer_specs(group))
         for group in kv_cache.kv_cache_groups
@@ -60,9 +86,9 @@ def chunks(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfi
     return Chunks(groups.read(kv_cache), per, block_size, hash_bytes)
 
 
-def slots(settings: OffloadSettings, kv_cache: KVCacheConfig) -> int:
+def slots(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> int:
     """How many chunks the pool of a rank holds. Raises `ConfigError` for a pool of none."""
-    chunk = block_bytes(kv_cache) * settings.blocks_per_chunk
+    chunk = block_bytes(kv_cache, stages(config)) * settings.blocks_per_chunk
     if settings.host_bytes < chunk:
         raise ConfigError(
             f"kv_connector_extra_config.host_bytes: {settings.host_bytes} — a chunk of "
@@ -73,7 +99,7 @@ def slots(settings: OffloadSettings, kv_cache: KVCacheConfig) -> int:
 
 def host_index(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> HostIndex:
     """The scheduler's half of the host memory tier."""
-    return HostIndex(slots(settings, kv_cache), settings.eviction, events=_events(config))
+    return HostIndex(slots(settings, config, kv_cache), settings.eviction, events=_events(config))
 
 
 def directory_index(
@@ -85,7 +111,7 @@ def directory_index(
     return DirectoryIndex(
         settings.directory,
         fingerprint(settings, config, kv_cache),
-        config.parallel_config.tensor_parallel_size,
+        ranks(config),
         Memory(patience_s=settings.lookup_deadline_s),
         events=_events(config),
     )
@@ -132,7 +158,7 @@ def fingerprint(
         "dtype": str(model.dtype),
         "kv_dtype": f"{caching.cache_dtype} {getattr(spec, 'dtype', '')}",
         "layout": str(kv_cache.kv_cache_layout),
-        **_described(kv_cache),
+        **_described(kv_cache, stages(config)),
         "block_size": str(caching.block_size),
         "blocks_per_chunk": str(settings.blocks_per_chunk),
         "tp_size": str(config.parallel_config.tensor_parallel_size),
@@ -143,13 +169,15 @@ def fingerprint(
     return Fingerprint(fields, {"hash_algorithm": algorithm, "hash_seed": seed})
 
 
-def _described(kv_cache: KVCacheConfig) -> dict[str, str]:
+def _described(kv_cache: KVCacheConfig, stages: Sequence[int]) -> dict[str, str]:
     """One group under the name that it always had, so that its folders are found again."""
     described = [
-        f"{len(group.layer_names)} {type(group.kv_cache_spec).__name__} "
+        f"{sum(stages) or len(group.layer_names)} {type(group.kv_cache_spec).__name__} "
         f"{group.kv_cache_spec.page_size_bytes}"
         for group in kv_cache.kv_cache_groups
     ]
+    if stages:
+        return {"group": described[0], "stages": ", ".join(map(str, stages))}
     if len(described) == 1:
         return {"group": described[0]}
     kinds = zip(described, groups.read(kv_cache), strict=True)

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from disagg.connector import geometry
 from disagg.connector.offload import groups, setup
 from disagg.connector.offload.groups import Group
+from disagg.connector.offload.settings import OffloadSettings
 from disagg.errors import ConfigError
 
 SHAPE: dict[str, Any] = {"block_size": 16, "head_size": 8, "dtype": torch.float32}
@@ -93,3 +94,47 @@ def test_hashes_that_no_other_engine_has(
     shown = geometry.hash_seed(config, "x")
     monkeypatch.setenv("PYTHONHASHSEED", "2")
     assert geometry.hash_seed(config, "x") != shown
+
+
+# ---- pipeline stages, in tiers ---------------------------------------------------------------
+
+
+def staged(size: int, layers: int) -> Any:
+    parallel = SimpleNamespace(pipeline_parallel_size=size, tensor_parallel_size=2)
+    model = SimpleNamespace(get_total_num_hidden_layers=lambda: layers)
+    return SimpleNamespace(parallel_config=parallel, model_config=model)
+
+
+def test_stages_have_as_many_slots_whoever_counts() -> None:
+    assert setup.stages(staged(1, 10)) == []
+    config = staged(3, 10)
+    assert setup.stages(config) == [3, 4, 3]
+    assert setup.ranks(config) == 6
+    settings = OffloadSettings(host_bytes=100 * full(2).page_size_bytes, blocks_per_chunk=2)
+    for layers in setup.stages(config):
+        names = [f"layer.{n}" for n in range(layers)]
+        cache = KVCacheConfig(4, [], [KVCacheGroupSpec(names, full(2))])
+        assert setup.slots(settings, config, cache) == 100 // (4 * 2)
+        described = setup._described(cache, setup.stages(config))
+        assert described["stages"] == "3, 4, 3"
+        assert described["group"].startswith("10 FullAttentionSpec")
+
+
+@pytest.mark.parametrize("layers", [["a"], ["a", "b"], ["a", "b", "draft"]])
+def test_stages_that_are_not_of_like_layers(
+    layers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(geometry, "check_supported", lambda config, cache: None)
+    config = staged(2, 4)
+    config.cache_config = SimpleNamespace(enable_prefix_caching=True)
+    specs = [full(1 if name == "draft" else 2) for name in layers]
+    cache = (
+        of_layers(*specs)
+        if "draft" in layers
+        else KVCacheConfig(4, [], [KVCacheGroupSpec(layers, full(2))])
+    )
+    if layers == ["a", "b"]:
+        setup.check_supported(config, cache, 1)
+        return
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: 2"):
+        setup.check_supported(config, cache, 1)
