@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer, token_ids
-from engine.conftest import Fleet, begun, beside, routed, running, tiers, transfer
-from engine.kept import check_tiers
-from engine.streams import Streamed, stream
+from engine.conftest import Fleet, beside, running, tiers, transfer
+from engine.ranks import check_streams, check_tiers
 from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "single")
@@ -96,18 +94,7 @@ def test_streams_that_begin_at_prefill(
     fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt, way: str
 ) -> None:
     source, target = (staged.get(name) or getattr(fleet, name) for name in way.split("-"))
-    pairing = {"first_token": "prefill", "local_prefill_tokens": 0}
-    with routed([source], [target], pairing=pairing) as url:
-        assert eventually(lambda: client().get(f"{url}/ready", timeout=10).status_code == 200)
-        before = moved(target)
-        for length in (5, 128, 1000):
-            body = {"model": "tiny", "prompt": prompt(length), "temperature": 0}
-            body |= {"max_tokens": 16, "ignore_eos": True}
-            seen = Streamed()
-            stream(url, "/v1/completions", body, seen)
-            seen.check(fleet.single.post("/v1/completions", body).json())
-        assert begun(url) > 0
-        assert moved(target) > before
+    check_streams(source, target, fleet.single, prompt, partial(moved, target))
 
 
 def test_tiers_of_two_stages(fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt) -> None:

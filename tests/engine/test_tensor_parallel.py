@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer, token_ids
-from engine.conftest import Fleet, begun, beside, routed, tiers, transfer
-from engine.kept import check_tiers
-from engine.streams import Streamed, stream
-from engine.waiting import eventually
+from engine.conftest import Fleet, beside, tiers, transfer
+from engine.ranks import check_streams, check_tiers
 
 ENGINES = ("producer", "consumer", "single")
 TRIES = 5
@@ -81,20 +79,9 @@ def test_exact_between_sizes(
 def test_streams_that_begin_at_prefill(
     fleet: Fleet, two_ranks: VllmServer, prompt: Prompt, way: str
 ) -> None:
-    """The rest is asked with a lease that is one token short of the prompt, whatever the ranks."""
     source, target = (fleet.producer, two_ranks) if way == "1-to-2" else (two_ranks, fleet.consumer)
-    pairing = {"first_token": "prefill", "local_prefill_tokens": 0}
-    with routed([source], [target], pairing=pairing) as url:
-        assert eventually(lambda: client().get(f"{url}/ready", timeout=10).status_code == 200)
-        before = target.metric("disagg_handoff_bytes_total", transport="tcp")
-        for length in (5, 128, 1000):
-            body = {"model": "tiny", "prompt": prompt(length), "temperature": 0}
-            body |= {"max_tokens": 16, "ignore_eos": True}
-            seen = Streamed()
-            stream(url, "/v1/completions", body, seen)
-            seen.check(fleet.single.post("/v1/completions", body).json())
-        assert begun(url) > 0
-        assert target.metric("disagg_handoff_bytes_total", transport="tcp") > before
+    moved = partial(target.metric, "disagg_handoff_bytes_total", transport="tcp")
+    check_streams(source, target, fleet.single, prompt, moved)
 
 
 def test_tiers_of_two_ranks(fleet: Fleet, two_ranks: VllmServer, prompt: Prompt) -> None:

@@ -1,8 +1,13 @@
-"""What an engine of several ranks keeps in its tiers, and finds again."""
+"""What holds of engines of several ranks, tensor or pipeline parallel."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer, token_ids
+from engine.conftest import begun, routed
+from engine.streams import Streamed, stream
 from engine.waiting import eventually
 
 N = 128
@@ -26,3 +31,25 @@ def check_tiers(server: VllmServer, single: VllmServer, ids: list[int], block_by
         assert token_ids(server.complete(ids)) == reference
         moved = server.metric(bytes_loaded, transfer_type=source) - loaded
         assert moved // block_bytes == blocks
+
+
+def check_streams(
+    source: VllmServer,
+    target: VllmServer,
+    single: VllmServer,
+    prompt: Callable[[int], list[int]],
+    moved: Callable[[], float],
+) -> None:
+    """The rest is asked with a lease that is one token short of the prompt, whatever the ranks."""
+    pairing = {"first_token": "prefill", "local_prefill_tokens": 0}
+    with routed([source], [target], pairing=pairing) as url:
+        assert eventually(lambda: client().get(f"{url}/ready", timeout=10).status_code == 200)
+        before = moved()
+        for length in (5, 128, 1000):
+            body = {"model": "tiny", "prompt": prompt(length), "temperature": 0}
+            body |= {"max_tokens": 16, "ignore_eos": True}
+            seen = Streamed()
+            stream(url, "/v1/completions", body, seen)
+            seen.check(single.post("/v1/completions", body).json())
+        assert begun(url) > 0
+        assert moved() > before
