@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
@@ -103,11 +102,6 @@ class TwoHalves(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
             self._room.end(request_ids)
 
     # ---- vLLM's ----------------------------------------------------------------------------
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        """What workers of a connector beside this one told, by (pipeline, tensor parallel) rank."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are complete before vLLM schedules their request."""

@@ -105,9 +105,11 @@ def test_tiers_of_two_stages(fleet: Fleet, staged: dict[str, VllmServer], prompt
 def test_nothing_is_held(fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt) -> None:
     """Every stage's lease has ended, also of prompts that nobody fetched whole: decode had them."""
     even, ids = staged["even"], prompt(300)
+    engines = [fleet.producer, *staged.values()]
+    expired = [one.metric("disagg_leases_total", outcome="expired") for one in engines]
     for _ in range(3):
         fleet.consumer.complete(ids, kv_transfer_params=even.prefill(ids))
-    for server in (fleet.producer, *staged.values()):
+    for server, before in zip(engines, expired, strict=True):
         held = partial(server.metric, "disagg_leases_held")
         assert eventually(lambda held=held: held() == 0)
-        assert not server.metric("disagg_leases_total", outcome="expired")
+        assert server.metric("disagg_leases_total", outcome="expired") == before

@@ -9,6 +9,7 @@ import torch
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -81,6 +82,11 @@ class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
             self._worker = OffloadWorker(settings, slots, open_files)
 
     # ---- scheduler side --------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """What workers of a connector beside this one told; ours tell nothing."""
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.on_new_request(request)
