@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import aiohttp
 import msgspec
@@ -25,10 +26,18 @@ _ALREADY = "has already been loaded"
 
 
 class Adapters:
-    """What all engines have loaded, by name. `limit_s`: of one load."""
+    """What all engines have loaded, by name. `limit_s`: of one load. `on_ready` is called when an
+    engine may get requests."""
 
-    def __init__(self, client: aiohttp.ClientSession, health: Health, limit_s: float) -> None:
+    def __init__(
+        self,
+        client: aiohttp.ClientSession,
+        health: Health,
+        limit_s: float,
+        on_ready: Callable[[], None],
+    ) -> None:
         self._client, self._health, self._limit_s = client, health, limit_s
+        self._on_ready = on_ready
         self._loads: dict[str, bytes] = {}
         self._loading: dict[str, asyncio.Task[None]] = {}
 
@@ -67,6 +76,7 @@ class Adapters:
             if self._loading.get(engine.name) is asyncio.current_task():
                 del self._loading[engine.name]
                 self._health.release(engine)
+                self._on_ready()
 
 
 def _name_in(data: bytes) -> str | None:

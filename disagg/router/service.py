@@ -78,7 +78,9 @@ class Service:
             settings.pairing.first_token == "prefill" and connector == "disagg"
         )
         self._topology = topology
-        self.adapters = Adapters(client, health, settings.limits.first_byte_timeout_s)
+        self.adapters = Adapters(
+            client, health, settings.limits.first_byte_timeout_s, self.engines_changed
+        )
         self._continuing = Continuing(self, client, self._admission, fits, metrics, settings)
 
     async def complete(
