@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from disagg.engine import ending, forking, polling, reserving
+from disagg.engine import ending, forking, polling, reserving, seeds
 
 
 def install() -> None:
-    """Do what the environment asks for, let engines with our connector leave it memory, and
-    workers end."""
+    """Do what the environment asks for, have engines leave our connector its memory, and mend
+    what keeps vLLM's workers from ending, or ends them."""
     polling.install()
     forking.install()
     reserving.install()
     ending.install()
+    seeds.install()
