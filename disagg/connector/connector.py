@@ -19,6 +19,7 @@ from disagg.connector.geometry import (
     HANDED_OVER,
     check_supported,
     has_windows,
+    hash_block_size,
     hash_seed,
     kv_heads,
     splits_blocks,
@@ -30,6 +31,7 @@ from disagg.connector.prompt import hasher
 from disagg.connector.registration import register
 from disagg.connector.scheduler import SchedulerHalf
 from disagg.connector.settings import read_settings
+from disagg.connector.states import state_groups
 from disagg.connector.worker import WorkerHalf
 from disagg.transport.secret import read_secret
 
@@ -71,7 +73,9 @@ class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
                 secret,
                 engine_id=engine_id,
                 block_size=vllm_config.cache_config.block_size,
+                hash_block_size=hash_block_size(vllm_config, kv_cache_config),
                 windows=has_windows(kv_cache_config),
+                state_groups=state_groups(kv_cache_config),
                 world_size=vllm_config.parallel_config.tensor_parallel_size,
                 kv_heads=kv_heads(vllm_config),
                 splits_blocks=splits_blocks(vllm_config),
@@ -105,6 +109,10 @@ class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.on_new_request(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        # vLLM zeroes the new blocks of other groups, beside the load that writes them.
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +17,13 @@ import vllm
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
+from disagg.connector import states
 from disagg.errors import ConfigError
 from disagg.identity.model import model_fields
 from disagg.transport.blocks import BlockCache, Region
@@ -51,6 +54,7 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     problems = []
     if len(kv_cache.kv_cache_groups) > 1:
         problems += _problems_of_groups(config, kv_cache)
+    problems += states.problems(config, kv_cache)
     if config.model_config.use_mla and not splits_blocks(config):
         problems.append(
             f"model: {config.model_config.model} uses MLA — on CPU, vLLM {vllm.__version__} "
@@ -64,7 +68,7 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
             "handoffs need 1"
         )
     block_size = config.cache_config.block_size
-    if kv_cache.hash_block_size not in (None, block_size):
+    if hash_block_size(config, kv_cache) != block_size and not states.are_one_page(kv_cache):
         problems.append(
             f"block_size: {block_size} — prefix hashes cover {kv_cache.hash_block_size} tokens; "
             "both must be the same"
@@ -77,6 +81,11 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def hash_block_size(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
+    """Tokens that each of vLLM's block hashes of a request covers."""
+    return int(kv_cache.hash_block_size or config.cache_config.block_size)
 
 
 def hash_seed(config: VllmConfig, found: str) -> str:
@@ -100,7 +109,9 @@ def _problems_of_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str
     block_size, problems = config.cache_config.block_size, []
     for group in kv_cache.kv_cache_groups:
         spec, first = group.kv_cache_spec, next(iter(group.layer_names), "")
-        if type(spec) not in moved:
+        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none":
+            continue  # one page for a whole request
+        if type(spec) not in moved | {MambaSpec}:
             problems.append(
                 f"model: layer {first} keeps its cache as {type(spec).__name__}, which is not "
                 "handed over beside other kinds"
@@ -136,17 +147,20 @@ def has_windows(kv_cache: KVCacheConfig) -> bool:
     return len(groups) > 1 or any(isinstance(_one_spec(g), windowed) for g in groups)
 
 
-def block_cache(kv_caches: dict[str, torch.Tensor]) -> BlockCache:
+def block_cache(
+    kv_caches: dict[str, torch.Tensor], pages: Mapping[str, states.Page] | None = None
+) -> BlockCache:
     """Regions of all layers, in layer order.
 
     Layers that share a cache count once: of one group, because they share its content; of
     several, because each block belongs to one group at a time and is moved whatever is in it.
+    With `pages`, blocks are moved whole, and ranks cannot slice them.
     """
     regions: dict[int, Region] = {}
     for name, cache in kv_caches.items():
-        if not isinstance(cache, torch.Tensor):
-            raise ConfigError(f"model: layer {name} keeps recurrent state, which is not moved")
-        region = _region(name, cache)
+        if pages and name not in pages:
+            continue  # the memory is another layer's
+        region = states.region(name, cache, pages[name]) if pages else _region(name, cache)
         known = regions.setdefault(cache.data_ptr(), region).memory
         if (known.shape, known.stride()) != (region.memory.shape, region.memory.stride()):
             raise ConfigError(
@@ -240,5 +254,13 @@ def _groups(kv_cache: KVCacheConfig) -> str:
         spec = _one_spec(group)
         window = getattr(spec, "sliding_window", None)
         kind = type(spec).__name__.removesuffix("Spec")
+        if isinstance(spec, MambaSpec):
+            kind = f"{spec.mamba_type.name} of {_state(spec)}"
         described.append(kind + (f" of {window}" if window else ""))
     return ", ".join(described)
+
+
+def _state(spec: MambaSpec) -> str:
+    """Shapes and types of what is kept for a layer; on each rank the same."""
+    parts = zip(spec.shapes, spec.dtypes, strict=True)
+    return " and ".join(f"{'x'.join(map(str, shape))} {_DTYPES[dtype]}" for shape, dtype in parts)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from disagg.connector import params as wire
-from disagg.connector import prompt
+from disagg.connector import prompt, states
 from disagg.connector.geometry import NULL_BLOCK
 from disagg.connector.messages import Grant, Letter, Load, LoadReport, StepReport, StepWork
 from disagg.connector.metrics import ConnectorStats
@@ -67,7 +67,9 @@ class SchedulerHalf:
         *,
         engine_id: str,
         block_size: int,
+        hash_block_size: int,
         windows: bool,
+        state_groups: Mapping[int, int],
         world_size: int,
         kv_heads: int,
         splits_blocks: bool,
@@ -77,7 +79,9 @@ class SchedulerHalf:
     ) -> None:
         self._settings, self._secret = settings, secret
         self._engine_id, self._block_size, self._world_size = engine_id, block_size, world_size
-        self._windows = windows
+        self._hash_block_size = hash_block_size
+        self._windows, self._state_groups = windows, state_groups
+        self._left_early: set[str] = set()  # producer's requests, see `states`
         self._kv_heads, self._splits_blocks = kv_heads, splits_blocks
         self._hash_blocks, self._adapters = hash_blocks, Adapters()
         self._produces, self._consumes = produces, consumes
@@ -103,6 +107,9 @@ class SchedulerHalf:
         if not isinstance(request.kv_transfer_params, dict):
             # vLLM's scheduler calls .get() on whatever a client managed to put there.
             request.kv_transfer_params = None
+        if wanted.prefill and self._produces and self._state_groups:
+            if states.leave_last_token(request, self._hash_block_size):
+                self._left_early.add(request.request_id)
         if wanted.handoff is None:
             if wanted.problem is not None:
                 self._refuse(request, wanted.problem, None)
@@ -135,6 +142,8 @@ class SchedulerHalf:
         producers = len(handoff.endpoints) // len(handoff.layers)
         if not sharding.fits(producers, self._world_size, self._kv_heads):
             return 0, "tensor_parallel_size"
+        if self._state_groups and producers != self._world_size:
+            return 0, "tensor_parallel_size"  # how a state is cut is each model's own
         if not prompt.hashable(request):
             return 0, "prompt_embeds"
         # Of a prompt that goes on behind the lease's, as much is compared as that one had.
@@ -144,6 +153,8 @@ class SchedulerHalf:
         tokens = min(tokens, request.num_prompt_tokens)
         if tokens <= 0 or (self._windows and tokens < handoff.num_tokens):
             return 0, "prompt_mismatch"  # a sliding window's blocks serve the whole prompt alone
+        if self._state_groups and tokens >= request.num_prompt_tokens:
+            return 0, "state"  # it stands behind the token that is to be computed
         return tokens, None
 
     def _block_sizes_fit(self, theirs: int) -> bool:
@@ -154,7 +165,7 @@ class SchedulerHalf:
 
     def _digests(self, request: Request, block_size: int, num_tokens: int) -> bytes:
         hashes: Sequence[bytes] = request.block_hashes
-        if block_size != self._block_size:
+        if block_size != self._hash_block_size:
             hashes = self._hash_blocks(request, block_size)
         adapter = self._adapters.of(request.lora_request)
         return prompt.digests(request, hashes, block_size, num_tokens, adapter)
@@ -212,6 +223,9 @@ class SchedulerHalf:
         spans, ours = [], list[int]()
         for group, ids in enumerate(blocks.get_block_ids()):
             begin, wanted = start, list(ids[start // per_block : -(-stop // per_block)])
+            if group in self._state_groups:
+                page = states.page(ids, pull.tokens, self._state_groups[group])
+                begin, wanted = stop - 1, [page]
             while self._windows and wanted and wanted[0] == NULL_BLOCK:
                 begin, wanted = begin + 1, wanted[1:]  # one unit is a block here
             if wanted:
@@ -243,13 +257,19 @@ class SchedulerHalf:
         if pull is not None:
             self._call_off(request.request_id, pull)
         params = request.kv_transfer_params
+        left_early = request.request_id in self._left_early
+        self._left_early.discard(request.request_id)
         if not self._produces or request.status not in _KEPT:
             return False, None
         if not params or not params.get("do_remote_decode"):
             return False, None
+        if self._state_groups and not (left_early or params.get(states.KEEPS_TOKEN)):
+            return False, None  # nobody could use a state behind the last token
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if tokens < request.num_prompt_tokens or not prompt.hashable(request):
             return False, None
+        if self._state_groups and request.num_computed_tokens > tokens:
+            return False, None  # its state has gone on
         return True, self._grant(request, block_ids, tokens)
 
     def _call_off(self, request_id: str, pull: Pull) -> None:
@@ -270,6 +290,9 @@ class SchedulerHalf:
         seconds = self._settings.lease_s
         count = -(-tokens // self._block_size)
         groups = [ids[:count] for ids in block_ids]
+        for group, page_tokens in self._state_groups.items():
+            page = states.page(block_ids[group], tokens, page_tokens)
+            groups[group] = [NULL_BLOCK] * (count - 1) + [page]
         kept = groups[0]
         if self._windows:
             kept = [_GONE if id_ == NULL_BLOCK else id_ for ids in groups for id_ in ids]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.utils.network_utils import get_ip
 
-from disagg.connector import geometry
+from disagg.connector import geometry, states
 from disagg.connector.messages import (
     Grant,
     LeaseReport,
@@ -99,8 +99,10 @@ class WorkerHalf:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the caches, start to listen."""
         ask_for_amx(self._config.device_config.device_type)
-        cache = geometry.block_cache(kv_caches)
-        geometry.check_block_size(self._kv_cache, cache)
+        pages = states.pages_of(self._config, self._kv_cache)
+        cache = geometry.block_cache(kv_caches, pages)
+        if not pages:
+            geometry.check_block_size(self._kv_cache, cache)
         fingerprint = geometry.fingerprint(self._config, self._kv_cache)
         self._layers = geometry.layers(self._kv_cache, kv_caches, cache)
         collapse(cache.host_memory())

@@ -20,11 +20,14 @@ import msgspec
 
 from disagg.router.decode_leg import Opened
 from disagg.router.events import END
+from disagg.router.legs import PARAMS, REMOTE_DECODE_AND_TOKEN
 from disagg.router.migration import HALF_A_CHARACTER, limit_of
 from disagg.router.paths import CHAT
 from disagg.router.topology import EngineEndpoint
 from disagg.router.traffic import Seat
 
+ASKED = {"return_token_ids": True, PARAMS: REMOTE_DECODE_AND_TOKEN}
+"""What such a stream's prefill leg says beside the request."""
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats"}
 
 

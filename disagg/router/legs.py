@@ -42,6 +42,8 @@ REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
+# The same where the leg's own token is wanted: models with recurrent state else stop before it.
+REMOTE_DECODE_AND_TOKEN = {**REMOTE_DECODE, "first_token": True}
 PARAMS = "kv_transfer_params"
 _KEY = PARAMS.encode()
 _ESCAPED = b"\\u00"
@@ -157,9 +159,9 @@ def prefill_body(
     """The prefill leg's body for one of `paths.PAIRED`. `asks_params`: for a lease, as all but
     ExampleConnector give. `more`: what else it says."""
     leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
-    leg |= {"stream": False, **(more or {})}
     if asks_params:
         leg[PARAMS] = REMOTE_DECODE
+    leg |= {"stream": False, **(more or {})}
     if path == RESPONSES:
         return leg | {"max_output_tokens": 1, "store": False}
     leg["max_tokens"] = 1

@@ -104,7 +104,7 @@ class Service:
             and first_token.may_begin(path, body, said)
         )
         alike = first_token.drawn_alike(body) if begins else {}
-        asked = {"return_token_ids": True, **alike} if begins else None
+        asked = {**first_token.ASKED, **alike} if begins else None
         handed = await self._prefilled(request, seat, sent, record, asked)
         if isinstance(handed, Response):
             return handed

@@ -1,4 +1,4 @@
-"""Small checkpoints whose KV cache is not one of plain attention."""
+"""Small checkpoints whose KV cache is not one of plain attention alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.granitemoehybrid import GraniteMoeHybridConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
 
 from disagg.checkpoint_tokenizer import write_tokenizer
 
@@ -50,5 +52,46 @@ def make_windows(folder: Path, layers: Sequence[str] = (SLIDING, SLIDING, FULL) 
         head_dim=64,
         sliding_window=WINDOW,
         layer_types=[*layers],
+    )
+    make(config, folder)
+
+
+STATES, PAGE = 3, 256 * 2 * 2 * 64 * 4  # layers with state; a block of any layer in bytes
+
+
+def make_states(folder: Path) -> None:
+    """Mamba layers before one of attention: four KV cache groups of a layer each."""
+    config = GraniteMoeHybridConfig(
+        **SIZES,
+        num_hidden_layers=STATES + 1,
+        num_key_value_heads=2,
+        shared_intermediate_size=512,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_d_state=64,
+        mamba_n_groups=1,
+        layer_types=["mamba"] * STATES + ["attention"],
+    )
+    make(config, folder)
+
+
+def make_gated_deltas(folder: Path) -> None:
+    """Qwen3-Next's linear attention, which vLLM's CPU kernels compute in bfloat16 alone."""
+    config = Qwen3NextConfig(
+        **SIZES,
+        num_hidden_layers=STATES + 1,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=256,
+        shared_expert_intermediate_size=256,
+        layer_types=["linear_attention"] * STATES + ["full_attention"],
     )
     make(config, folder)

@@ -14,6 +14,7 @@ from disagg.connector import geometry
 from disagg.connector.offload import groups
 from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.settings import OffloadSettings
+from disagg.connector.states import state_groups
 from disagg.errors import ConfigError
 from disagg.identity.model import model_fields
 from disagg.store.base import Key
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig, stage: int = 0) -> None:
     """Raise `ConfigError` for engines whose blocks cannot be kept. `stage`: whose cache it is."""
     geometry.check_supported(config, kv_cache)
+    if state_groups(kv_cache):
+        raise ConfigError(
+            f"model: {config.model_config.model} keeps recurrent state, which tiers do not; remove "
+            "the tiers"
+        )
     layers = stages(config)
     if layers and not _are_alike(kv_cache, layers[stage]):
         raise ConfigError(
