@@ -77,7 +77,9 @@ def start(
         groups: Sequence[Layers] = PLAIN,
         **extra: Any,
     ) -> Engine:
-        config, layout_ = tiers(slots, **extra), KVCacheLayout[layout]
+        # Longer than the default: on busy cores what is found would depend on the hour.
+        config = tiers(slots, **{"lookup_deadline_s": 30, **extra})
+        layout_ = KVCacheLayout[layout]
         started.append(Engine(model, config, blocks=blocks, layout=layout_, groups=groups))
         poison_before_loads(started[-1])
         return started[-1]
