@@ -20,6 +20,7 @@ from disagg.errors import StartupError
 from disagg.router.legs import PARAMS, REMOTE_DECODE_AND_TOKEN
 from engine.conftest import begun, beside, routed, running, tiers, transfer
 from engine.streams import Streamed, stream
+from engine.test_soak import check_under_sabotage
 from engine.waiting import eventually
 from engine.windows import PAGE, STATES, make_gated_deltas, make_states
 
@@ -172,6 +173,11 @@ def test_a_stream_that_begins_at_prefill(three: Three, prompt: Prompt, length: i
         assert seen.tokens == three.right(asked["prompt"])[0]
         assert begun(url) == before + 1
         assert three.moved() - moved == (-(-length // BLOCK) + STATES) * PAGE
+
+
+@pytest.mark.slow
+def test_sabotage(three: Three) -> None:
+    check_under_sabotage([three.prefill], [three.decode], three.single, requests=200)
 
 
 @pytest.mark.slow
