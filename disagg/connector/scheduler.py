@@ -359,7 +359,10 @@ class SchedulerHalf:
             if pull is None or pull.state is not PullState.LOADING:
                 continue  # loaded by a connector beside this one
             pull.state = PullState.DONE
-            self._count_load(self._reports.pop(request_id), pull)
+            reports = self._reports.pop(request_id)
+            self._count_load(reports, pull)
+            if all(report.outcome == "loaded" for report in reports):
+                self._was_fetched(pull.handoff)
             if pull.called_off:
                 del self._pulls[request_id]
         for request_id in output.finished_sending or ():
@@ -367,6 +370,14 @@ class SchedulerHalf:
                 continue
             self._stats.count("leases", self._leases.pop(request_id))
             self._stats.set_leases_held(len(self._leases))
+
+    def _was_fetched(self, handoff: Handoff) -> None:
+        """The lease is over. The other answers to its request (n > 1) find whole blocks in the
+        prefix cache, and compute the rest."""
+        for other in self._pulls.values():
+            if other.state is PullState.QUEUED and other.handoff == handoff:
+                other.state = PullState.DONE
+                self._stats.count("handoffs", "none|local_hit")
 
     def _count_load(self, reports: list[LoadReport], pull: Pull) -> None:
         worst = next((r for r in reports if r.outcome != "loaded"), reports[0])

@@ -29,6 +29,19 @@ def test_strict_refuses_what_could_not_be_loaded(fleet: Fleet, prompt: Prompt) -
     assert token_ids(fleet.strict.complete(ids)) == token_ids(fleet.single.complete(ids))
 
 
+def test_several_answers_of_one_prompt(fleet: Fleet, prompt: Prompt) -> None:
+    """The lease ends with the first one's load. The others have whole blocks from it, and are no
+    error: they compute what is left."""
+    ids, drawn = prompt(700), {"n": 4, "temperature": 1.0, "seed": 7}
+    failures, found = "disagg_kv_load_failures", "vllm:prefix_cache_hits_total"
+    before = fleet.strict.metrics(failures), fleet.strict.metric(found)
+    params = fleet.producer.prefill(ids)
+    answer = fleet.strict.complete(ids, kv_transfer_params=params, **drawn)
+    assert token_ids(answer) == token_ids(fleet.single.complete(ids, **drawn))
+    assert fleet.strict.metrics(failures) == before[0]
+    assert fleet.strict.metric(found) - before[1] == 3 * 640
+
+
 def test_preempted_on_the_consumer(fleet: Fleet, prompt: Prompt) -> None:
     """24 blocks for eight requests that each grow to 5: some are preempted and come back."""
     prompts = [prompt(380) for _ in range(8)]

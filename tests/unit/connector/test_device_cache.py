@@ -57,7 +57,7 @@ def start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     started: list[tuple[Engine, Device]] = []
     block_cache = geometry.block_cache
     monkeypatch.setattr(
-        geometry, "block_cache", lambda caches: OnDevice(list(block_cache(caches).regions))
+        geometry, "block_cache", lambda *told: OnDevice(list(block_cache(*told).regions))
     )
 
     def start(role: str, device: Device, **extra: Any) -> tuple[Engine, Device]:

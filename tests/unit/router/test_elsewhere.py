@@ -86,9 +86,11 @@ def test_a_refused_request_does_not_wait_for_its_own_seat(make: Make) -> None:
     setup = make(limits={"max_in_flight": 1}, others=["prefill", "decode"])
     refusing = setup.decode
     refusing.status = 500
-    answers = [ask(setup, stream=False) for _ in range(6)]
+    for _ in range(40):  # which of the two is chosen is chance
+        assert ask(setup, stream=False).status_code == 200
+        if refusing.bodies:
+            break
     assert refusing.bodies
-    assert [answer.status_code for answer in answers] == [200] * 6
     assert metric(setup, "disagg_router_queue_seconds_count") == 0
 
 
