@@ -375,6 +375,8 @@ class SchedulerHalf:
         """The lease is over. The other answers to its request (n > 1) find whole blocks in the
         prefix cache, and compute the rest."""
         for other in self._pulls.values():
+            if other.problem is not None:
+                continue  # strict: it is to be an error, whatever others of this lease are
             if other.state is PullState.QUEUED and other.handoff == handoff:
                 other.state = PullState.DONE
                 self._stats.count("handoffs", "none|local_hit")

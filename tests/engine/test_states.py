@@ -141,7 +141,7 @@ def test_a_load_that_fails(three: Three, prompt: Prompt) -> None:
 
 
 def test_more_at_once_than_there_is_room_for(three: Three, prompt: Prompt) -> None:
-    """Requests are preempted, and loads wait; all engines are right, and nothing is held after."""
+    """64 blocks for what takes about 90; all is right, and nothing is held after."""
     prompts = [prompt(200 + 250 * number) for number in range(10)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(lambda ids: three.handed(ids, max_tokens=100), prompts))

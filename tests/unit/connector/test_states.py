@@ -157,7 +157,7 @@ def test_pages_that_blocks_cannot_share() -> None:
     ],
 )
 def test_what_states_do_not_go_with(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{said} — .*unset it|set 1"):
+    with pytest.raises(ConfigError, match=f"^{said} — .*(unset it|set 1)$"):
         geometry.check_supported(config_of(**changed), cache_of(ALIGNED, FULL))
     geometry.check_supported(config_of(**changed), cache_of(FULL))
 
