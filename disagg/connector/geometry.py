@@ -255,12 +255,12 @@ def _groups(kv_cache: KVCacheConfig) -> str:
         window = getattr(spec, "sliding_window", None)
         kind = type(spec).__name__.removesuffix("Spec")
         if isinstance(spec, MambaSpec):
-            kind = f"{spec.mamba_type.name} of {_state(spec)}"
+            kind = f"{spec.mamba_type.name} of {state_of(spec)}"
         described.append(kind + (f" of {window}" if window else ""))
     return ", ".join(described)
 
 
-def _state(spec: MambaSpec) -> str:
+def state_of(spec: MambaSpec) -> str:
     """Shapes and types of what is kept for a layer; on each rank the same."""
     parts = zip(spec.shapes, spec.dtypes, strict=True)
     return " and ".join(f"{'x'.join(map(str, shape))} {_DTYPES[dtype]}" for shape, dtype in parts)

@@ -21,6 +21,7 @@ from disagg.router.legs import PARAMS, REMOTE_DECODE_AND_TOKEN
 from engine.conftest import begun, beside, routed, running, tiers, transfer
 from engine.streams import Streamed, stream
 from engine.test_soak import check_under_sabotage
+from engine.tiered import ANSWER, Tiered
 from engine.waiting import eventually
 from engine.windows import PAGE, STATES, make_gated_deltas, make_states
 
@@ -34,11 +35,15 @@ ONE_PAGE = ("--no-enable-prefix-caching",)
 
 @dataclass(frozen=True)
 class Three:
-    """prefill, decode: with the connector. single: plain vLLM, without prefix caching."""
+    """prefill, decode: with the connector. single: plain vLLM, without prefix caching.
+
+    `tiered`: whether both have tiers beside it, in one folder.
+    """
 
     prefill: VllmServer
     decode: VllmServer
     single: VllmServer
+    tiered: bool = False
 
     def right(self, ids: list[int], **options: Any) -> list[list[int]]:
         return token_ids(self.single.complete(ids, **options))
@@ -56,8 +61,12 @@ class Three:
 
 @pytest.fixture(
     scope="module",
-    params=[ALIGNED, pytest.param(ONE_PAGE, marks=pytest.mark.slow)],
-    ids=["prefix caching", "none"],
+    params=[
+        (ALIGNED, True),
+        pytest.param((ALIGNED, False), marks=pytest.mark.slow),
+        pytest.param((ONE_PAGE, False), marks=pytest.mark.slow),
+    ],
+    ids=["tiers", "prefix caching", "none"],
 )
 def three(
     vllm_server: Callable[..., VllmServer],
@@ -66,22 +75,27 @@ def three(
 ) -> Iterator[Three]:
     model, logs = tmp_path_factory.mktemp("model") / "states", tmp_path_factory.mktemp("logs")
     make_states(model)
-    env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp"))}
+    env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp")), "VLLM_SERVER_DEV_MODE": "1"}
+    args, tiered = request.param
 
     def server(name: str, connector: dict[str, object] | None, *args: str) -> VllmServer:
         args = ("--max-model-len", "4096", *args)
         return vllm_server(name, model, logs / name, connector, args, env=env)
 
     both = transfer("kv_both", lease_s=LEASE_S)
+    if tiered:
+        folder = str(tmp_path_factory.mktemp("tiers"))
+        kept = tiers(host_bytes=1 << 28, directory=folder, reset_keeps_files=True)
+        both = beside(both, kept)
     few = ("--num-gpu-blocks-override", "64")
     with running(
         [
-            prefill := server("prefill", both, "--num-gpu-blocks-override", "128", *request.param),
-            decode := server("decode", both, *few, *request.param),
+            prefill := server("prefill", both, "--num-gpu-blocks-override", "128", *args),
+            decode := server("decode", both, *few, *args),
             single := server("single", None, "--num-gpu-blocks-override", "128", *ONE_PAGE),
         ]
     ):
-        yield Three(prefill, decode, single)
+        yield Three(prefill, decode, single, tiered)
 
 
 @pytest.mark.parametrize("length", [2, 256, 257, 258, 513, 3000])
@@ -175,6 +189,26 @@ def test_a_stream_that_begins_at_prefill(three: Three, prompt: Prompt, length: i
         assert three.moved() - moved == (-(-length // BLOCK) + STATES) * PAGE
 
 
+@pytest.fixture
+def tiered(three: Three) -> Tiered:
+    if not three.tiered:
+        pytest.skip("without tiers")
+    return Tiered(three.single, three.prefill, three.decode, PAGE)
+
+
+@pytest.mark.parametrize("length", [257, 640, 3000])
+def test_what_tiers_keep(tiered: Tiered, prompt: Prompt, length: int) -> None:
+    """All blocks of attention, and of each state that behind the last full one."""
+    full, all_full = (length - 1) // BLOCK, (length + ANSWER - 1) // BLOCK
+    loads = full + STATES, all_full + STATES
+    kept = (1 + STATES) * all_full
+    tiered.check_what_is_loaded(prompt, length, full * BLOCK, kept, loads)
+
+
+def test_tiers_beside_the_hand_over_and_under_pressure(tiered: Tiered, prompt: Prompt) -> None:
+    tiered.check_under_pressure(prompt)
+
+
 @pytest.mark.slow
 def test_sabotage(three: Three) -> None:
     check_under_sabotage([three.prefill], [three.decode], three.single, requests=200)
@@ -218,13 +252,13 @@ def most_likely(server: VllmServer, ids: list[int], **options: Any) -> set[str]:
 
 @pytest.mark.slow
 def test_what_is_refused_at_start(vllm_server: Callable[..., VllmServer], tmp_path: Path) -> None:
-    """Tiers keep chunks of blocks, and drafts take states of which only one is right."""
+    """Chunks of blocks do not end with a state, and drafts take states of which one is right."""
     make_states(tmp_path / "model")
     env, args = {"TMPDIR": str(tmp_path)}, ("--max-model-len", "4096", *ALIGNED)
     draft = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
-    both = beside(transfer("kv_both"), tiers(host_bytes=1 << 28))
+    both = beside(transfer("kv_both"), tiers(host_bytes=1 << 28, blocks_per_chunk=2))
     refused = {
-        "keeps recurrent state, which tiers do not": (both, args),
+        "blocks_per_chunk: 2": (both, args),
         "speculative_config: ngram": (transfer("kv_both"), (*args, "--speculative-config", draft)),
     }
     for said, (connector, arguments) in refused.items():

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from disagg.connector import geometry
+from disagg.connector import geometry, states
 from disagg.connector.halves import TwoHalves
 from disagg.connector.offload import setup
 from disagg.connector.offload.messages import OffloadWork
@@ -149,9 +149,11 @@ class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
     # ---- worker side -----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        cache = geometry.block_cache(kv_caches)
-        geometry.check_block_size(self._kv_cache_config, cache)
-        self.worker.register_kv_caches(kv_caches)
+        pages = states.pages_of(self._vllm_config, self._kv_cache_config)
+        cache = geometry.block_cache(kv_caches, pages)
+        if not pages:
+            geometry.check_block_size(self._kv_cache_config, cache)
+        self.worker.register(cache)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, OffloadWork)

@@ -3,16 +3,17 @@
 vLLM keeps one block table for each group. Layers with a sliding window, or with local attention,
 look back only so far: behind it vLLM gives blocks back, and the null block takes their place. So
 of such a group a prefix needs only its last chunks, and of a chunk maybe only its last blocks.
+Of layers with recurrent state it needs the one block with the state behind its last token.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from disagg.connector.geometry import NULL_BLOCK, layer_specs
 from disagg.identity.weights import Adapters
@@ -29,18 +30,21 @@ _SINCE_BYTES = 8
 @dataclass(frozen=True)
 class Group:
     """`window`: tokens that its layers see, the one to be computed among them; `local`: tokens of
-    the pieces within which they attend. 0: they see all."""
+    the pieces within which they attend. 0: they see all. `state`: they keep a state instead."""
 
     window: int = 0
     local: int = 0
+    state: bool = False
 
     @property
     def sees_all(self) -> bool:
-        return not (self.window or self.local)
+        return not (self.window or self.local or self.state)
 
     def skipped(self, computed: int) -> int:
         """Tokens at the beginning that are not needed any more when so many are computed: those
         of vLLM's `get_num_skipped_tokens`."""
+        if self.state:
+            return max(0, computed - 1)
         if self.window:
             return max(0, computed - self.window + 1)
         return computed // self.local * self.local if self.local else 0
@@ -55,6 +59,8 @@ def read(kv_cache: KVCacheConfig) -> list[Group]:
             groups.append(Group(window=spec.sliding_window + spec.extra_retained_tokens))
         elif isinstance(spec, ChunkedLocalAttentionSpec):
             groups.append(Group(local=spec.attention_chunk_size))
+        elif isinstance(spec, MambaSpec):
+            groups.append(Group(state=True))
         else:
             groups.append(Group())
     return groups
@@ -63,7 +69,8 @@ def read(kv_cache: KVCacheConfig) -> list[Group]:
 class Chunks:
     """The chunks of prompts, by group and number; a chunk is `per` blocks of `block_size` tokens.
 
-    `full`, `windowed`: the numbers of the groups that see all, and of the others.
+    `full`, `windowed`: the numbers of the groups that see all, and of the others; `stateful`: of
+    those of the latter that keep a state.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Chunks:
         self.tokens = per * block_size
         self.full = [n for n, group in enumerate(groups) if group.sees_all]
         self.windowed = [n for n, group in enumerate(groups) if not group.sees_all]
+        self.stateful = [n for n, group in enumerate(groups) if group.state]
         self._hash_bytes, self._adapters, self._since = hash_bytes, Adapters(), b""
         # Of one group, without an adapter and a reset, a key is the block's hash alone.
         several = len(groups) > 1
@@ -89,7 +97,8 @@ class Chunks:
         """How many chunks of a request a load may bring at most.
 
         vLLM computes the last token in any case, and of windows allocates what the token after
-        those that are loaded needs: it must be told of one token less than there are.
+        those that are loaded needs: it must be told of one token less than there are. A state
+        behind the last token would be of no use either.
         """
         return self._known(request, request.num_tokens - bool(self.windowed))
 
@@ -128,16 +137,33 @@ class Chunks:
 
         tables: the request's block ids, by group. The null block stands at the beginning of a
         chunk for what nobody will need of it: a load ends with a chunk, this one or a later one.
+        Nothing of states: not every block has the one behind its own last token.
         """
-        stop = min(self._known(request, tokens), min(map(len, tables)) // self.per)
-        keys = [self.keys(request, group, first, stop) for group in range(self.groups)]
+        attending = {n: table for n, table in enumerate(tables) if not self._groups[n].state}
+        stop = min(self._known(request, tokens), min(map(len, attending.values())) // self.per)
+        keys = {group: self.keys(request, group, first, stop) for group in attending}
         found = dict[Key, list[int]]()
         for chunk in range(first, stop):
-            for group, table in enumerate(tables):
+            for group, table in attending.items():
                 ids = list(table[chunk * self.per : (chunk + 1) * self.per])
                 if self._is_there(group, chunk, ids):
                     found[keys[group][chunk - first]] = ids
         return max(first, stop), found
+
+    def states(
+        self, request: Request, behind: Iterable[tuple[int, int, int]]
+    ) -> dict[Key, list[int]]:
+        """What there is to store of a request's states; chunks are of one block then.
+
+        behind: group, block, and the tokens that the state in it stands behind, all of whole
+        blocks. Those whose hash is not known yet are left out.
+        """
+        return {
+            key: [block]
+            for group, block, tokens in behind
+            for key in self.keys(request, group, tokens // self.tokens - 1, tokens // self.tokens)
+            if block != NULL_BLOCK
+        }
 
     def _is_there(self, group: int, chunk: int, ids: list[int]) -> bool:
         """Whether all that a load may want of a chunk is there; the null block is put in place of

@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,13 +34,14 @@ from disagg.connector.offload.messages import (
 )
 from disagg.connector.offload.metrics import OffloadStats
 from disagg.connector.offload.settings import OffloadSettings
+from disagg.connector.states import page
 from disagg.store.base import BlockEvent, IndexStats, Key, Slot
 from disagg.store.directory_index import DirectoryIndex
 from disagg.store.host_index import HostIndex
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -55,7 +56,8 @@ class _Tracked:
     """A request of the engine's.
 
     `computed`: tokens whose blocks are right once the steps scheduled by now have run.
-    `considered`: chunks that were stored, or found stored. `match`: what was last answered.
+    `considered`: chunks that were stored, or found stored, but for states. `match`: what was last
+    answered.
     """
 
     request: Request
@@ -185,7 +187,9 @@ class OffloadScheduler:
             if tracked.computed // self._chunks.tokens > tracked.considered:
                 tables = blocks.get_block_ids(request_id)
                 if tables is not None:
-                    self._store(tracked, tables)
+                    self._store_filled(tracked, tables)
+            if self._chunks.stateful and tracked.considered != _NEVER:
+                self._store(self._states_behind_blocks(request, count, blocks))
         work, self._work = self._work, OffloadWork()
         return work
 
@@ -202,13 +206,35 @@ class OffloadScheduler:
             # The last token was sampled and never computed.
             computed = min(computed, max(request.num_prompt_tokens, request.num_tokens - 1))
         tracked.computed = computed
-        self._store(tracked, tables)
+        self._store_filled(tracked, tables)
         self._host.refresh(self._chunks.needed(request, computed // self._chunks.tokens))
 
-    def _store(self, tracked: _Tracked, tables: Sequence[Sequence[int]]) -> None:
+    def _store_filled(self, tracked: _Tracked, tables: Sequence[Sequence[int]]) -> None:
         tracked.considered, filled = self._chunks.filled(
             tracked.request, tracked.considered, tracked.computed, tables
         )
+        self._store(filled)
+
+    def _states_behind_blocks(
+        self, request: Request, count: int, blocks: KVConnectorBlockState
+    ) -> dict[Key, list[int]]:
+        """States behind whole blocks: that with which a step of so many tokens begins and that with
+        which it ends, each in the block of its last token, and what vLLM keeps in between.
+
+        Where a step ends, the last token may not be known yet; it is when the next one begins.
+        """
+        begin, size = request.num_computed_tokens, self._chunks.block_size
+        behind = list(blocks.boundary_state_offloads.get(request.request_id, ()))
+        for tokens in (begin, begin + count):
+            tables = blocks.get_block_ids(request.request_id) if tokens % size == 0 else None
+            if tokens and tables is not None:
+                behind += [
+                    (n, page(tables[n], tokens, size), tokens) for n in self._chunks.stateful
+                ]
+        return self._chunks.states(request, behind)
+
+    def _store(self, filled: Mapping[Key, Sequence[int]]) -> None:
+        """filled: the blocks of each chunk."""
         slots = self._host.prepare_store([*filled])
         if not slots:
             return

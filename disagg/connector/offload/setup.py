@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import vllm
 from vllm.distributed.utils import get_pp_indices
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from disagg.connector import geometry
 from disagg.connector.offload import groups
@@ -34,11 +35,6 @@ if TYPE_CHECKING:
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig, stage: int = 0) -> None:
     """Raise `ConfigError` for engines whose blocks cannot be kept. `stage`: whose cache it is."""
     geometry.check_supported(config, kv_cache)
-    if state_groups(kv_cache):
-        raise ConfigError(
-            f"model: {config.model_config.model} keeps recurrent state, which tiers do not; remove "
-            "the tiers"
-        )
     layers = stages(config)
     if layers and not _are_alike(kv_cache, layers[stage]):
         raise ConfigError(
@@ -86,7 +82,12 @@ def block_bytes(kv_cache: KVCacheConfig, stages: Sequence[int] = ()) -> int:
 
 
 def chunks(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> Chunks:
-    """How prompts are cut, in each group."""
+    """How prompts are cut, in each group. Raises `ConfigError` where states end amid chunks."""
+    if settings.blocks_per_chunk > 1 and state_groups(kv_cache):
+        raise ConfigError(
+            f"kv_connector_extra_config.blocks_per_chunk: {settings.blocks_per_chunk} — a state "
+            "stands behind the end of a block, of any in a chunk; set 1"
+        )
     per, block_size = settings.blocks_per_chunk, config.cache_config.block_size
     hash_bytes = len(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)(b""))
     return Chunks(groups.read(kv_cache), per, block_size, hash_bytes)
@@ -187,7 +188,10 @@ def _described(kv_cache: KVCacheConfig, stages: Sequence[int]) -> dict[str, str]
     if len(described) == 1:
         return {"group": described[0]}
     kinds = zip(described, groups.read(kv_cache), strict=True)
-    return {"groups": ", ".join(f"{text} {kind.window} {kind.local}" for text, kind in kinds)}
+    texts = [f"{text} {kind.window} {kind.local}" for text, kind in kinds]
+    specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
+    states = [geometry.state_of(spec) for spec in specs if isinstance(spec, MambaSpec)]
+    return {"groups": ", ".join(texts), **({"states": ", ".join(states)} if states else {})}
 
 
 def _events(config: VllmConfig) -> bool:

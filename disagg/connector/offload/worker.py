@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from disagg.connector import geometry
 from disagg.connector.geometry import NULL_BLOCK
 from disagg.connector.offload.messages import (
     Done,
@@ -88,9 +87,9 @@ class OffloadWorker:
 
     # ---- start and end ---------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the caches, and the memory for the pool and on the device."""
-        self._cache = cache = geometry.block_cache(kv_caches)
+    def register(self, cache: BlockCache) -> None:
+        """Take the engine's blocks, and the memory for the pool and on the device."""
+        self._cache = cache
         slot_bytes = cache.block_bytes * self._settings.blocks_per_chunk
         slots = self._slots
         collapse(cache.host_memory())
@@ -184,7 +183,7 @@ class OffloadWorker:
 
     @property
     def cache(self) -> BlockCache:
-        """The engine's blocks; not before `register_kv_caches`."""
+        """The engine's blocks; not before `register`."""
         assert self._cache is not None
         return self._cache
 

@@ -43,11 +43,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -75,24 +76,36 @@ _WRAP = (1 << 64) - 1
 @dataclass(frozen=True)
 class Layers:
     """A KV cache group of LAYERS layers. `window`: tokens that they see, the one to be computed
-    among them; `local`: tokens of the pieces within which they attend. 0: they see all."""
+    among them; `local`: tokens of the pieces within which they attend. 0: they see all. `state`:
+    they keep what the last token would have there, and nothing of those before it."""
 
     window: int = 0
     local: int = 0
+    state: bool = False
 
     def first_seen(self, position: int) -> int:
         """The first token that the one at this position attends to."""
+        if self.state:
+            return position
         if self.window:
             return max(0, position - self.window + 1)
         return position // self.local * self.local if self.local else 0
 
-    def spec(self) -> AttentionSpec:
+    def spec(self) -> KVCacheSpec:
         shape: dict[str, Any] = {
             "block_size": BLOCK,
             "num_kv_heads": HEADS,
             "head_size": HEAD_DIM,
             "dtype": torch.float32,
         }
+        if self.state:
+            return MambaSpec(
+                block_size=BLOCK,
+                shapes=((HEADS, 2 * WORDS),),
+                dtypes=(torch.float32,),
+                page_size_padded=FullAttentionSpec(**shape).page_size_bytes,
+                mamba_cache_mode="align",
+            )
         if self.window:
             return SlidingWindowSpec(**shape, sliding_window=self.window)
         if self.local:
@@ -311,8 +324,10 @@ class Engine:
         with self.lifecycle.step(scheduled, attn_metadata=attn_metadata) as step:
             for index, (name, cache) in enumerate(self.caches.items()):
                 with self.lifecycle.layer(name, cache, attn_metadata):
+                    state = self.groups[index // LAYERS].state
+                    compute = self._advance if state else self._attend
                     for request, count in scheduled.num_scheduled_tokens.items():
-                        self._attend(index, self.known[request], count)
+                        compute(index, self.known[request], count)
             sampled = [
                 self._sample(self.known[request], count)
                 for request, count in scheduled.num_scheduled_tokens.items()
@@ -329,7 +344,23 @@ class Engine:
         self.words[layer][blocks, :, offsets] = expected[start - first :]
         assert np.array_equal(self._seen(layer, known, first, stop), expected), "wrong KV"
 
+    def _advance(self, layer: int, known: Known, count: int) -> None:
+        """The same of a layer with state: from that behind the tokens before these to theirs."""
+        start, stop = known.computed, known.computed + count
+        hashes = chained(known.hashes, known.tokens)
+        if start:
+            seen = self._seen(layer, known, start - 1, start)
+            assert np.array_equal(seen, contents(hashes[start - 1 : start], layer)), "wrong state"
+        block = known.blocks[layer // LAYERS][(stop - 1) // BLOCK]
+        assert block, "a state has no block"
+        self._state(layer, block)[:] = contents(hashes[stop - 1 : stop], layer)
+
+    def _state(self, layer: int, block: int) -> Words:
+        return self.words[layer][block].reshape(-1)[: HEADS * WORDS].reshape(1, HEADS, WORDS)
+
     def _seen(self, layer: int, known: Known, first: int, stop: int) -> Words:
+        if self.groups[layer // LAYERS].state:
+            return self._state(layer, known.blocks[layer // LAYERS][first // BLOCK])
         blocks, offsets = _slots(known.blocks[layer // LAYERS], first, stop)
         return self.words[layer][blocks, :, offsets]
 
@@ -404,6 +435,7 @@ def _cache_config(
     config: VllmConfig, blocks: int, layout: KVCacheLayout, groups: Sequence[Layers]
 ) -> KVCacheConfig:
     record_kv_cache_layout(config.cache_config, layout.name)
+    config.cache_config.mamba_cache_mode = "align"
     specs = [
         KVCacheGroupSpec(
             [f"model.layers.{number * LAYERS + i}.attn" for i in range(LAYERS)], group.spec()

@@ -41,8 +41,8 @@ def use(patch: pytest.MonkeyPatch) -> list[ModelDevice]:
         devices.append(ModelDevice())
         return devices[-1]
 
-    def on_device(kv_caches: dict[str, Any]) -> BlockCache:
-        return OnDevice(list(block_cache(kv_caches).regions))
+    def on_device(*told: Any) -> BlockCache:
+        return OnDevice(list(block_cache(*told).regions))
 
     patch.setattr(geometry, "block_cache", on_device)
     patch.setattr(staging, "open_device", open_device)

@@ -12,6 +12,7 @@ from transport.host_device import COMPILER
 from unit.connector import standin
 from unit.connector.standin import ModelDevice
 
+from disagg.connector import geometry
 from disagg.connector.offload.messages import Done, Filling, Load, OffloadWork, Store
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.offload.worker import FROM_HOST, TO_HOST, OffloadWorker
@@ -70,7 +71,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
         layers = [torch.randn(BLOCKS, 2, 4, 8) for _ in range(LAYERS)]
         settings = OffloadSettings(blocks_per_chunk=PER, staging_bytes=1 << 16, **extra)
         worker = OffloadWorker(settings, 8, lambda cache, on_evicted: None)
-        worker.register_kv_caches({f"layer.{n}": layer for n, layer in enumerate(layers)})
+        worker.register(
+            geometry.block_cache({f"layer.{n}": layer for n, layer in enumerate(layers)})
+        )
         made.append(Rig(worker, layers, devices[-1]))
         return made[-1]
 
@@ -207,5 +210,5 @@ def test_too_little_staging_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"kv_connector_extra_config\.staging_bytes: 4095 — at least 4096"
     ):
-        worker.register_kv_caches({"layer": torch.zeros(BLOCKS, 2, 4, 16)})
+        worker.register(geometry.block_cache({"layer": torch.zeros(BLOCKS, 2, 4, 16)}))
     worker.shutdown()

@@ -43,6 +43,8 @@ CACHES = {
     "full and local": (FULL, Layers(local=3 * BLOCK)),
     "sliding": (Layers(window=3 * BLOCK + 1),),
     "two full and sliding": (FULL, FULL, Layers(window=BLOCK + 1)),
+    "states and full": (Layers(state=True), FULL, Layers(state=True)),
+    "full, sliding and states": (FULL, Layers(window=2 * BLOCK), Layers(state=True)),
 }
 
 
@@ -62,6 +64,8 @@ def loaded(engine: Engine, since: int) -> list[int]:
 def test_what_was_computed_is_loaded(
     start: Start, tmp_path: Path, name: str, source: str, per_chunk: int, layout: str
 ) -> None:
+    if per_chunk > 1 and any(group.state for group in CACHES[name]):
+        pytest.skip("refused")
     extra = {"directory": str(tmp_path)} if source == "files" else {}
     engine = start(layout=layout, blocks_per_chunk=per_chunk, groups=CACHES[name], **extra)
     for length in (7 * BLOCK + 5, 6 * BLOCK, 6 * BLOCK + 1):
@@ -88,6 +92,19 @@ def test_only_what_the_window_needs_is_loaded(start: Start) -> None:
     since = len(engine.scheduled)
     ask(engine, prompt)
     assert loaded(engine, since) == [1, 1]
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_the_next_turn(start: Start, name: str) -> None:
+    """What was generated is found too, up to the last full block."""
+    engine = start(groups=CACHES[name])
+    prompt = prompt_of(2 * BLOCK + 20, seed=9)
+    first = ask(engine, prompt, 3 * BLOCK)
+    forget(engine)
+    turn = [*prompt, *engine.answers[first], *prompt_of(10, seed=10)]
+    since = len(engine.scheduled)
+    ask(engine, turn)
+    assert computed(engine, since) == len(turn) - 5 * BLOCK + 2
 
 
 @pytest.mark.parametrize("lost", [4, 5])
