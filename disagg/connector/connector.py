@@ -31,7 +31,7 @@ from disagg.connector.prompt import hasher
 from disagg.connector.registration import register
 from disagg.connector.scheduler import SchedulerHalf
 from disagg.connector.settings import read_settings
-from disagg.connector.states import state_groups
+from disagg.connector.states import beside_full_attention, state_groups
 from disagg.connector.worker import WorkerHalf
 from disagg.transport.secret import read_secret
 
@@ -106,6 +106,10 @@ class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
             [told.endpoint for _, told in found if told.endpoint is not None],
             [told.regions for (_, tensor_rank), told in found if tensor_rank == 0],
         )
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return beside_full_attention(self._kv_cache_config)
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.on_new_request(request)

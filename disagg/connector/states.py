@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from disagg.errors import ConfigError
 from disagg.transport.blocks import Region
@@ -72,6 +72,16 @@ def are_one_page(kv_cache: KVCacheConfig) -> bool:
     """Whether a request has one page of state, and vLLM no hashes of its blocks therefore."""
     specs = (group.kv_cache_spec for group in kv_cache.kv_cache_groups)
     return any(isinstance(s, MambaSpec) and s.mamba_cache_mode == "none" for s in specs)
+
+
+def beside_full_attention(kv_cache: KVCacheConfig) -> bool:
+    """Whether there is nothing else: then a load, which brings the state in any case, may begin
+    behind all blocks that attention has in the engine's own cache, whatever state is there."""
+    specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
+    others = [spec for spec in specs if not isinstance(spec, MambaSpec)]
+    first = next(iter(others), None)
+    full = isinstance(first, FullAttentionSpec) and others.count(first) == len(others)
+    return full and len(others) < len(specs)
 
 
 def pages_of(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, Page]:

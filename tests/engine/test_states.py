@@ -37,13 +37,15 @@ ONE_PAGE = ("--no-enable-prefix-caching",)
 class Three:
     """prefill, decode: with the connector. single: plain vLLM, without prefix caching.
 
-    `tiered`: whether both have tiers beside it, in one folder.
+    `tiered`: whether both have tiers beside it, in one folder. `goes_on`: whether loads begin
+    behind what decode has of attention, without a state.
     """
 
     prefill: VllmServer
     decode: VllmServer
     single: VllmServer
     tiered: bool = False
+    goes_on: bool = False
 
     def right(self, ids: list[int], **options: Any) -> list[list[int]]:
         return token_ids(self.single.complete(ids, **options))
@@ -95,7 +97,7 @@ def three(
             single := server("single", None, "--num-gpu-blocks-override", "128", *ONE_PAGE),
         ]
     ):
-        yield Three(prefill, decode, single, tiered)
+        yield Three(prefill, decode, single, tiered, args == ALIGNED and not tiered)
 
 
 @pytest.mark.parametrize("length", [2, 256, 257, 258, 513, 3000])
@@ -126,10 +128,13 @@ def test_a_state_behind_the_last_token_is_of_no_use(three: Three, prompt: Prompt
 
 
 def test_the_next_turn(three: Three, prompt: Prompt) -> None:
+    """Tiers, for one, cannot go on behind blocks of attention alone; all of it moves again."""
     ids = prompt(900)
     three.handed(ids)
-    longer = [*ids, *prompt(400)]
+    longer, before = [*ids, *prompt(400)], three.moved()
     assert three.handed(longer) == three.right(longer)
+    had = 900 // BLOCK if three.goes_on else 0
+    assert three.moved() - before == (-(-1299 // BLOCK) - had + STATES) * PAGE
 
 
 def test_another_prompt_that_begins_alike(three: Three, prompt: Prompt) -> None:

@@ -389,7 +389,13 @@ def slow(what: Any, *methods: str, seconds: float = 0.002) -> None:
         setattr(what, name, late)
 
 
-@pytest.fixture(params=[PLAIN, (Layers(window=70), Layers())], ids=["plain", "sliding and full"])
+STATES = (Layers(state=True), Layers())
+
+
+@pytest.fixture(
+    params=[PLAIN, (Layers(window=70), Layers()), STATES],
+    ids=["plain", "sliding and full", "states and full"],
+)
 def pair(
     model: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[tuple[Engine, Engine]]:
