@@ -155,14 +155,24 @@ def soak(
     requests: Annotated[int, typer.Option(min=1)] = 2000,
     concurrency: Annotated[int, typer.Option(min=1)] = 16,
     cancel: Annotated[float, typer.Option(help="Share of clients that leave early.")] = 0.2,
-    transports: Annotated[str, typer.Option(help="By commas, as in the YAML.")] = ON_CPU,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="YAML of a deployment in float32; a small one if none."),
+    ] = None,
+    transports: Annotated[
+        str | None, typer.Option(help=f"By commas; the YAML's, or {ON_CPU}.")
+    ] = None,
     sabotage: Annotated[bool, typer.Option(help="Cut sockets, stop workers all the while.")] = True,
 ) -> None:
     """Many requests with leaving clients: no wrong token, no lease, block or file left."""
     from disagg.bench import soak as bench
 
-    names = _transports(transports)
-    raise typer.Exit(bench.run(requests, concurrency, cancel, transports=names, sabotage=sabotage))
+    wanted = transports or (None if config else ON_CPU)
+    names = _transports(wanted) if wanted else None
+    status = bench.run(
+        requests, concurrency, cancel, file=config, transports=names, sabotage=sabotage
+    )
+    raise typer.Exit(status)
 
 
 @app.command()

@@ -227,6 +227,19 @@ def test_a_lease_that_ran_out(start: Start) -> None:
     assert [o.failed_recving for o in consumer.seen if o.failed_recving] == [{second}]
 
 
+def test_what_strict_refuses_stays_refused(start: Start) -> None:
+    """Also beside a request that this lease does serve, and that ends it."""
+    producer, consumer = start("kv_producer"), start("kv_consumer", strict=True)
+    prompt, other = prompt_of(3 * BLOCK + 5, seed=60), prompt_of(3 * BLOCK + 5, seed=61)
+    first = producer.add(prompt, 1, PREFILL)
+    run([producer], lambda: first in producer.finished)
+    served, refused = (consumer.add(p, 3, producer.params[first]) for p in (prompt, other))
+    run([producer, consumer], lambda: {served, refused} <= set(consumer.finished))
+    assert consumer.answers[served] == answer(prompt, 3)
+    assert (consumer.finished[refused], consumer.answers[refused]) == ("error", [])
+    run([producer, consumer], lambda: at_rest(producer, consumer))
+
+
 def reset(engine: Engine) -> bool:
     """As after an update of weights: all that was computed before counts no more."""
     return bool(engine.scheduler.reset_prefix_cache(reset_connector=True))
