@@ -16,33 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from disagg.engine import mending
+
 Sample = Callable[..., Any]
 
 
 def install() -> None:
     """In each process of vLLM's that may become a CPU engine's worker."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    WorkerWrapperBase.init_device = before(WorkerWrapperBase.init_device, _mend)  # type: ignore[method-assign]
-
-
-def before(init: Callable[[Any], None], mend: Callable[[], None]) -> Callable[[Any], None]:
-    """vLLM's start of a worker, behind `mend`: what is mended costs other processes a second to
-    import."""
-    if hasattr(init, "is_behind"):
-        return init  # plugins may be loaded twice
-
-    @functools.wraps(init)
-    def is_behind(worker: Any) -> None:
-        mend()
-        init(worker)
-
-    is_behind.is_behind = True  # type: ignore[attr-defined]
-    return is_behind
+    mending.in_cpu_workers(_mend)
 
 
 def _mend() -> None:
