@@ -55,12 +55,6 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     if len(kv_cache.kv_cache_groups) > 1:
         problems += _problems_of_groups(config, kv_cache)
     problems += states.problems(config, kv_cache)
-    if config.model_config.use_mla and not splits_blocks(config):
-        problems.append(
-            f"model: {config.model_config.model} uses MLA — on CPU, vLLM {vllm.__version__} "
-            "answers a prompt that it continues otherwise than one that it computes whole, so "
-            "handed over answers could not be right; use GPUs"
-        )
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1:
         problems.append(

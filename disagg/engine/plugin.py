@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from disagg.engine import ending, forking, hybrids, polling, reserving, seeds
+from disagg.engine import ending, forking, hybrids, polling, reserving, rotations, seeds
 
 
 def install() -> None:
     """Do what the environment asks for, have engines leave our connector its memory, and mend
-    what keeps vLLM's workers from ending, ends them, or has them keep states that are wrong."""
+    what keeps vLLM's workers from ending, ends them, or has them answer wrong."""
     polling.install()
     forking.install()
     reserving.install()
     ending.install()
     seeds.install()
     hybrids.install()
+    rotations.install()

@@ -1,4 +1,4 @@
-"""Models whose KV cache is not one of plain attention: layers with a sliding window, and MLA.
+"""Models whose KV cache is not one of plain attention: layers with a sliding window.
 
 The two engines are these tests' own. The first computes the prompt, which is the reference, and
 hands it over to the second.
@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from transformers.models.deepseek_v2 import DeepseekV2Config
 from transformers.models.phi3 import Phi3Config
 
 from disagg.bench.vllm_server import VllmServer, token_ids
-from disagg.errors import StartupError
 from engine.conftest import running, transfer
 from engine.windows import BLOCK, GROUP_BYTES, SIZES, WINDOW, make, make_windows
 
@@ -37,34 +35,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def mla(
-    vllm_server: Callable[..., VllmServer], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmServer]:
-    """Launched before the other two, so that all three load together."""
-    folder = tmp_path_factory.mktemp("mla")
-    config = DeepseekV2Config(
-        **SIZES,
-        num_hidden_layers=2,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        first_k_dense_replace=2,
-    )
-    make(config, folder / "model")
-    args = ("--max-model-len", "4096", "--attention-backend", "CPU_MLA")
-    server = vllm_server("mla", folder / "model", folder / "log", transfer("kv_both"), args)
-    with server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def pair(
     vllm_server: Callable[..., VllmServer],
     tmp_path_factory: pytest.TempPathFactory,
-    mla: VllmServer,
 ) -> Iterator[Pair]:
     """Three KV cache groups: two of sliding layers, one of full ones."""
     model = tmp_path_factory.mktemp("model") / "windows"
@@ -168,9 +141,3 @@ def test_a_context_that_changes_the_model(
         assert token_ids(short.complete(ids)) != right
         assert long.metric("disagg_kv_load_failures_total", reason="refused") == 1
         assert "long_context differs: 'max_model_len up to 2048' here" in long.tail(100)
-
-
-def test_mla_is_refused_on_cpu(mla: VllmServer) -> None:
-    with pytest.raises(StartupError):
-        mla.wait_ready()
-    assert "uses MLA — on CPU" in mla.tail(10_000)

@@ -43,7 +43,8 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig, stage: int = 0)
         )
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(
-            "enable_prefix_caching: false — tiers find blocks by vLLM's prefix hashes; switch it on"
+            "enable_prefix_caching: false — tiers find blocks by vLLM's prefix hashes; switch it "
+            "on, or remove the tiers (vLLM switches it off for MLA on CPUs without AMX)"
         )
 
 
