@@ -118,7 +118,8 @@ def _start(
     router = Router(wanted_router)
     undo.callback(router.kill)
     router.launch()
-    run = pools.Run(run_id, str(storage.path), session.single_node, secret, engine_key)
+    # Only a Ray of ours has one node for certain: others get more, also while we start.
+    run = pools.Run(run_id, str(storage.path), session.private, secret, engine_key)
     engines = pools.launch(run.specs(deployment))
     owner = Owner(deployment.name, session.node_id, router, tell)
     owner.hold(engines)

@@ -161,8 +161,12 @@ def missing(ask: Ask, role: Role, among: Sequence[Node]) -> str:
 
 
 def _is(label: str | None, wanted: str) -> bool:
-    # What Ray's operators (`!`, `in(…)`) let through is left to Ray.
-    return label == wanted or wanted.startswith(("!", "in("))
+    """As Ray selects: a value, `in(a,b)`, or either behind `!`."""
+    if wanted.startswith("!"):
+        return not _is(label, wanted[1:])
+    if wanted.startswith("in(") and wanted.endswith(")"):
+        return label in [value.strip() for value in wanted[3:-1].split(",")]
+    return label == wanted
 
 
 def _some(amounts: Mapping[str, float]) -> dict[str, float]:

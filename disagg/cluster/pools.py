@@ -15,10 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from disagg.cluster import placing
 from disagg.cluster.engines import Engine, Held, NoRoom, NotNow, engine_of, outcome_of, too_slow
@@ -95,12 +92,15 @@ def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> A
         # Of its GPUs each rank takes one; vLLM finds the group by the actor that it is in.
         group = PlacementGroupSchedulingStrategy(_bundles(spec, others), 0, True)
         options = {"scheduling_strategy": group}
+    elif node_id is not None:
+        # Should someone else take the room meanwhile, another node will do. Ray's node affinity,
+        # also a soft one, would wait for it.
+        options = {
+            "label_selector": {_NODE_LABEL: node_id} | asked.labels,
+            "fallback_strategy": [{"label_selector": others | asked.labels}],
+        }
     elif asked.labels:
         options = {"label_selector": others | asked.labels}
-    elif node_id is not None:
-        # Soft: should someone else take the room meanwhile, another node will do.
-        here = NodeAffinitySchedulingStrategy(node_id, soft=True)
-        options = {"scheduling_strategy": here}
     try:
         return (
             ray.remote(_ACTORS[spec.role])
@@ -227,8 +227,7 @@ def _launch(
         lacks = placing.missing(ask, spec.role, others)
         raise NoRoom(f"its node does not answer, so it waits for another: {lacks}")
     node = None
-    # Without labels Ray is told one node; where labels fit, only Ray knows.
-    if not ask.spread and (avoid is not None or (near and not ask.labels)):
+    if not ask.spread and (avoid is not None or near):
         node = placing.choose(ask, spec.role, nodes, avoid)
     if node is not None:
         node.take(ask.total, spec.role)

@@ -42,7 +42,6 @@ class RaySession:
     """A connection to Ray; `private` when the cluster is ours alone."""
 
     private: bool
-    single_node: bool
     node_id: str
     dashboard_url: str | None
     _folder: RunFolder | None
@@ -81,7 +80,6 @@ def connect(namespace: str, after_init: Callable[[], None]) -> RaySession:
         (folder.path / ADDRESS).write_text(context.address_info["gcs_address"])
     return RaySession(
         private=not joined,
-        single_node=not joined or _alive_nodes() == 1,
         node_id=context.address_info["node_id"],
         dashboard_url=f"http://{context.dashboard_url}" if context.dashboard_url else None,
         _folder=folder,
@@ -126,12 +124,6 @@ def token_file() -> Path | None:
         return None
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
     return path if path.is_file() else None
-
-
-def _alive_nodes() -> int:
-    import ray
-
-    return sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
 
 
 def private_addresses() -> list[str]:

@@ -34,6 +34,15 @@ def nodes(cluster: RayNodes) -> list[placing.Node]:
     return [node for node in placing.nodes() if node.labels.get("zone") == "a"]
 
 
+@pytest.fixture(autouse=True)
+def _emptied(nodes: list[placing.Node]) -> None:
+    """Ray takes a moment to give back what an actor that was killed had."""
+    deadline, known = time.monotonic() + 20, {node.node_id for node in nodes}
+    while any(n.free.get("CPU") != 2 for n in placing.nodes() if n.node_id in known):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def spec_of(index: int, labels: dict[str, str]) -> EngineSpec:
     deployment = Deployment.model_validate(
         {"model": {"path": "/m"}, "decode": {"resources": {"num_cpus": 1, "labels": labels}}}
@@ -53,6 +62,34 @@ def test_an_engine_goes_elsewhere(nodes: list[placing.Node], labels: dict[str, s
         finally:
             for actor in actors:
                 ray.kill(actor)
+
+
+@pytest.mark.parametrize("labels", [{"zone": "in(a,b)"}, {}])
+def test_engines_of_one_role_are_not_together(
+    nodes: list[placing.Node], labels: dict[str, str]
+) -> None:
+    engines = pools.launch([spec_of(20 + index, labels) for index in range(2)])
+    try:
+        homes = [ray.get(engine.actor.home.remote(), timeout=60) for engine in engines]
+        assert {home.node_id for home in homes} == {node.node_id for node in nodes}
+    finally:
+        for engine in engines:
+            ray.kill(engine.actor)
+
+
+@pytest.mark.parametrize("labels", [{"zone": "a"}, {}])
+def test_room_that_was_taken_meanwhile(nodes: list[placing.Node], labels: dict[str, str]) -> None:
+    """An engine that was to go there goes elsewhere, and does not wait for it."""
+    full, other = nodes
+    taking = [pools.create(spec_of(10 + index, labels), full.node_id) for index in range(2)]
+    try:
+        homes = ray.get([actor.home.remote() for actor in taking], timeout=60)
+        assert {home.node_id for home in homes} == {full.node_id}
+        taking.append(pools.create(spec_of(12, labels), full.node_id))
+        assert ray.get(taking[-1].home.remote(), timeout=60).node_id == other.node_id
+    finally:
+        for actor in taking:
+            ray.kill(actor)
 
 
 def test_a_node_that_is_killed_is_known_to_be_gone(

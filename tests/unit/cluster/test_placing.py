@@ -92,6 +92,21 @@ def test_labels() -> None:
     assert choose(ask(gpu="b200"), "decode", nodes) is None
 
 
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        ("h200", [False, True, False]),
+        ("!h200", [True, False, True]),
+        ("in(h200, b200)", [False, True, True]),
+        ("!in(h200,b200)", [True, False, False]),
+        ("in(h20)", [False, False, False]),
+    ],
+)
+def test_labels_as_ray_selects_them(wanted: str, fits: list[bool]) -> None:
+    labels: list[dict[str, str]] = [{}, {"gpu": "h200"}, {"gpu": "b200"}]
+    assert [node("1", 1, each).fits({}, {"gpu": wanted}) for each in labels] == fits
+
+
 def test_says_what_is_missing() -> None:
     nodes = [node("1", 1), node("2", 0.5, {"zone": "a"})]
     said = missing(ask(2, zone="a"), "decode", nodes)
