@@ -68,24 +68,27 @@ class Status:
         self._lock = asyncio.Lock()
         self._made: dict[str, Any] = {}
         self._made_at = float("-inf")
+        self._made_of: tuple[object, object] = (None, None)
 
     async def document(self, siblings: Siblings) -> dict[str, Any]:
-        """At most a second old. See docs/router.md for what is in it."""
+        """At most a second old, and of the engines that there are. See docs/router.md for what is
+        in it."""
         async with self._lock:
-            if time.monotonic() - self._made_at > _FRESH_S:
+            if time.monotonic() - self._made_at > _FRESH_S or self._made_of != self._known():
+                self._made_of = self._known()
                 self._made = await self._make(siblings)
                 self._made_at = time.monotonic()
         return self._made
 
+    def _known(self) -> tuple[object, object]:
+        return self._topology.engines, self._topology.down
+
     async def _make(self, siblings: Siblings) -> dict[str, Any]:
-        engines = self._topology.engines
+        engines, down = self._topology.engines, self._topology.down
         scrapes = asyncio.gather(*(scrape(self._client, engine) for engine in engines))
         own, texts = await asyncio.gather(siblings.figures(), scrapes)
         shown = [self._engine(*pair) for pair in zip(engines, texts, strict=True)]
-        away = [
-            {"name": name, "role": role_of(name), "state": why}
-            for name, why in self._topology.down.items()
-        ]
+        away = [{"name": name, "role": role_of(name), "state": why} for name, why in down.items()]
         return {
             "at": time.time(),
             "engines": sorted(shown + away, key=lambda e: (e["role"] != "prefill", e["name"])),
