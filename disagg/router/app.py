@@ -54,7 +54,10 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with upstream.open_client(settings.limits, engine_key) as client:
+        async with (
+            upstream.open_client(settings.limits, engine_key) as client,
+            upstream.open_client(settings.limits, engine_key, keep=False) as prober,
+        ):
             service = Service(
                 client,
                 http1.Client(
@@ -71,7 +74,7 @@ def create_app(
                 connector=connector,
             )
             app.state.status = Status(client, topology, health, failures)
-            probes = Probes(client, topology, health, fits, settings.probe_interval_s)
+            probes = Probes(prober, topology, health, fits, settings.probe_interval_s)
             app.state.probes = probes
             probes.start()
             app.state.service = service

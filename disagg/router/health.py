@@ -106,6 +106,10 @@ class Health:
             record.resting_until = 0.0
         record.missed = 0
 
+    def is_doubtful(self, engine: EngineEndpoint) -> bool:
+        """Whether it missed a probe, and another one would show that it is down."""
+        return 0 < self._record(engine).missed < _MISSED_PROBES
+
     def hold(self, engine: EngineEndpoint, why: str) -> None:
         """Give it nothing as long as there are others, until `release`."""
         self._record(engine).held = why

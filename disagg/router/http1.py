@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from disagg import keepalive
 from disagg.router.answer import ROUND_S, Answer, Rounds
 from disagg.router.turns import Turns
 
@@ -87,6 +88,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        keepalive.watch(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         if self._came is not None:

@@ -3,6 +3,9 @@
 An engine that answers health may still hand nothing over. So decode engines are asked for their
 counts of hand-overs too: since the last time, some failed and none was loaded means that the
 data path is broken. Then small hand-overs of the router's own find out when it works again.
+
+Each question has a connection of its own: a host that is there answers that at once, however busy
+the engine is, and one that is not is known soon. Who did not answer is asked again at once.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from disagg.router.topology import EngineEndpoint, Topology
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 2.0
+PROBE_S, _CONNECT_S = 2.0, 1.0
 _TRIAL_S, _TRIAL_TOKENS = 30.0, 32
 _COUNTS = "disagg_handoffs_total{"
 
@@ -73,7 +76,12 @@ class Probes:
             await asyncio.sleep(self._interval_s * random.uniform(0.8, 1.2))
 
     async def _probe(self, engine: EngineEndpoint) -> None:
-        timeout = aiohttp.ClientTimeout(total=PROBE_S)
+        await self._ask(engine)
+        while self._health.is_doubtful(engine):
+            await self._ask(engine)
+
+    async def _ask(self, engine: EngineEndpoint) -> None:
+        timeout = aiohttp.ClientTimeout(total=PROBE_S, sock_connect=_CONNECT_S)
         problem: str | None = "does not answer /health"
         try:
             async with self._client.get(f"{engine.url}/health", timeout=timeout) as answer:

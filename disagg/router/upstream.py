@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import TypeAlias
 
 import aiohttp
 
+from disagg import keepalive
 from disagg.config import LimitsSection
 from disagg.router import http1
 from disagg.router.answer import Answer
@@ -45,19 +47,34 @@ _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"server", b"date"}
 RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
 
 
-def open_client(limits: LimitsSection, engine_key: str | None = None) -> aiohttp.ClientSession:
-    """The one client of an app; no limit of its own on connections, and no memory of cookies.
+def open_client(
+    limits: LimitsSection, engine_key: str | None = None, *, keep: bool = True
+) -> aiohttp.ClientSession:
+    """A client of an app's; no limit of its own on connections, and no memory of cookies.
 
-    It shows `engine_key` with every request.
+    It shows `engine_key` with every request. `keep`: connections, for the next request.
     """
+    connector = Connector(
+        limit=0,
+        keepalive_timeout=4 if keep else None,
+        force_close=not keep,
+        socket_factory=_watched,
+    )
     return aiohttp.ClientSession(
         headers={"authorization": f"Bearer {engine_key}"} if engine_key else None,
-        connector=Connector(limit=0, keepalive_timeout=4),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("accept", "content-type", "user-agent"),
         auto_decompress=False,  # bytes are relayed with the header that says what they are
     )
+
+
+def _watched(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    sock = socket.socket(family, kind, protocol)
+    keepalive.watch(sock)
+    return sock
 
 
 def to_engine(

@@ -15,6 +15,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
+from disagg import keepalive
 from disagg.errors import PeerLost, PeerRefused
 from disagg.transport.base import Deadline
 from disagg.transport.protocol import MAX_FRAME
@@ -127,13 +128,9 @@ class Channel:
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay for small frames; a host that vanished is noticed within about 25 s."""
+    """No delay for small frames; a host that vanished is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    keepalive.watch(sock)
 
 
 def shut(sock: socket.socket) -> None:

@@ -17,6 +17,7 @@ LEAVES = {"errors", "config"}
 ALLOWED = {
     "__init__": set[str](),
     "errors": set[str](),
+    "keepalive": set[str](),
     "config_file": {"errors"},
     "config": {"errors", "config_file", "transport.names"},
     "credentials": {"config", "errors"},
@@ -35,9 +36,9 @@ ALLOWED = {
     },
     "planning": {"errors", "config_file"},
     "dashboards": {"errors"},
-    "transport": {"errors"},
+    "transport": {"errors", "keepalive"},
     "store": {"errors"},
-    "router": {*LEAVES, "credentials"},
+    "router": {*LEAVES, "credentials", "keepalive"},
     "identity": set[str](),
     "connector": {"errors", "identity", "transport", "store"},
     # What an engine's own HTTP route needs to release a lease; never caches or transports.

@@ -1,0 +1,202 @@
+"""Several hosts on this one machine, for what crosses a network and for what a host's end does.
+
+Each host has its own network, processes, name, shared memory and temporary folder, as a machine
+has; what is on disk elsewhere all of them see. They reach each other over a switch of their own,
+and nobody else: addresses are of the blocks that are set aside for documentation. Needs root
+(Linux namespaces), and iproute2 and util-linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from disagg.errors import DisaggError
+
+_NEW_NETWORK = 0x40000000
+_ALL = ("--net", "--pid", "--mount", "--uts", "--ipc")
+_START_S, _END_S = 10.0, 10.0
+
+
+def why_not() -> str | None:
+    """What is missing here, for a test's reason to skip; None if there can be hosts."""
+    missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed (util-linux, iproute2)"
+    tried = subprocess.run(
+        ["unshare", *_ALL, "--fork", "ip", "link", "add", "type", "veth"],
+        capture_output=True,
+        text=True,
+        timeout=10,
+    )
+    return None if tried.returncode == 0 else f"no namespaces here: {tried.stderr.strip()}"
+
+
+class Host:
+    """One of them. `address`, `address6`: of its one network card, `net0`."""
+
+    def __init__(self, name: str, number: int, folder: Path) -> None:
+        self.name, self.number, self.folder = name, number, folder
+        self.address, self.address6 = f"192.0.2.{number}", f"2001:db8::{number:x}"
+        self.pid = 0
+        """Of its first process; all others end with it."""
+
+    def words(self, argv: Sequence[str]) -> list[str]:
+        """The command that runs this one there, in the working directory of whoever runs it."""
+        return ["nsenter", f"--target={self.pid}", *_ALL, f"--wd={Path.cwd()}", "--", *argv]
+
+    def start(
+        self, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Run a program there, what it says in a file. It ends with the host."""
+        more = {"TMPDIR": str(self.folder), **(env or {})}
+        with log.open("ab") as out:
+            return subprocess.Popen(
+                self.words(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=os.environ | more,
+                start_new_session=True,
+            )
+
+    @contextlib.contextmanager
+    def network(self) -> Iterator[None]:
+        """Sockets that this thread makes meanwhile are on that host's network."""
+        with open("/proc/thread-self/ns/net", "rb") as before:
+            _join(f"/proc/{self.pid}/ns/net")
+            try:
+                yield
+            finally:
+                _set(before.fileno())
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run there, by their numbers here."""
+        space = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{process.pid}/ns/pid") == space:
+                    found.append(process)
+        return found
+
+
+class Hosts:
+    """Some hosts, by name, and their switch; everything ends with the context."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/tmp"))
+        """Where each host sees its own temporary folder, empty at first."""
+        self._hosts = {name: Host(name, i, self.folder) for i, name in enumerate(names, 1)}
+        self._first: list[subprocess.Popen[bytes]] = []
+        self._switch = 0
+
+    def __getitem__(self, name: str) -> Host:
+        return self._hosts[name]
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._switch = self._open(["ip link add switch type bridge", "ip link set switch up"])
+            names = "".join(f"{h.address} {h.name}\n" for h in self._hosts.values())
+            (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            for host in self._hosts.values():
+                self._begin(host)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for process in reversed(self._first):
+            process.kill()  # and, by --kill-child, all that is there
+            process.wait(_END_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def silence(self, name: str) -> None:
+        """Nothing comes from that host any more, and nothing reaches it: no one is told."""
+        _ip(self._switch, f"link set to-{name} nomaster")
+
+    def hear(self, name: str) -> None:
+        """It is there again."""
+        _ip(self._switch, f"link set to-{name} master switch")
+
+    def power_off(self, name: str) -> None:
+        """End all that runs there, without a word to the others."""
+        self.silence(name)
+        os.kill(self._hosts[name].pid, 9)
+
+    def _begin(self, host: Host) -> None:
+        host.pid = self._open(
+            [
+                f"hostname {host.name}",
+                f"mount --bind {self.folder}/hosts /etc/hosts",
+                "mount -t tmpfs tmpfs /dev/shm",
+                f"mount -t tmpfs tmpfs {self.folder}",
+                "ip link set lo up",
+            ]
+        )
+        card = f"link add net0 netns {host.pid} type veth peer name to-{host.name}"
+        _ip(self._switch, card)
+        _ip(self._switch, f"link set to-{host.name} master switch up")
+        _ip(host.pid, f"address add {host.address}/24 dev net0")
+        # Not looked for twice: it would not be of use for a second.
+        _ip(host.pid, f"address add {host.address6}/64 dev net0 nodad")
+        _ip(host.pid, "link set net0 up")
+        _ip(host.pid, "route add default via 192.0.2.254")
+
+    def _open(self, commands: Sequence[str]) -> int:
+        """New namespaces; the number of the first process in them."""
+        # Nobody there waits for orphans, so they must end without that.
+        last = "exec env --ignore-signal=CHLD sleep infinity"
+        script = " && ".join([*commands, last])
+        words = ["unshare", *_ALL, "--mount-proc", "--fork", "--kill-child", "sh", "-c", script]
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        self._first.append(process)
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline and process.poll() is None:
+            for child in psutil.Process(process.pid).children():
+                if child.name() == "sleep":
+                    return child.pid
+            time.sleep(0.01)
+        process.kill()
+        said = process.communicate()[1].decode().strip()
+        raise DisaggError(f"a host did not start: {said or 'no answer'}")
+
+
+def _ip(pid: int, words: str) -> None:
+    """iproute2 in the network of that process. Raises DisaggError with its words."""
+    done = subprocess.run(
+        ["nsenter", f"--target={pid}", "--net", "ip", *words.split()],
+        capture_output=True,
+        text=True,
+        timeout=10,
+    )
+    if done.returncode:
+        raise DisaggError(f"ip {words}: {done.stderr.strip()}")
+
+
+def _join(path: str) -> None:
+    with open(path, "rb") as space:
+        _set(space.fileno())
+
+
+def _set(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, _NEW_NETWORK):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,235 @@
+"""A deployment over several hosts, each with a network, processes and memory of its own.
+
+What is on one machine elsewhere (shared memory, process ids, loopback) is not there, and a host can
+fall silent, as one does that loses its power or its network.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from disagg.bench.hosts import Host, Hosts, why_not
+from disagg.bench.http import client
+from disagg.bench.vllm_server import CPU_ENV
+from disagg.checkpoint import make_model
+
+WHY_NOT = why_not()
+pytestmark = [
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+    pytest.mark.timeout(420),
+]
+START_S, RAY_PORT, PORT = 240.0, 6379, 8000
+BIN = Path(sys.executable).parent
+HEAD, PREFILL, DECODES = "head", "prefills", ("decodes-1", "decodes-2")
+TOKENS = 48
+
+
+@dataclass
+class Deployment:
+    hosts: Hosts
+    model: Path
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.hosts[HEAD].address}:{PORT}"
+
+    def ask(self, ids: list[int], tokens: int = TOKENS) -> list[int]:
+        """The answer's tokens, from the router's own host."""
+        body = {"model": "tiny", "prompt": ids, "max_tokens": tokens, "temperature": 0}
+        more = {"ignore_eos": True, "return_token_ids": True}
+        with self.hosts[HEAD].network():
+            answer = client().post(f"{self.url}/v1/completions", json=body | more, timeout=45)
+        assert answer.status_code == 200, answer.text
+        found: list[int] = answer.json()["choices"][0]["token_ids"]
+        return found
+
+    def streamed(self, ids: list[int]) -> str:
+        """The text of a streamed answer, which has its end."""
+        body = {"model": "tiny", "prompt": ids, "max_tokens": TOKENS, "temperature": 0}
+        more = {"ignore_eos": True, "stream": True}
+        url = f"{self.url}/v1/completions"
+        with (
+            self.hosts[HEAD].network(),
+            client().stream("POST", url, json=body | more, timeout=45) as answer,
+        ):
+            events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert events[-1] == "[DONE]", events[-1]
+        return "".join(yaml.safe_load(event)["choices"][0]["text"] for event in events[:-1])
+
+    def counts(self) -> dict[str, float]:
+        """How many prompts came to the decode engines by which transport."""
+        found: dict[str, float] = {}
+        with self.hosts[HEAD].network():
+            text = client().get(f"{self.url}/metrics", timeout=10).text
+        for line in text.splitlines():
+            if line.startswith("disagg_handoffs_total{") and 'outcome="loaded"' in line:
+                way = line.split('transport="')[1].split('"')[0]
+                found[way] = found.get(way, 0.0) + float(line.rpartition(" ")[2])
+        return found
+
+
+def until(log: Path, words: bytes) -> None:
+    deadline = time.monotonic() + START_S
+    while words not in log.read_bytes():
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.2)
+
+
+def start_ray(hosts: Hosts, host: Host, folder: Path) -> None:
+    head = hosts[HEAD]
+    words = [f"--address={head.address}:{RAY_PORT}", "--num-cpus=1"]
+    if host is head:
+        own = ["--head", f"--port={RAY_PORT}", f"--temp-dir={hosts.folder}"]
+        words = [*own, "--include-dashboard=false", "--num-cpus=0"]
+    words += [f"--node-ip-address={host.address}", f"--object-store-memory={80 << 20}"]
+    log = folder / f"ray-{host.name}.log"
+    host.start(
+        [str(BIN / "ray"), "start", "--block", f"--labels=host={host.name}", *words],
+        log,
+        {"RAY_AUTH_MODE": "disabled"},  # nobody else is on this network
+    )
+    if host is head:
+        until(log, b"Ray runtime started")
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """The router on one host, a prefill engine on the next, decode engines on two others."""
+    folder = tmp_path_factory.mktemp("hosts")
+    model, file, log = folder / "tiny", folder / "hosts.yaml", folder / "serve.log"
+    make_model(model)
+    args = {"dtype": "float32", "block_size": 128, "max_model_len": 4096, "enforce_eager": True}
+    decodes = f"in({','.join(DECODES)})"
+    content: dict[str, Any] = {
+        "name": "hosts",
+        "model": {"path": str(model), "served_name": "tiny"},
+        "engine": {"args": {**args, "num_gpu_blocks_override": 512}, "env": CPU_ENV},
+        "prefill": {"resources": {"num_cpus": 1, "labels": {"host": PREFILL}}},
+        "decode": {"replicas": 2, "resources": {"num_cpus": 1, "labels": {"host": decodes}}},
+    }
+    with Hosts([HEAD, PREFILL, *DECODES]) as hosts:
+        head = hosts[HEAD]
+        content["router"] = {"host": head.address, "port": PORT}
+        file.write_text(yaml.safe_dump(content))
+        for name in (HEAD, PREFILL, *DECODES):
+            start_ray(hosts, hosts[name], folder)
+        env = {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"{head.address}:{RAY_PORT}"}
+        serving = head.start([str(BIN / "disagg"), "serve", str(file)], log, env)
+        until(log, b"Ready:")
+        yield Deployment(hosts, model, log)
+        _terminate(head, serving)
+
+
+def _terminate(host: Host, serving: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C does: the program, not what entered the host for it."""
+    for process in host.processes():
+        if "serve" in process.cmdline() and process.ppid() == serving.pid:
+            process.terminate()
+    assert serving.wait(60) == 0
+
+
+def prompt(number: int, length: int = 600) -> list[int]:
+    return [(7 * at + 13 * number) % 200 + 1 for at in range(length)]
+
+
+def test_every_host_has_its_engine(deployment: Deployment) -> None:
+    """Though both decode engines fit on one, and are placed by labels."""
+    text = deployment.log.read_text()
+    places = {name: deployment.hosts[name].address for name in (PREFILL, *DECODES)}
+    for name, address in places.items():
+        assert f"http://{address}:" in text, f"no engine on {name}:\n{text}"
+
+
+def test_prompts_cross_the_network(deployment: Deployment) -> None:
+    """By TCP, as hosts have nothing else in common, and the answers are transformers'."""
+    model = AutoModelForCausalLM.from_pretrained(deployment.model, dtype=torch.float32).eval()
+    before = deployment.counts()
+    for number, length in enumerate((130, 700, 2000)):
+        ids = prompt(number, length)
+        with torch.inference_mode():
+            right = model.generate(
+                torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False
+            )
+        assert deployment.ask(ids, 16) == right[0, length:].tolist()
+    after = deployment.counts()
+    assert {way for way in after if after[way] != before.get(way, 0.0)} == {"tcp"}
+    assert after["tcp"] - before.get("tcp", 0.0) == 3
+
+
+@dataclass
+class Clients:
+    """Who ask all the while, each a prompt of its own each time."""
+
+    deployment: Deployment
+    first: int
+    texts: dict[int, str] = field(default_factory=dict)
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    slowest_s: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def running(self, count: int) -> Iterator[None]:
+        done = threading.Event()
+        threads = [
+            threading.Thread(target=self._ask, args=(each, done), daemon=True)
+            for each in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join(60)
+
+    def _ask(self, client: int, done: threading.Event) -> None:
+        number = self.first + 1000 * client
+        while not done.is_set():
+            number += 1
+            began = time.monotonic()
+            try:
+                if number % 3:
+                    self.texts[number] = self.deployment.streamed(prompt(number))
+                else:
+                    self.ids[number] = self.deployment.ask(prompt(number))
+            except Exception as error:  # noqa: BLE001 - told below
+                self.errors.append(repr(error))
+            self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+
+    def check(self) -> None:
+        """All were answered, and as the prompts are when nothing happens."""
+        assert not self.errors
+        assert len(self.texts) + len(self.ids) > 10
+        for number, text in self.texts.items():
+            assert self.deployment.streamed(prompt(number)) == text
+        for number, ids in self.ids.items():
+            assert self.deployment.ask(prompt(number)) == ids
+
+
+@pytest.mark.parametrize("name", [PREFILL, DECODES[0]])
+def test_a_host_falls_silent(deployment: Deployment, name: str) -> None:
+    """Nobody waits for it longer than it takes to notice, and each answer is right."""
+    clients = Clients(deployment, first=os.getpid() + 10_000 * (name == PREFILL))
+    with clients.running(3):
+        time.sleep(3)
+        deployment.hosts.silence(name)
+        time.sleep(11)
+    deployment.hosts.hear(name)
+    print(f"{name}: {len(clients.texts)} + {len(clients.ids)}; slowest {clients.slowest_s:.1f} s")
+    clients.check()
