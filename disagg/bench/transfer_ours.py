@@ -23,9 +23,10 @@ from disagg.errors import DisaggError
 from disagg.transport import protocol as p
 from disagg.transport.base import Deadline, FetchJob, Receiver, Sender
 from disagg.transport.blocks import BlockCache
+from disagg.transport.board import Board
 from disagg.transport.client import Endpoint, Peers
 from disagg.transport.device.staging import Staging, open_staging
-from disagg.transport.handoff import Moved, Wanted, fetch
+from disagg.transport.handoff import Moved, Wanted, fetched
 from disagg.transport.lease import LeaseTable
 from disagg.transport.names import TransportName
 from disagg.transport.registry import Means, make_receiver, make_sender
@@ -73,11 +74,11 @@ class End:
         size = self.setup.staging_bytes
         return open_staging(cache, size, sends=self.sends, receives=self.receives)
 
-    def make_means(self, cache: BlockCache) -> Means:
+    def make_means(self, cache: BlockCache, board: Board | None = None) -> Means:
         """What the transports of this cache need; files go to the folder."""
         self.staging = self.make_staging(cache)
         storage = Storage(self.setup.folder, max_bytes=64 << 30)
-        return Means(_HOST, _SECRET, storage, self.staging)
+        return Means(_HOST, _SECRET, storage, self.staging, board)
 
     def ready(self) -> None:
         """Answered when this end is made."""
@@ -119,7 +120,8 @@ class Producer(End):
         self.close()
         self.block_bytes = block_bytes
         cache, missing = self.memory.cache(block_bytes), dict[str, str]()
-        means = self.make_means(cache)
+        self._leases = LeaseTable()
+        means = self.make_means(cache, self._leases.board)
         for way in ways:
             try:
                 self._senders.append(make_sender(cast("TransportName", way), cache, means))
@@ -127,7 +129,6 @@ class Producer(End):
                 missing[way] = f"{type(error).__name__}: {error}"
         self._lives += 1
         generation = f"life-{self._lives}"
-        self._leases = LeaseTable()
         offers = {sender.name: sender.offer() for sender in self._senders}
         self._server = ControlServer(
             host=_HOST,
@@ -206,15 +207,15 @@ class Consumer(End):
             raise DisaggError(f"{way} is not open")
         began = time.perf_counter()
         if len(here) == 1:
-            moved = [self._load(way, first, here[0])]
+            loaded = [self._load(way, first, here[0])]
         else:
-            futures: list[Future[Moved]] = [
+            futures: list[Future[tuple[Moved, float]]] = [
                 self._threads.submit(self._load, way, first + number, ids)
                 for number, ids in enumerate(here)
             ]
-            moved = [future.result(FETCH_S + 5) for future in futures]
-        seconds = time.perf_counter() - began
-        if any(done.transport != way for done in moved):
+            loaded = [future.result(FETCH_S + 5) for future in futures]
+        seconds = max(there_at for _, there_at in loaded) - began
+        if any(moved.transport != way for moved, _ in loaded):
             raise DisaggError(f"{way} was not what moved the bytes")
         return seconds
 
@@ -247,13 +248,15 @@ class Consumer(End):
         """The same of what moves as many bytes as one piece, from begin to begin."""
         return self.memory.wrong_pages(self.num_bytes(here))
 
-    def _load(self, way: str, lease: int, ids: Sequence[int]) -> Moved:
+    def _load(self, way: str, lease: int, ids: Sequence[int]) -> tuple[Moved, float]:
+        """Also says when the blocks were there."""
         assert self._peers is not None
         blocks = self._cache.whole(ids)
         part = p.Part(blocks.unit, ((0, blocks.count),))
         job = FetchJob(blocks, Deadline.after(FETCH_S))
         wanted = Wanted(self._endpoint, lease, part, _layers(self._cache))
-        return fetch(self._peers, wanted, job, [self._receivers[way]])
+        with fetched(self._peers, wanted, job, [self._receivers[way]]) as moved:
+            return moved, time.perf_counter()
 
 
 def _layers(cache: BlockCache) -> tuple[str, ...]:

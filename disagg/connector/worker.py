@@ -108,7 +108,7 @@ class WorkerHalf:
         collapse(cache.host_memory())
         names, storage = self._settings.transports, self._settings.storage()
         self._staging = self._open_staging(cache)
-        means = Means(self._host, self._secret, storage, self._staging)
+        means = Means(self._host, self._secret, storage, self._staging, self._leases.board)
         logger.info(
             "%s rank %d: %d blocks of %d bytes, transports %s, storage %s",
             self._name,
@@ -249,13 +249,23 @@ class WorkerHalf:
 
     def _load(self, load: Load, deadline: Deadline, after: Event | TransferError | None) -> None:
         """Always reports exactly once: vLLM holds the request's blocks until then."""
+        with contextlib.ExitStack() as fetched:  # what is left to say is said after the report
+            self._load_and_report(load, deadline, after, fetched)
+
+    def _load_and_report(
+        self,
+        load: Load,
+        deadline: Deadline,
+        after: Event | TransferError | None,
+        fetched: contextlib.ExitStack,
+    ) -> None:
         outcome, reason, moved = "failed", load.problem, None
         try:
             if self._cancelled[load.request_id].is_set():
                 outcome = "aborted"
                 self._release(load.endpoints, load.lease)
             elif load.problem is None:
-                moved = self._fetch(load, deadline, after)
+                moved = self._fetch(load, deadline, after, fetched)
                 outcome = "loaded"
         except TransferError as error:
             reason = error.reason
@@ -281,7 +291,11 @@ class WorkerHalf:
             )
 
     def _fetch(
-        self, load: Load, deadline: Deadline, after: Event | TransferError | None
+        self,
+        load: Load,
+        deadline: Deadline,
+        after: Event | TransferError | None,
+        fetched: contextlib.ExitStack,
     ) -> handoff.Moved:
         """Fetch this rank's heads from every producer rank that holds some of them."""
         assert self._peers is not None
@@ -295,7 +309,8 @@ class WorkerHalf:
         try:
             for source, blocks in wanted:
                 job = FetchJob(blocks, deadline, after)
-                moved.append(handoff.fetch(self._peers, source, job, self._receivers))
+                fetch = handoff.fetched(self._peers, source, job, self._receivers)
+                moved.append(fetched.enter_context(fetch))
         except TransferError:
             # The other ranks' blocks are of no more use; the producer need not wait to learn it.
             self._release([source.endpoint for source, _ in wanted[len(moved) + 1 :]], load.lease)

@@ -20,6 +20,10 @@ A one-sided read may overlap a free, if the consumer was silent for so long that
 gave the lease up. So what `receive` returned is believed only once `Release` was answered on
 the same connection: the producer answers it only while the lease is still in use.
 
+A `OneSidedReceiver` does without the producer's word where it can: `look_up` finds the lease as
+it is posted in the producer's memory (board.py), `read` fills the blocks, and what was read is
+believed if `still_there` says so. The producer hears of it afterwards, by `Release`.
+
 Errors: every end raises `TransferError` and nothing else on purpose; its `reason` is the label
 of `disagg_kv_load_failures_total`. After an error in `receive` the destination blocks hold
 garbage, which the caller must not use.
@@ -28,11 +32,14 @@ garbage, which the caller must not use.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
 from disagg.errors import PeerLost
 from disagg.transport.blocks import Selection
+from disagg.transport.board import Posted
+from disagg.transport.protocol import Part
 
 
 @dataclass(frozen=True)
@@ -110,3 +117,24 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Drop connections and mappings; no call follows."""
+
+
+class OneSidedReceiver(ABC):
+    """What a `Receiver` has besides if it can do without the producer's word.
+
+    `None` and `False` say nothing of the lease: whoever gets them asks the producer.
+    """
+
+    @abstractmethod
+    def look_up(self, offer: bytes, lease: int, job: FetchJob) -> Posted | None:
+        """The lease as it is posted by the producer that made the offer, which is `usable`; None
+        if it is not, or if so much is to be read that the producer should know of it."""
+
+    @abstractmethod
+    def read(self, offer: bytes, posted: Posted, part: Part, job: FetchJob) -> int | None:
+        """Fill the job's blocks with this part of it; returns the number of bytes moved. None if
+        the lease has no such part."""
+
+    @abstractmethod
+    def still_there(self, offer: bytes, posted: Posted) -> bool:
+        """Whether the lease kept its blocks all the time since it was looked up."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
+# Pieces of at least so many bytes are not worth joining to their neighbours.
+_LONG = 16 << 10
 _ALONE = threading.Lock()
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
@@ -66,6 +68,13 @@ class Runs(NamedTuple):
     lengths: Ints
 
 
+class Alike(NamedTuple):
+    """Pieces of one length in each of some regions: int64 [n] offsets from a region's start."""
+
+    begins: Ints
+    length: int
+
+
 class BlocksGoneError(ValueError):
     """Blocks of a lease that its request had given back while it ran."""
 
@@ -90,6 +99,7 @@ class BlockCache:
         # The first region that each one is like in geometry: as a rule, layers are all alike.
         geometries = [(*r.memory.shape, *r.memory.stride()) for r in regions]
         self._like = [geometries.index(geometry) for geometry in geometries]
+        self._unbroken = len(set(geometries)) == 1 and _is_unbroken(regions[0])
 
     @property
     def on_host(self) -> bool:
@@ -213,6 +223,17 @@ class BlockCache:
         found = {index: self.runs(index, selection) for index in set(like)}
         return [found[index] for index in like]
 
+    def alike(self, selection: Selection) -> Alike | None:
+        """`all_runs` of whole blocks that each are one long piece, neighbours or not; None of
+        others."""
+        length = self._region_bytes[0]
+        whole = selection.unit == self.block_size and selection.heads is None
+        if not whole or not self._unbroken or length < _LONG:
+            return None
+        ids = np.asarray(selection.block_ids, np.int64)
+        ids = ids[selection.first : selection.first + selection.count]
+        return Alike(ids * self.regions[0].memory.stride(0), length)
+
     def head_count(self, index: int, selection: Selection) -> int:
         """Heads of region `index` that a selection covers."""
         first, last = self._heads(index, selection)
@@ -280,6 +301,17 @@ def copy_alone() -> None:
         restore = threading.Thread(target=torch.set_num_threads, args=(usual,))
         restore.start()
         restore.join()
+
+
+def _is_unbroken(region: Region) -> bool:
+    """Whether each block of it is one piece of memory."""
+    length = 1
+    axes = zip(region.memory.shape[1:], region.memory.stride()[1:], strict=True)
+    for size, stride in sorted(axes, key=lambda axis: axis[1]):
+        if stride != length and size > 1:
+            return False
+        length *= size
+    return True
 
 
 def _merged(offsets: Ints, length: int) -> Runs:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from disagg.errors import PeerLost, PeerRefused, TransferError
 from disagg.transport import protocol as p
-from disagg.transport.base import Deadline, FetchJob, Receiver
+from disagg.transport.base import Deadline, FetchJob, OneSidedReceiver, Receiver
 from disagg.transport.client import Connection, Endpoint, Peers, expect
 from disagg.transport.lease import ABORTED, FETCHED
 from disagg.transport.ticket import Handoff
+
+logger = logging.getLogger(__name__)
+
+_TELL_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,20 @@ class Wanted:
 
 
 def fetch(peers: Peers, wanted: Wanted, job: FetchJob, receivers: Sequence[Receiver]) -> Moved:
-    """Fill `job.blocks` with the wanted part, then release the lease.
+    """`fetched`, when all is over."""
+    with fetched(peers, wanted, job, receivers) as moved:
+        return moved
 
-    `receivers` are tried in order. Raises `TransferError`; the blocks then hold garbage, and
-    the lease is released or will run out.
+
+@contextlib.contextmanager
+def fetched(
+    peers: Peers, wanted: Wanted, job: FetchJob, receivers: Sequence[Receiver]
+) -> Iterator[Moved]:
+    """Fill `job.blocks` with the wanted part; within the context they are there, and right.
+
+    `receivers` are tried in order. When the context ends the producer has heard of it, if it could
+    be told. Raises `TransferError` at its begin, and never at its end; the blocks then hold
+    garbage, and the lease is released or will run out.
     """
     endpoint = wanted.endpoint
     try:
@@ -52,10 +68,28 @@ def fetch(peers: Peers, wanted: Wanted, job: FetchJob, receivers: Sequence[Recei
             if problem is not None:
                 _release(connection, wanted.lease, ABORTED, job.deadline)
                 raise PeerRefused(problem)
-            return _fetch(connection, wanted, job, receivers)
+            moved = _unasked(connection, wanted, job, receivers)
+            asked = moved is None
+            if moved is None:
+                moved = _fetch(connection, wanted, job, receivers)
     except PeerLost:
         peers.forget(endpoint)
         raise
+    try:
+        yield moved
+    finally:
+        if not asked:
+            _tell(peers, wanted)
+
+
+def _tell(peers: Peers, wanted: Wanted) -> None:
+    """What was fetched without a word."""
+    deadline = Deadline.after(_TELL_S)
+    try:
+        release(peers, wanted.endpoint, wanted.lease, FETCHED, deadline, wanted.readers)
+    except TransferError as error:
+        peers.forget(wanted.endpoint)
+        logger.warning("lease %d was fetched, and has to run out: %s", wanted.lease, error)
 
 
 def _misfit(wanted: Wanted, theirs: Sequence[str]) -> str | None:
@@ -83,10 +117,17 @@ def total(moved: Sequence[Moved]) -> Moved:
     )
 
 
-def release(peers: Peers, endpoint: Endpoint, lease: int, outcome: str, deadline: Deadline) -> None:
-    """End a lease without fetching."""
+def release(
+    peers: Peers,
+    endpoint: Endpoint,
+    lease: int,
+    outcome: str,
+    deadline: Deadline,
+    readers: int = 1,
+) -> None:
+    """End a lease that is not in use."""
     with peers.connection(endpoint, deadline) as connection:
-        _release(connection, lease, outcome, deadline)
+        _release(connection, lease, outcome, deadline, readers)
 
 
 def release_all(
@@ -166,6 +207,30 @@ def _fetch(
             reason="no_transport",
         )
     raise TransferError("; ".join(errors), reason=last.reason) from last
+
+
+def _unasked(
+    connection: Connection, wanted: Wanted, job: FetchJob, receivers: Sequence[Receiver]
+) -> Moved | None:
+    """Fetch without a word from the producer, by the first transport, if that can. None: it is to
+    be asked, and says what is the matter, if anything is."""
+    began = time.monotonic()
+    receiver = next((one for one in receivers if _is_usable(connection, one)), None)
+    known = connection.welcome.generation == connection.endpoint.generation
+    if not known or not isinstance(receiver, OneSidedReceiver):
+        return None
+    offer = connection.welcome.offers[receiver.name]
+    try:
+        posted = receiver.look_up(offer, wanted.lease, job)
+        if posted is None:
+            return None
+        num_bytes = receiver.read(offer, posted, wanted.part, job)
+        if num_bytes is None or not receiver.still_there(offer, posted):
+            return None
+    except TransferError as error:
+        logger.debug("lease %d: %s; asking its producer", wanted.lease, error)
+        return None
+    return Moved(receiver.name, num_bytes, time.monotonic() - began)
 
 
 def _is_usable(connection: Connection, receiver: Receiver) -> bool:

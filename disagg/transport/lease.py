@@ -4,6 +4,8 @@ A lease is granted by the scheduler half, kept here by each worker rank, and end
 by its consumer, or past its deadline while nobody uses it. Blocks are handed back to vLLM only
 through `take_ended`, and never while a connection uses the lease. Ids ascend within one life of
 the worker, so that an id not yet heard of can be told from one that is gone.
+
+All that may be taken into use are on a board, too, which says nothing of who reads them there.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 from disagg.errors import LeaseGone
 from disagg.transport.base import Deadline
+from disagg.transport.board import Board
 
 FETCHED, ABORTED = "fetched", "aborted"
 _AFTER_LOSS_S = 2.0
@@ -47,6 +50,7 @@ class LeaseTable:
     """All leases of one worker rank. Safe for use from any thread."""
 
     def __init__(self) -> None:
+        self.board = Board()
         self._leases: dict[int, Lease] = {}
         self._highest = -1
         self._changed = threading.Condition()
@@ -57,6 +61,7 @@ class LeaseTable:
             deadline = time.monotonic() + seconds
             self._leases[lease] = Lease(lease, request_id, block_ids, seconds, deadline)
             self._highest = max(self._highest, lease)
+            self.board.post(lease, block_ids)
             self._changed.notify_all()
 
     def acquire(self, lease: int, deadline: Deadline) -> Lease:
@@ -94,14 +99,14 @@ class LeaseTable:
                 return
             held.fetched += outcome == FETCHED
             if outcome != FETCHED or held.fetched >= readers:
-                held.outcome = outcome
+                self._end(held, outcome)
 
     def revoke(self, below: int) -> None:
         """End all leases with a lower number: what their blocks hold counts no more."""
         with self._changed:
             for held in self._leases.values():
                 if held.id < below and held.outcome is None:
-                    held.outcome = ABORTED
+                    self._end(held, ABORTED)
 
     def renew(self, leases: Sequence[int]) -> None:
         """Start the leases' time anew; those that ended stay ended."""
@@ -117,6 +122,7 @@ class LeaseTable:
             ended = []
             for held in list(self._leases.values()):
                 if held.users == 0 and (held.outcome or self._expired(held)):
+                    self.board.take_off(held.id)
                     ended.append(EndedLease(held.request_id, held.outcome or "expired"))
                     del self._leases[held.id]
             return ended
@@ -132,6 +138,12 @@ class LeaseTable:
             for number, held in self._leases.items():
                 assert number == held.id <= self._highest
                 assert held.users >= 0
+            kept = {held.id for held in self._leases.values() if held.outcome is None}
+            assert self.board.posted() <= kept
+
+    def _end(self, held: Lease, outcome: str) -> None:
+        held.outcome = outcome
+        self.board.take_off(held.id)
 
     @staticmethod
     def _expired(held: Lease) -> bool:

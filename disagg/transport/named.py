@@ -157,6 +157,11 @@ def decode(
         producer.cache.check(theirs)
     except (msgspec.DecodeError, KeyError, ValueError) as error:
         raise DataCorrupt(f"answer does not name blocks on offer: {error}") from error
-    if ours.contents(mine) != producer.cache.contents(theirs):
-        raise DataCorrupt("the two sides do not mean the same selection", reason="range")
+    compare(ours, mine, producer.cache, theirs)
     return producer, theirs
+
+
+def compare(ours: BlockCache, mine: Selection, cache: BlockCache, theirs: Selection) -> None:
+    """Raise `DataCorrupt` unless what the two selections hold is of the same sizes."""
+    if ours.contents(mine) != cache.contents(theirs):
+        raise DataCorrupt("the two sides do not mean the same selection", reason="range")

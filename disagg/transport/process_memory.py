@@ -5,10 +5,13 @@ consumer's own, once, without the GIL; the producer takes no part. Its offer say
 regions lie; an answer only names the selection, and the consumer works out both sides' addresses
 with the same code. It never reads outside of the regions on offer.
 
-Nothing here proves that the process read was still the producer, or the blocks still its
-lease's: pids are used again, leases run out. That needs no proof. `Release` is answered on the
-connection that the producer itself opened, and only while it lives and keeps the lease; until
-then nothing that was read is believed (see base.py).
+The lease itself is read as well, from the producer's board (board.py), before and after: then
+nothing is asked, and a producer that computes, or is stopped, is not waited for. More than takes a
+few milliseconds is asked for, so that the lease cannot run out meanwhile; and so is what is not on
+the board. In that case nothing here proves that the process read was still the producer, or the
+blocks still its lease's: pids are used again, leases run out. That needs no proof. `Release` is
+answered on the connection that the producer itself opened, and only while it lives and keeps the
+lease; until then nothing that was read is believed (see base.py).
 
 Who may read is the kernel's decision: the same user, and what Yama says. Where its
 ptrace_scope is 1, a process may be read by its ancestors and by one other that it names. We
@@ -34,11 +37,12 @@ import msgspec
 import numpy as np
 
 from disagg.errors import DataCorrupt
-from disagg.transport import named
-from disagg.transport.base import Deadline, FetchJob
+from disagg.transport import board, named
+from disagg.transport.base import Deadline, FetchJob, OneSidedReceiver
 from disagg.transport.beside import Helpers, cores
-from disagg.transport.blocks import BlockCache, Selection
-from disagg.transport.process_vm import Pieces, is_supported, libc_function, read, read_span
+from disagg.transport.blocks import BlockCache, Ints, Selection
+from disagg.transport.process_vm import Pieces, is_supported, libc_function, peek, read_span
+from disagg.transport.protocol import Part
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ NAME = "process_memory"
 # One core does not fill the memory's bandwidth, and more than a few take it from the model.
 _MOST_LANES = 4
 _LANE_BYTES = 8 << 20
+_MOST_UNASKED = 64 << 20
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -53,10 +58,13 @@ _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 class _Offer(named.Origin, frozen=True):
     """Which process, and where its cache lies. `regions`: int64 [regions, 8], each its address,
-    shape [B, H, N, C] and strides of B, H and N. `token` lies at `token_at`."""
+    shape [B, H, N, C] and strides of B, H and N. `token` lies at `token_at`. `board`: the address
+    of its leases' board, 0 if there is none."""
 
     token_at: int
     regions: bytes
+    board: int = 0
+    board_token: bytes = b""
 
 
 class ProcessMemorySender:
@@ -64,8 +72,8 @@ class ProcessMemorySender:
 
     name = NAME
 
-    def __init__(self, cache: BlockCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: BlockCache, posted: board.Board | None = None) -> None:
+        self._cache, self._board = cache, posted
         self._token = secrets.token_bytes(16)
         self._probe = np.frombuffer(self._token, np.uint8).copy()
         self._named_readers = cache.on_host and _ptrace_scope() == 1 and _let_anyone_read()
@@ -80,6 +88,8 @@ class ProcessMemorySender:
                 token=self._token,
                 token_at=self._probe.ctypes.data,
                 regions=rows.tobytes(),
+                board=self._board.address if self._board else 0,
+                board_token=self._board.token if self._board else b"",
             )
         )
 
@@ -91,6 +101,8 @@ class ProcessMemorySender:
 
     def close(self) -> None:
         self._probe[:] = 0  # who still holds the offer finds out
+        if self._board is not None:
+            self._board.close()
         if self._named_readers:
             _prctl(_PR_SET_PTRACER, ctypes.c_ulong(0))
 
@@ -110,13 +122,18 @@ class _Remote:
 
     def __init__(self, offer: _Offer) -> None:
         self.pid, self.is_alive = offer.pid, offer.is_alive
+        self.board, self.board_token = offer.board, offer.board_token
         rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 8)
-        self.addresses = rows[:, 0].tolist()
+        self.addresses = rows[:, 0]
         self.cache = named.unbacked(rows[:, 1:])
 
+    def peek(self, at: int, length: int) -> bytes:
+        """Of its memory."""
+        return peek(self.pid, at, length)
 
-def _addresses(cache: BlockCache) -> list[int]:
-    return [region.memory.data_ptr() for region in cache.regions]
+
+def _addresses(cache: BlockCache) -> Ints:
+    return np.array([region.memory.data_ptr() for region in cache.regions], np.int64)
 
 
 class _Prepared(threading.local):
@@ -129,7 +146,7 @@ class _Prepared(threading.local):
         return last[1] if last is not None and last[0] is job else None
 
 
-class ProcessMemoryReceiver:
+class ProcessMemoryReceiver(OneSidedReceiver):
     """Reads into the cache: one copy, no staging."""
 
     name = NAME
@@ -138,6 +155,7 @@ class ProcessMemoryReceiver:
         self._cache = cache
         self._addresses = _addresses(cache)
         self._remotes: dict[bytes, _Remote] = {}
+        self._offered: dict[bytes, _Remote] = {}
         self._reasons = named.Reasons(NAME)
         self._lanes = min(_MOST_LANES, cores())
         self._helpers = Helpers(self._lanes - 1 or 1, "disagg-read")
@@ -154,9 +172,42 @@ class ProcessMemoryReceiver:
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
         remote, theirs = named.decode(answer, self._remotes, self._cache, job.blocks)
+        return self._copy(remote, theirs, job, self._prepared.take(job) or self._near(job))
+
+    def look_up(self, offer: bytes, lease: int, job: FetchJob) -> board.Posted | None:
+        remote = self._offered.get(offer)
+        if remote is None or not remote.board:
+            return None
+        if self._cache.num_bytes(job.blocks) > _MOST_UNASKED:
+            return None
+        return board.look_up(remote.peek, remote.board, remote.board_token, lease)
+
+    def read(self, offer: bytes, posted: board.Posted, part: Part, job: FetchJob) -> int | None:
+        remote = self._offered.get(offer)
+        if remote is None:
+            return None  # it is dead, and was forgotten
+        try:
+            theirs = remote.cache.within(
+                posted.block_ids, part.unit, part.spans, part.heads, part.regions
+            )
+        except ValueError:
+            return None
+        named.compare(self._cache, job.blocks, remote.cache, theirs)
+        return self._copy(remote, theirs, job, self._near(job))
+
+    def still_there(self, offer: bytes, posted: board.Posted) -> bool:
+        remote = self._offered.get(offer)
+        return remote is not None and board.still_there(remote.peek, posted)
+
+    def close(self) -> None:
+        """Forget the producers."""
+        self._remotes.clear()
+        self._offered.clear()
+        self._helpers.close()
+
+    def _copy(self, remote: _Remote, theirs: Selection, job: FetchJob, near: Pieces) -> int:
         far = Pieces.of(remote.cache, remote.addresses, theirs)
-        near = self._prepared.take(job) or self._near(job)
-        if job.blocks.unit != theirs.unit or not np.array_equal(near.per_region, far.per_region):
+        if job.blocks.unit != theirs.unit or near.per_region != far.per_region:
             raise DataCorrupt("the two sides do not mean the same selection", reason="range")
         lanes = max(1, min(self._lanes, near.total // _LANE_BYTES))
         spans = iter(_spans(near.total, lanes))
@@ -179,11 +230,6 @@ class ProcessMemoryReceiver:
             future.result()
         return near.total
 
-    def close(self) -> None:
-        """Forget the producers."""
-        self._remotes.clear()
-        self._helpers.close()
-
     def _near(self, job: FetchJob) -> Pieces:
         return Pieces.of(self._cache, self._addresses, job.blocks)
 
@@ -198,15 +244,13 @@ class ProcessMemoryReceiver:
         if problem is not None:
             return problem
         remote = _Remote(theirs)
-        found = np.zeros(len(theirs.token), np.uint8)
-        near = np.array([[found.ctypes.data, len(found)]], np.uint64)
-        read(theirs.pid, near, np.array([[theirs.token_at, len(found)]], np.uint64))
-        if found.tobytes() != theirs.token:
+        if remote.peek(theirs.token_at, len(theirs.token)) != theirs.token:
             return "another process has the producer's pid"
-        self._remotes[theirs.token] = remote
-        for token, known in list(self._remotes.items()):
-            if not known.is_alive():
-                self._remotes.pop(token, None)
+        self._remotes[theirs.token] = self._offered[offer] = remote
+        for kept in (self._remotes, self._offered):
+            for key, known in list(kept.items()):
+                if not known.is_alive():
+                    kept.pop(key, None)
         return None
 
 

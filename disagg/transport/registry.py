@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from disagg.transport.base import Receiver, Sender
 from disagg.transport.blocks import BlockCache
+from disagg.transport.board import Board
 from disagg.transport.device.staging import Staging
 from disagg.transport.names import TransportName
 from disagg.transport.shared_storage import Storage
@@ -18,13 +19,14 @@ from disagg.transport.shared_storage import Storage
 
 @dataclass(frozen=True)
 class Means:
-    """What transports need beside the cache: the address to listen on, the secret, a folder, and,
-    for a cache on a device, memory to stage in."""
+    """What transports need beside the cache: the address to listen on, the secret, a folder, for a
+    cache on a device memory to stage in, and the board of a producer's leases."""
 
     host: str
     secret: bytes
     storage: Storage
     staging: Staging | None = None
+    board: Board | None = None
 
 
 def make_sender(name: TransportName, cache: BlockCache, means: Means) -> Sender:
@@ -41,7 +43,7 @@ def make_sender(name: TransportName, cache: BlockCache, means: Means) -> Sender:
         case "process_memory":
             from disagg.transport.process_memory import ProcessMemorySender
 
-            return ProcessMemorySender(cache)
+            return ProcessMemorySender(cache, means.board)
         case "tcp":
             from disagg.transport.tcp import TcpSender
 

@@ -16,11 +16,12 @@ from transport.worker import Remote, Setup, Worker
 
 from disagg.transport.names import TransportName
 
-# Transport -> the kinds of memory that it moves; standin: host memory in the place of a GPU's.
+# Transport -> the kinds of memory that it moves; standin: host memory in the place of a GPU's;
+# asked: host memory whose leases are not posted, so that the producer is asked each time.
 KINDS: dict[TransportName, tuple[str, ...]] = {
     "cuda_ipc": ("cuda", "standin"),
     "nccl": ("cuda", "standin"),
-    "process_memory": ("cpu",),
+    "process_memory": ("cpu", "asked"),
     "tcp": ("cpu", "cuda", "standin"),
     "shared_storage": ("cpu", "cuda", "standin"),
 }

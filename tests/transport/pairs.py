@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,12 @@ class Pair:
     consumer: Worker
     shape: Shape
 
+    @property
+    def unasked(self) -> bool:
+        """Whether the consumer reads without a word from the producer."""
+        setup = self.producer.setup
+        return setup.transport == "process_memory" and setup.device == "cpu"
+
     def order(self, lease: int, targets: Sequence[int], **more: object) -> Order:
         """Whole blocks from the lease's first on, into these blocks here."""
         unit = self.shape.tokens
@@ -31,6 +38,12 @@ class Pair:
 
     def fetch(self, lease: int, targets: Sequence[int], **more: object) -> handoff.Moved:
         return self.consumer.fetch(self.order(lease, targets, **more))
+
+    def fetched(
+        self, lease: int, targets: Sequence[int], **more: object
+    ) -> contextlib.AbstractContextManager[handoff.Moved]:
+        """As who uses the blocks before all is said."""
+        return self.consumer.fetched(self.order(lease, targets, **more))
 
     def original(self) -> caches.BlockCache:
         """A cache with what the producer's held when it started."""

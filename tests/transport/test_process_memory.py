@@ -48,7 +48,7 @@ def ends(shape: Shape = SHAPE) -> tuple[ProcessMemorySender, ProcessMemoryReceiv
         (lambda: {"started": 1}, "gone"),
         (lambda: {"token": bytes(16)}, "another process"),
         (lambda: {"token_at": 4096}, "Bad address"),
-        (lambda: {"token_at": -1}, "no sense"),
+        (lambda: {"token_at": -1}, "Bad address"),
         (lambda: {"regions": b""}, "no sense"),
         (lambda: {"regions": bytes(63)}, "no sense"),
         (lambda: {"regions": bytes(64)}, "no sense"),

@@ -6,8 +6,10 @@ transports are the real ones, and faults are signals sent to real processes.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
@@ -22,8 +24,9 @@ from transport import caches, host_device
 
 from disagg.transport import handoff
 from disagg.transport import protocol as p
-from disagg.transport.base import Deadline, FetchJob, Receiver
+from disagg.transport.base import Deadline, FetchJob, OneSidedReceiver, Receiver
 from disagg.transport.blocks import BlockCache, Selection
+from disagg.transport.board import Posted
 from disagg.transport.client import Endpoint, Peers
 from disagg.transport.device.staging import Staging, open_staging
 from disagg.transport.lease import LeaseTable
@@ -101,12 +104,13 @@ class Worker:
         self.cache, self.staging = _cache(setup)
         self.layers = tuple(region.name for region in self.cache.regions)
         storage = Storage(setup.folder, 4 << 30)
-        means = Means("127.0.0.1", SECRET, storage, self.staging)
+        self.leases = LeaseTable()
+        board = None if setup.device == "asked" else self.leases.board
+        means = Means("127.0.0.1", SECRET, storage, self.staging, board)
         names = (setup.transport, *setup.also)
         self.senders = make_senders(names, self.cache, means)
         self.receivers = make_receivers(names, self.cache, means)
         self.receiver = self.receivers[0]
-        self.leases = LeaseTable()
         generation = os.urandom(8).hex()
         self.server = ControlServer(
             host="127.0.0.1",
@@ -138,14 +142,39 @@ class Worker:
         self.leases.grant(lease, str(lease), block_ids, seconds)
 
     def fetch(self, order: Order) -> handoff.Moved:
+        with self.fetched(order) as moved:
+            return moved
+
+    def fetched(self, order: Order) -> contextlib.AbstractContextManager[handoff.Moved]:
         receivers: list[Receiver] = list(self.receivers)
         if order.before is not None or order.after is not None:
             acts = _act(order.before), _act(order.after)
-            receivers = [_Interrupted(receiver, *acts) for receiver in receivers]
+            receivers = [_interrupted(receiver, *acts) for receiver in receivers]
         layers = self.layers[slice(*(order.mine.regions or (None,)))]
         wanted = handoff.Wanted(order.endpoint, order.lease, order.part, layers, order.readers)
         job = FetchJob(order.mine, Deadline.after(order.seconds))
-        return handoff.fetch(self.peers, wanted, job, receivers)
+        return handoff.fetched(self.peers, wanted, job, receivers)
+
+    def connections(self) -> int:
+        """How many consumers have open."""
+        return self.server.connections()
+
+    def churn(self, seconds: float, block_ids: Sequence[int]) -> int:
+        """Lease after lease of the same blocks, which hold its number, and other bytes the moment
+        that it ends. Returns how many there were."""
+        end, lease = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            caches.fill(self.cache, block_ids, lease % caches.SCRIBBLE)
+            self.leases.grant(lease, str(lease), block_ids, 30)
+            until = time.monotonic() + random.choice([0, 0.0001, 0.0003, 0.001])
+            while time.monotonic() < until:
+                pass
+            self.leases.release(lease, "fetched")
+            with self._lock:
+                self.leases.take_ended()
+            caches.fill(self.cache, block_ids, caches.SCRIBBLE)
+            lease += 1
+        return lease
 
     def prompts(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         return caches.prompts(self.cache, block_ids)
@@ -187,7 +216,8 @@ def _cache(setup: Setup) -> tuple[BlockCache, Staging | None]:
     if setup.device == "standin":
         cache, device = host_device.make(setup.shape, setup.seed)
         return cache, Staging(device, cache, setup.staging_bytes)
-    found = caches.make(setup.shape, setup.seed, setup.device)
+    device = "cpu" if setup.device == "asked" else setup.device
+    found = caches.make(setup.shape, setup.seed, device)
     return found, open_staging(found, setup.staging_bytes, sends=True, receives=True)
 
 
@@ -216,6 +246,35 @@ class _Interrupted:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class _InterruptedReading(_Interrupted, OneSidedReceiver):
+    """Of one that may do without the producer's word: around `read`, too."""
+
+    def __init__(self, inner: Any, before: Act | None, after: Act | None) -> None:
+        super().__init__(inner, before, after)
+        self._reading: OneSidedReceiver = inner
+
+    def look_up(self, offer: bytes, lease: int, job: FetchJob) -> Posted | None:
+        return self._reading.look_up(offer, lease, job)
+
+    def read(self, offer: bytes, posted: Posted, part: p.Part, job: FetchJob) -> int | None:
+        if self._before:
+            self._before()
+        moved = self._reading.read(offer, posted, part, job)
+        if self._after:
+            self._after()
+        self._before = self._after = None  # if it asks now, that is another matter
+        return moved
+
+    def still_there(self, offer: bytes, posted: Posted) -> bool:
+        return self._reading.still_there(offer, posted)
+
+
+def _interrupted(receiver: Receiver, before: Act | None, after: Act | None) -> Receiver:
+    if isinstance(receiver, OneSidedReceiver):
+        return _InterruptedReading(receiver, before, after)
+    return _Interrupted(receiver, before, after)
 
 
 class Remote:

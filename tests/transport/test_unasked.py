@@ -1,0 +1,176 @@
+"""Fetches without a word from the producer: what is believed of them, and what it hears of them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transport import caches
+from transport.caches import PLAIN, Shape
+from transport.pairs import Pair
+from transport.worker import Order, Remote, Setup, Worker, wait_until
+
+from disagg.errors import LeaseGone, PeerLost, TransferError
+from disagg.transport import process_memory, process_vm
+from disagg.transport import protocol as p
+from disagg.transport.base import Deadline, FetchJob
+from disagg.transport.client import Endpoint
+from disagg.transport.process_memory import ProcessMemoryReceiver
+
+ROWS = 1024
+LARGE = Shape(blocks=64, heads=2, tokens=64, content=128, layers=4)  # 4 MiB
+
+
+@pytest.fixture
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    shape = getattr(request, "param", PLAIN)
+    folder = tmp_path / "storage"
+    folder.mkdir(mode=0o700)
+    producer = Remote(Setup("process_memory", "cpu", shape, 1, folder))
+    consumer = Worker(Setup("process_memory", "cpu", shape, None, folder))
+    yield Pair(producer, consumer, shape)
+    consumer.close()
+    producer.close()
+
+
+def offer_of(pair: Pair) -> bytes:
+    """Of the producer, from a connection of the consumer's that stays open."""
+    with pair.consumer.peers.connection(pair.producer.endpoint, Deadline.after(5)) as connection:
+        offer = connection.welcome.offers["process_memory"]
+        assert pair.consumer.receiver.usable(offer)
+        return offer
+
+
+def numbers(pid: int, board: int) -> list[int]:
+    """The leases on another process's board now."""
+    found, rows = np.zeros(ROWS, np.int64), np.arange(ROWS)
+    far = np.column_stack([board + 4096 * rows, np.full(ROWS, 8)]).astype(np.uint64)
+    process_vm.read(pid, np.array([[found.ctypes.data, found.nbytes]], np.uint64), far)
+    return [int(number) - 1 for number in found[found > 0]]
+
+
+@pytest.mark.parametrize("pair", [LARGE], indirect=True)
+def test_what_is_believed_was_kept_all_the_while(pair: Pair) -> None:
+    """Blocks that are given to others while they are read, again and again."""
+    receiver, blocks = pair.consumer.receiver, list(range(0, 64, 2))
+    assert isinstance(receiver, ProcessMemoryReceiver)
+    offer = offer_of(pair)
+    remote = receiver._offered[offer]
+    job = FetchJob(pair.consumer.cache.whole(blocks), Deadline.after(30))
+    part, seen = p.Part(64, ((0, len(blocks)),)), Counter[str]()
+    pair.producer.start("churn", 5.0, blocks)
+    end = time.monotonic() + 4.8
+    while time.monotonic() < end:
+        for lease in numbers(remote.pid, remote.board):
+            posted = receiver.look_up(offer, lease, job)
+            if posted is None:
+                seen["gone before"] += 1
+                continue
+            receiver.read(offer, posted, part, job)
+            if not receiver.still_there(offer, posted):
+                seen["gone meanwhile"] += 1
+                continue
+            seen["believed"] += 1
+            expected = lease % caches.SCRIBBLE
+            for region in pair.consumer.cache.regions:
+                assert bool((region.memory[blocks] == expected).all())
+    assert pair.producer.result() > 100
+    assert seen["believed"] > 2, seen
+    assert seen["gone meanwhile"] > 2, seen
+
+
+def test_the_producer_hears_of_it(pair: Pair) -> None:
+    """Of each, when the blocks are there and may be used."""
+    for lease in range(60):
+        pair.producer.call("grant", lease, [lease % 24])
+        with pair.fetched(lease, [(lease + 1) % 24]):
+            assert pair.is_right([lease % 24], [(lease + 1) % 24])
+            assert pair.producer.call("outcome", lease) is None
+        assert wait_until(lambda lease=lease: pair.producer.call("outcome", lease) == "fetched", 2)
+    assert pair.producer.call("connections") == 1
+
+
+def test_a_producer_that_stays_stopped(pair: Pair) -> None:
+    """It is read, and waited for only to tell it so."""
+    offer_of(pair)
+    for lease in range(3):
+        pair.producer.call("grant", lease, [lease])
+    pair.producer.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with pair.fetched(0, [5]):
+        assert time.monotonic() - began < 0.5
+        assert pair.is_right([0], [5])
+    assert time.monotonic() - began < 4
+    began = time.monotonic()
+    with pytest.raises(PeerLost):  # the connection is gone, and there is no other
+        pair.fetch(1, [6], seconds=0.5)
+    assert time.monotonic() - began < 2
+    pair.producer.signal(signal.SIGCONT)
+    assert wait_until(lambda: pair.producer.call("outcome", 0) == "fetched", 5)
+    for lease in (1, 2):
+        pair.fetch(lease, [7])
+        assert pair.is_right([lease], [7])
+    assert pair.nothing_held()
+
+
+def test_leases_of_an_earlier_life(pair: Pair) -> None:
+    """Their numbers are given again, on the same port."""
+    pair.producer.call("grant", 0, [4])
+    earlier = Endpoint("127.0.0.1", pair.producer.endpoint.port, "another life")
+    order = Order(earlier, 0, p.Part(8, ((0, 1),)), pair.consumer.cache.whole([2]))
+    with pytest.raises(LeaseGone):
+        pair.consumer.fetch(order)
+    assert caches.untouched(pair.consumer.cache, but=[])
+    pair.fetch(0, [2])
+
+
+def test_a_part_that_the_lease_does_not_have(pair: Pair) -> None:
+    """The producer says what is wrong, as ever."""
+    pair.producer.call("grant", 0, [4, -1])
+    pair.producer.call("grant", 1, [4])
+    for lease, reason in ((0, "window"), (1, "range")):
+        with pytest.raises(TransferError) as error:
+            pair.fetch(lease, [2, 3])
+        assert error.value.reason == reason
+    assert caches.untouched(pair.consumer.cache, but=[])
+    assert pair.nothing_held()
+
+
+def test_much_is_asked_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the lease cannot run out meanwhile."""
+    few = pair.consumer.cache.block_bytes * 2
+    monkeypatch.setattr(process_memory, "_MOST_UNASKED", few)
+    offer, receiver = offer_of(pair), pair.consumer.receiver
+    assert isinstance(receiver, ProcessMemoryReceiver)
+    pair.producer.call("grant", 0, [1, 2, 3])
+    for count in (2, 3):
+        job = FetchJob(pair.consumer.cache.whole(range(count)), Deadline.after(5))
+        assert (receiver.look_up(offer, 0, job) is None) == (count == 3)
+    pair.fetch(0, [7, 8, 9])
+    assert pair.is_right([1, 2, 3], [7, 8, 9])
+    assert pair.nothing_held()
+
+
+def test_a_producer_that_dies_before_it_hears(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read while it lived is right, and stays so."""
+    receiver = pair.consumer.receiver
+    assert isinstance(receiver, ProcessMemoryReceiver)
+    looks = receiver.still_there
+
+    def and_then_dies(*args: object) -> bool:
+        found = looks(*args)  # type: ignore[arg-type]
+        pair.producer.signal(signal.SIGKILL)
+        return found
+
+    pair.producer.call("grant", 0, [1, 2])
+    monkeypatch.setattr(receiver, "still_there", and_then_dies)
+    pair.fetch(0, [3, 4])
+    assert pair.is_right([1, 2], [3, 4])
+    pair.consumer.peers.close()
+    with pytest.raises(PeerLost):
+        pair.fetch(1, [5])
