@@ -55,7 +55,7 @@ def numbers(pid: int, board: int) -> list[int]:
 
 
 @pytest.mark.parametrize("pair", [LARGE], indirect=True)
-def test_what_is_believed_was_kept_all_the_while(pair: Pair) -> None:
+def test_what_is_believed_was_kept_all_the_while(pair: Pair, tmp_path: Path) -> None:
     """Blocks that are given to others while they are read, again and again."""
     receiver, blocks = pair.consumer.receiver, list(range(0, 64, 2))
     assert isinstance(receiver, ProcessMemoryReceiver)
@@ -63,9 +63,9 @@ def test_what_is_believed_was_kept_all_the_while(pair: Pair) -> None:
     remote = receiver._offered[offer]
     job = FetchJob(pair.consumer.cache.whole(blocks), Deadline.after(30))
     part, seen = p.Part(64, ((0, len(blocks)),)), Counter[str]()
-    pair.producer.start("churn", 5.0, blocks)
-    end = time.monotonic() + 4.8
-    while time.monotonic() < end:
+    pair.producer.start("churn", 40.0, blocks, stop := tmp_path / "stop")
+    began = time.monotonic()
+    while (passed_s := time.monotonic() - began) < 3 or (passed_s < 30 and len(seen) < 3):
         for lease in numbers(remote.pid, remote.board):
             posted = receiver.look_up(offer, lease, job)
             if posted is None:
@@ -79,9 +79,9 @@ def test_what_is_believed_was_kept_all_the_while(pair: Pair) -> None:
             expected = lease % caches.SCRIBBLE
             for region in pair.consumer.cache.regions:
                 assert bool((region.memory[blocks] == expected).all())
-    assert pair.producer.result() > 100
-    assert seen["believed"] > 2, seen
-    assert seen["gone meanwhile"] > 2, seen
+    stop.touch()
+    pair.producer.result()
+    assert seen.keys() >= {"believed", "gone meanwhile"}, seen
 
 
 def test_the_producer_hears_of_it(pair: Pair) -> None:

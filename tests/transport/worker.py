@@ -159,11 +159,11 @@ class Worker:
         """How many consumers have open."""
         return self.server.connections()
 
-    def churn(self, seconds: float, block_ids: Sequence[int]) -> int:
+    def churn(self, seconds: float, block_ids: Sequence[int], stop: Path) -> int:
         """Lease after lease of the same blocks, which hold its number, and other bytes the moment
-        that it ends. Returns how many there were."""
+        that it ends, until there is such a file. Returns how many there were."""
         end, lease = time.monotonic() + seconds, 0
-        while time.monotonic() < end:
+        while time.monotonic() < end and not stop.exists():
             caches.fill(self.cache, block_ids, lease % caches.SCRIBBLE)
             self.leases.grant(lease, str(lease), block_ids, 30)
             until = time.monotonic() + random.choice([0, 0.0001, 0.0003, 0.001])

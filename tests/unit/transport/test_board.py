@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from disagg.errors import LeaseGone
+from disagg.errors import LeaseGone, PeerLost
 from disagg.transport.base import Deadline
 from disagg.transport.board import Board, Posted, look_up, still_there
 from disagg.transport.lease import LeaseTable
@@ -127,7 +127,7 @@ def test_only_what_may_be_taken_into_use_is_posted(seed: int) -> None:
                 given[step] = [generator.randrange(100) for _ in range(generator.randrange(9))]
                 table.grant(step, str(step), given[step], generator.choice([0.001, 30]))
             case 2:
-                with contextlib.suppress(LeaseGone):
+                with contextlib.suppress(LeaseGone, PeerLost):
                     table.acquire(lease, Deadline.after(0.001))
                     in_use.append(lease)
             case 3 if in_use:
