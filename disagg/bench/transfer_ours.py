@@ -1,9 +1,10 @@
 """The two ends of our transports for `bench transfer`: real control server, leases and fetches.
 
-Both live in child processes of the benchmark. A fetch is `handoff.fetch`: acquire, fetch and
-release over the control channel; the lease is granted before the clock starts. One thread's
-memcpy of the same bytes is measured in the consumer, into the same memory. What is measured
-beside them on a device is in `transfer_device.py`.
+Both live in child processes of the benchmark. A fetch is `handoff.fetched`, from its call until
+the blocks are there and believed: where the producer is asked, that is acquire, fetch and release
+over the control channel. The lease is granted before the clock starts. One thread's memcpy of the
+same bytes is measured in the consumer, into the same memory. What is measured beside them on a
+device is in `transfer_device.py`.
 """
 
 from __future__ import annotations
