@@ -6,6 +6,7 @@ fall silent, as one does that loses its power or its network.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -69,7 +70,7 @@ class Deployment:
         ):
             events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         assert events[-1] == "[DONE]", events[-1]
-        return "".join(yaml.safe_load(event)["choices"][0]["text"] for event in events[:-1])
+        return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
 
     def counts(self) -> dict[str, float]:
         """How many prompts came to the decode engines by which transport."""

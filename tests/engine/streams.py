@@ -24,7 +24,7 @@ class Streamed:
     def check(self, reference: dict[str, Any]) -> None:
         """That it is this answer, which was not streamed, in one stream that ended."""
         choice = reference["choices"][0]
-        assert self.text == (choice.get("text") or choice["message"]["content"])
+        assert self.text == (choice["text"] if "text" in choice else choice["message"]["content"])
         assert self.finish == [choice["finish_reason"]]
         assert len(self.ids) == 1
         assert self.is_done
