@@ -228,7 +228,7 @@ def _unasked(
         if num_bytes is None or not receiver.still_there(offer, posted):
             return None
     except TransferError as error:
-        logger.debug("lease %d: %s; asking its producer", wanted.lease, error)
+        logger.info("lease %d: %s; asking its producer", wanted.lease, error)
         return None
     return Moved(receiver.name, num_bytes, time.monotonic() - began)
 

@@ -23,7 +23,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from disagg.bench.hosts import Host, Hosts, why_not
+from cluster.hosts import Host, Hosts, why_not
 from disagg.bench.http import client
 from disagg.bench.vllm_server import CPU_ENV
 from disagg.checkpoint import make_model

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.hosts import Hosts, why_not
 from disagg import keepalive
-from disagg.bench.hosts import Hosts, why_not
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
