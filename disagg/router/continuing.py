@@ -22,7 +22,7 @@ from disagg.router.decode_leg import Opened
 from disagg.router.errors import ApiError
 from disagg.router.fits import Fits
 from disagg.router.metrics import RouterMetrics
-from disagg.router.migration import Stream
+from disagg.router.migration import HALF_A_CHARACTER, Stream
 from disagg.router.pairing import RequestInfo
 from disagg.router.record import Record
 from disagg.router.topology import EngineEndpoint
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 _DETOKENIZE_S = 10.0
 # How many tokens may be without text yet: those of a character in the making.
 _MOST_BACK = 8
-_PART_OF_CHARACTER = "\ufffd"
 
 
 class Opens(Protocol):
@@ -116,27 +115,37 @@ class Continuing:
     async def _unsent(self, stream: Stream, engine: EngineEndpoint, request: RequestInfo) -> int:
         """How many of the last tokens have no text yet. Raises `ApiError` if the text is not the
         tokens'."""
-        back = await self._untold(stream, set(), engine, request)
-        if back is not None:
-            return back
-        # Answers leave special tokens out, /detokenize does not.
-        special = {
-            token
-            for token in stream.silent()
-            if _PART_OF_CHARACTER not in await self._text([token], engine, request)
-        }
-        back = await self._untold(stream, special, engine, request) if special else None
-        if back is None:
-            raise ApiError(502, "its text is not that of its tokens")
-        return back
 
+        async def text_of(tokens: list[int]) -> str:
+            return await self._text(tokens, engine, request)
+
+        # Answers leave special tokens out, /detokenize does not.
+        special: set[int] | None = None
+        for before in stream.befores:
+            back = await self._untold(stream, before, set(), text_of)
+            if back is not None:
+                return back
+            if special is None:
+                special = {
+                    token
+                    for token in stream.silent()
+                    if HALF_A_CHARACTER not in await text_of([token])
+                }
+            back = await self._untold(stream, before, special, text_of) if special else None
+            if back is not None:
+                return back
+        raise ApiError(502, "its text is not that of its tokens")
+
+    @staticmethod
     async def _untold(
-        self, stream: Stream, left_out: set[int], engine: EngineEndpoint, request: RequestInfo
+        stream: Stream,
+        before: list[int],
+        left_out: set[int],
+        text_of: Callable[[list[int]], Awaitable[str]],
     ) -> int | None:
         for back in range(min(_MOST_BACK, len(stream.tokens())) + 1):
             tokens = [token for token in stream.tokens(back) if token not in left_out]
-            whole = [*stream.before, *tokens]
-            if stream.is_text_of(await self._text(whole, engine, request) if tokens else ""):
+            if stream.is_text_of(await text_of([*before, *tokens]) if tokens else ""):
                 return back
         return None
 

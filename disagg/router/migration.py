@@ -190,16 +190,21 @@ class Stream(Splitter):
         return self._tokens[: len(self._tokens) - back]
 
     @property
-    def before(self) -> list[int]:
-        """The end of the prompt: a tokenizer may write what begins a text otherwise."""
-        return (self._prompt or [])[-_TOKENS_BEFORE:]
+    def befores(self) -> list[list[int]]:
+        """What the tokens' text is looked for behind: the end of the prompt, as a tokenizer may
+        write what begins a text otherwise; or nothing."""
+        return [(self._prompt or [])[-_TOKENS_BEFORE:], []]
 
     def is_text_of(self, text: str) -> bool:
         """Whether the text sent ends as this one: else some of it was held back, or not all of
-        the tokens were."""
+        the tokens were. Of a prompt that ends in half a character, vLLM 0.32 begins the text with
+        the whole prompt; then the tokens' own text is the end of what was sent."""
         sent = "".join(map(_text_of, self._choices()))
         held_back = not sent and text.endswith(HALF_A_CHARACTER)
-        return text.endswith(sent) and not held_back
+        if text.endswith(sent):
+            return not held_back
+        own = text.lstrip(HALF_A_CHARACTER)  # the other half
+        return bool(own) and sent.endswith(own)
 
     def silent(self) -> set[int]:
         """Recent tokens whose event had no text: special ones, which answers leave out, or the

@@ -36,14 +36,17 @@ WORDS = [
 
 
 def requests() -> list[tuple[str, dict[str, Any]]]:
-    """Completions and chats; some prompts are handed over, some are too short for it."""
+    """Completions, some of token ids, and chats; some prompts are too short to be handed over."""
     asked = []
     for number in range(STREAMS):
         text = " ".join(
             WORDS[(number + i * (number + 1)) % len(WORDS)] for i in range(6 + 9 * number)
         )
         options = {"model": "tiny", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
-        if number % 2:
+        if number % 8 == 3:  # ends in half a character, and so the text begins with it
+            ids = [(7 * at + 77) % 200 + 1 for at in range(50 * number)]
+            asked.append(("/v1/completions", {**options, "prompt": ids}))
+        elif number % 2:
             asked.append(("/v1/completions", {**options, "prompt": text}))
         else:
             messages = [{"role": "user", "content": text}]

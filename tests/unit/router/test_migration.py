@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
+from disagg.checkpoint_tokenizer import write_tokenizer
 from disagg.router.events import Plain
 from disagg.router.migration import Stream, watched
 from disagg.router.paths import CHAT, COMPLETION, ENDS, PAIRED
@@ -211,6 +215,59 @@ def test_tokens_without_text_are_computed_again() -> None:
     assert stream.tokens() == [1]
     stream.feed(completion([2, 3], "ä"))
     assert stream.tokens() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "prompt_bytes", [b"a price of \xe2", b"\xac a price of \xe2", b"\xe2\x80\xe2"]
+)
+@pytest.mark.parametrize(
+    "given_bytes", [b"\x82\xac and more", b" and more", b"\xff\xffand more\xe2\x82"]
+)
+def test_a_prompt_that_ends_in_half_a_character(
+    tmp_path: Path, prompt_bytes: bytes, given_bytes: bytes
+) -> None:
+    """vLLM begins the text with such a prompt; with its own tokenizer, from each place on."""
+    write_tokenizer(tmp_path, 1000, 4096)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    # A token for each byte; the first 256 behind the special ones are in the order of `alphabet`.
+    alphabet = {bytes_of(tokenizer, token): token for token in range(3, 259)}
+    special = tokenizer.token_to_id("<|im_end|>")
+    prompt = [special, *(alphabet[bytes([byte])] for byte in prompt_bytes)]
+    given = [alphabet[bytes([byte])] for byte in given_bytes]
+
+    def texts(before: list[int], tokens: list[int]) -> list[str]:
+        decoding = DecodeStream(ids=before, skip_special_tokens=True)
+        return [decoding.step(tokenizer, token) or "" for token in tokens]
+
+    whole = texts(prompt, given)
+    begun = 0
+    for cut in range(1, len(given)):
+        stream = watch(COMPLETION, {**BODY, "prompt": prompt})
+        for at in range(cut):
+            stream.feed(completion([given[at]], whole[at], None if at else prompt))
+        if not stream.has_begun:
+            continue
+        begun += 1
+        back = next(
+            back
+            for before in stream.befores
+            for back in range(min(3, cut) + 1)
+            if stream.is_text_of(
+                tokenizer.decode([*before, *stream.tokens(back)], skip_special_tokens=False)
+                if stream.tokens(back)
+                else ""
+            )
+        )
+        rest = texts(prompt + given[: cut - back], given[cut - back :])
+        assert "".join(whole[:cut] + rest) == "".join(whole)
+    assert begun > 5
+
+
+def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
+    """Of a token of the byte-level alphabet: as it is, or from 256 on by turns."""
+    char = tokenizer.id_to_token(token)
+    odd = [b for b in range(256) if not (33 <= b <= 126 or 161 <= b <= 172 or b >= 174)]
+    return bytes([odd[ord(char) - 256] if ord(char) > 255 else ord(char)])
 
 
 def test_only_the_end_is_missing() -> None:
