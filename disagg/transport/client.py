@@ -8,7 +8,9 @@ tells the producer at once. Nothing waits past the deadline it was given.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -22,7 +24,10 @@ from disagg.transport.channel import Channel
 
 A = TypeVar("A", p.Welcome, p.Acquired, p.Fetched, p.Done)
 
+logger = logging.getLogger(__name__)
+
 _POOLED_PER_PEER = 16
+_AGAIN_S = 60.0
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -33,14 +38,61 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     generation: str
 
 
+class Common:
+    """Which transports two workers have in common. Safe for use from any thread.
+
+    The first who wants to know finds out, and others meanwhile wait for that. What did not work is
+    looked at again, beside the fetches: a machine was busy, a folder was away.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, bool] = {}
+        self._again_at: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def has(self, name: str, probe: Callable[[], bool]) -> bool:
+        """Whether this one is; `probe` finds out, which may take seconds."""
+        found = self._found.get(name)
+        if found is None:
+            with self._lock:
+                found = self._found.get(name)
+                if found is None:
+                    found = self._found[name] = probe()
+                    self._again_at[name] = time.monotonic() + _AGAIN_S
+        elif not found and self._is_time(name):
+            look = threading.Thread(
+                target=self._look, args=(name, probe), name="disagg-probe", daemon=True
+            )
+            look.start()
+        return found
+
+    def forget(self) -> None:
+        """Find out anew."""
+        with self._lock:
+            self._found.clear()
+
+    def _is_time(self, name: str) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            is_time = now >= self._again_at[name]
+            if is_time:
+                self._again_at[name] = now + _AGAIN_S
+            return is_time
+
+    def _look(self, name: str, probe: Callable[[], bool]) -> None:
+        if probe():
+            logger.info("%s works now", name)
+            self._found[name] = True
+
+
 @dataclass
 class Connection:
-    """One connection past hello. `usable` caches which transports this pair has in common."""
+    """One connection past hello. `common`: of its two ends."""
 
     channel: Channel
     endpoint: Endpoint
     welcome: p.Welcome
-    usable: dict[str, bool] = field(default_factory=dict)
+    common: Common = field(default_factory=Common)
     settled: bool = True  # fit for another handoff
     in_use: bool = False  # a lease, by us
 
@@ -74,6 +126,7 @@ class Peers:
         self._hello = p.Hello(p.VERSION, engine, dict(fingerprint))
         self._secret = secret
         self._idle: dict[Endpoint, list[Connection]] = {}
+        self._common: dict[Endpoint, Common] = {}
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -89,6 +142,7 @@ class Peers:
         """Close the idle connections to an endpoint that failed."""
         with self._lock:
             idle = self._idle.pop(endpoint, [])
+            self._common.pop(endpoint, None)
         for connection in idle:
             connection.channel.close()
 
@@ -123,7 +177,11 @@ class Peers:
         except BaseException:
             channel.close()
             raise
-        return Connection(channel, endpoint, welcome)
+        if welcome.generation != endpoint.generation:
+            return Connection(channel, endpoint, welcome)  # another worker, which will refuse
+        with self._lock:
+            common = self._common.setdefault(endpoint, Common())
+        return Connection(channel, endpoint, welcome, common)
 
 
 def expect(answer: type[A], got: p.Answer, request: p.Request) -> A:

@@ -199,7 +199,7 @@ def _fetch(
     # The lease is of no more use to anybody; say so rather than let it run out.
     _release(connection, lease, ABORTED, job.deadline)
     if last is None:
-        connection.usable.clear()  # a folder that was away may be back next time
+        connection.common.forget()  # a folder that was away may be back next time
         offered = ", ".join(connection.welcome.offers) or "none"
         raise TransferError(
             f"no transport works between the two workers; the producer offers {offered}, "
@@ -234,12 +234,11 @@ def _unasked(
 
 
 def _is_usable(connection: Connection, receiver: Receiver) -> bool:
-    """Asked once, and not before it matters: to find out may cost time and memory."""
-    usable = connection.usable
-    if receiver.name not in usable:
-        offer = connection.welcome.offers.get(receiver.name)
-        usable[receiver.name] = offer is not None and receiver.usable(offer)
-    return usable[receiver.name]
+    """Not asked before it matters: to find out may cost time and memory."""
+    offer = connection.welcome.offers.get(receiver.name)
+    if offer is None:
+        return False
+    return connection.common.has(receiver.name, lambda: receiver.usable(offer))
 
 
 def _request(receiver: Receiver, part: p.Part, job: FetchJob) -> p.Fetch:

@@ -102,12 +102,13 @@ class FakeEngine:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        gate = self.gate  # another one may be set as soon as the body is seen
         self.bodies.append(body)
         self.headers.append({k.lower(): v for k, v in request.headers.items()})
         try:
             await asyncio.sleep(self.first_byte_s)
-            if self.gate is not None:
-                await asyncio.to_thread(self.gate.wait, 20)
+            if gate is not None:
+                await asyncio.to_thread(gate.wait, 20)
             if self.status != 200:
                 return web.json_response({"error": {"message": "told to"}}, status=self.status)
             if not body.get("stream"):

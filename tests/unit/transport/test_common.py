@@ -1,0 +1,76 @@
+"""What two workers have in common is found out once, and what did not work is looked at again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from disagg.transport import client
+from disagg.transport.client import Common
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_many_who_ask_at_once_are_answered_by_one_look() -> None:
+    common, looks = Common(), list[int]()
+
+    def probe() -> bool:
+        looks.append(1)
+        time.sleep(0.05)
+        return True
+
+    with ThreadPoolExecutor(32) as pool:
+        assert all(pool.map(lambda _: common.has("tcp", probe), range(32)))
+    assert len(looks) == 1
+
+
+def test_each_way_is_looked_at_by_itself() -> None:
+    common = Common()
+    assert common.has("tcp", lambda: True)
+    assert not common.has("nccl", lambda: False)
+    assert common.has("tcp", lambda: False), "known"
+    common.forget()
+    assert not common.has("tcp", lambda: False)
+
+
+def test_what_did_not_work_is_looked_at_beside_those_who_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "_AGAIN_S", 0.0)
+    common, may, looks = Common(), threading.Event(), list[str]()
+    assert not common.has("tcp", lambda: False)
+
+    def probe() -> bool:
+        looks.append(threading.current_thread().name)
+        assert may.wait(10)
+        return True
+
+    assert not common.has("tcp", probe), "nobody waits for it"
+    monkeypatch.setattr(client, "_AGAIN_S", 60.0)
+    assert not common.has("tcp", probe)
+    until(lambda: len(looks) >= 1)
+    may.set()
+    until(lambda: common.has("tcp", probe))
+    assert set(looks) == {"disagg-probe"}
+
+
+def test_not_again_before_its_time() -> None:
+    common, looks = Common(), list[int]()
+
+    def probe() -> bool:
+        looks.append(1)
+        return False
+
+    for _ in range(5):
+        assert not common.has("tcp", probe)
+    time.sleep(0.05)
+    assert len(looks) == 1
