@@ -57,7 +57,7 @@ check: $(INSTALLED)
 test: $(INSTALLED)
 	@failed=0; \
 	$(BIN)/pytest -n 4 -m "not slow" tests/unit tests/transport || failed=1; \
-	$(BIN)/pytest -m "not slow" tests/engine tests/cluster || failed=1; \
+	$(BIN)/pytest --durations=20 -m "not slow" tests/engine tests/cluster || failed=1; \
 	exit $$failed
 
 bench: $(INSTALLED)

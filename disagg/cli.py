@@ -12,7 +12,7 @@ import sys
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -107,6 +107,17 @@ def plan(
     local_prefill_tokens: Annotated[
         int, typer.Option(min=0, help="Decode computes up to so long a prompt itself.")
     ] = 64,
+    prefill_wait_share: Annotated[
+        float | None,
+        typer.Option(min=0, help="And any that waits longer for prefill, by this share."),
+    ] = None,
+    first_token: Annotated[
+        Literal["prefill", "decode"],
+        typer.Option(help="Whose first token a stream begins with."),
+    ] = "decode",
+    first_token_hold_s: Annotated[
+        float, typer.Option(min=0, help="How long prefill's may wait for decode's.")
+    ] = 0.0,
     prefill: Annotated[
         int | None, typer.Option(min=0, help="No search: what would so many do?")
     ] = None,
@@ -119,7 +130,9 @@ def plan(
     Exit status 1 if no number of engines meets the targets.
     """
     from disagg.planning.report import Question, run
+    from disagg.planning.simulation import Routing
 
+    routing = Routing(local_prefill_tokens, prefill_wait_share, first_token, first_token_hold_s)
     question = Question(
         trace=trace,
         synthetic=synthetic,
@@ -130,7 +143,7 @@ def plan(
         prefill_cost=prefill_cost,
         decode_cost=decode_cost,
         rate=rate,
-        local_prefill_tokens=local_prefill_tokens,
+        routing=routing,
         seed=seed,
         prefill=prefill,
         decode=decode,

@@ -29,7 +29,7 @@ from disagg.checkpoint import make_model
 from disagg.errors import ConfigError
 from disagg.planning import speeds as speeds_file
 from disagg.planning.outcome import Targets
-from disagg.planning.simulation import Load, simulate
+from disagg.planning.simulation import Load, Routing, simulate
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
 
@@ -160,7 +160,7 @@ def _predicted(plan: Plan, known: Speeds, asks: Sequence[Ask], count: int) -> di
         [ask.output_tokens for ask in asks],
         "disagg bench predicted",
     )
-    load = Load(trace, known, _NO_TARGETS, plan.local_prefill_tokens, plan.seed)
+    load = Load(trace, known, _NO_TARGETS, Routing(plan.local_prefill_tokens), plan.seed)
     return simulate(load, count, count).as_json()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from disagg.planning import speeds as speeds_file
 from disagg.planning import trace as trace_file
 from disagg.planning.outcome import Outcome, Targets
 from disagg.planning.search import Choice, Costs, Unreachable, search
-from disagg.planning.simulation import Load, simulate
+from disagg.planning.simulation import Load, Routing, simulate
 
 ASSUMED = (
     "prompts are computed whole: no prefix cache, no tiers, no prompt is like another",
@@ -32,7 +32,7 @@ ASSUMED = (
 NOT_MODELLED = (
     "a full KV cache of a prefill engine, and leases that run out",
     "a network that hand-overs share: each gets the measured speed",
-    "the router's limits, its queue, prefill_wait_share, first_token",
+    "the router's limits, its queue",
     "other policies than least_loaded",
     "engines that fail, start or drain; speculative decoding; clients that leave",
 )
@@ -51,7 +51,7 @@ class Question:
     prefill_cost: float
     decode_cost: float
     rate: float | None
-    local_prefill_tokens: int
+    routing: Routing
     seed: int
     prefill: int | None
     decode: int | None
@@ -62,6 +62,12 @@ class Question:
             if value is not None and not 0 < value < math.inf:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option}: {value:g} — must be a finite number, more than 0")
+        held = self.routing.first_token_hold_s
+        if held and self.routing.first_token != "prefill":
+            raise ConfigError(
+                f"--first-token-hold-s: {held:g} — holds prefill's first token, and streams begin "
+                "with decode's; add --first-token prefill"
+            )
         if not 0 < self.share <= 1:
             raise ConfigError(f"--share: {self.share:g} — must be more than 0 and at most 1")
         if (self.trace is None) == (self.synthetic is None):
@@ -120,7 +126,7 @@ def _load(question: Question) -> Load:
         load = trace_file.read(question.trace, question.rate, question.seed)
     else:
         load = trace_file.synthetic(question.synthetic or "", question.rate, question.seed)
-    return Load(load, measured, question.targets, question.local_prefill_tokens, question.seed)
+    return Load(load, measured, question.targets, question.routing, question.seed)
 
 
 # ---- for people --------------------------------------------------------------------------------
@@ -170,7 +176,7 @@ def _verdict(choice: Choice, question: Question) -> str:
 
 def _assumptions(load: Load) -> list[str]:
     speeds, trace = load.speeds, load.trace
-    p, d, h = speeds.prefill, speeds.decode, speeds.handover
+    p, d, h, routing = speeds.prefill, speeds.decode, speeds.handover, load.routing
     where = ", ".join(f"{k}: {v}" for k, v in speeds.measured.items() if not isinstance(v, dict))
     return [
         "Assumed:",
@@ -185,13 +191,31 @@ def _assumptions(load: Load) -> list[str]:
         f"context; {d.max_num_seqs} sequences, {d.kv_tokens:,} tokens of KV cache",
         f"- hand-over: {_ms(h.latency_s)} ms and {h.bytes_per_token:,.0f} bytes a token at "
         f"{h.bytes_per_s / 1e9:.3g} GB/s, {h.parallel} at once",
-        f"- decode computes prompts of at most {load.local_prefill_tokens} tokens itself, in steps "
-        f"that take {d.prompt_token_s * 1e6:.3g} us longer a token and "
+        f"- decode computes prompts of at most {routing.local_prefill_tokens} tokens itself"
+        f"{_helps(routing)}, in steps that take {d.prompt_token_s * 1e6:.3g} us longer a token and "
         f"{d.prompt_token_context_s * 1e9:.3g} ns a token and token before it",
+        *_begins(routing),
         f"- router: {_ms(speeds.router_s)} ms a request, least_loaded for both roles, seed "
         f"{load.seed}",
         *(f"- {line}" for line in ASSUMED),
         "Not modelled: " + "; ".join(NOT_MODELLED) + ".",
+    ]
+
+
+def _helps(routing: Routing) -> str:
+    share = routing.prefill_wait_share
+    if share is None:
+        return ""
+    return f", and those that would wait longer for prefill, by {share:g} (prefill_wait_share)"
+
+
+def _begins(routing: Routing) -> list[str]:
+    if routing.first_token == "decode":
+        return []
+    held = routing.first_token_hold_s
+    return [
+        "- answers whose prompt prefill computed are streamed, and begin with its own first token"
+        + (f", held for up to {_ms(held)} ms" if held else "")
     ]
 
 
@@ -239,7 +263,7 @@ def _as_json(
             "rate": trace.rate if math.isfinite(trace.rate) else None,
             "prompt_tokens_mean": _mean(trace.prompt),
             "output_tokens_mean": _mean(trace.output),
-            "local_prefill_tokens": load.local_prefill_tokens,
+            **asdict(load.routing),
             "seed": load.seed,
         },
         "speeds": load.speeds.model_dump(),

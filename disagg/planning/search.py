@@ -83,7 +83,7 @@ def refuse_unreachable(load: Load) -> None:
             unfit.append(prompt + output)
             missed += 1
             continue
-        first = speeds.first_token_alone(prompt, local=load.is_local(request, prefill=1))
+        first = load.first_token_alone(request)
         between = speeds.decode.between_alone(prompt, output) if output > 1 else 0.0
         if first > targets.ttft:
             late.append((first, prompt))

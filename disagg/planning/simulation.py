@@ -3,7 +3,8 @@
 The way of a request is the router's: a decode engine is drawn, then, unless its prompt is short,
 a prefill engine, each the less loaded of two drawn at random (`least_loaded` in
 `disagg/router/pairing.py`: prompt tokens of the requests in flight and 256 for each); the prompt
-is computed, handed over, and decoded. Without prefill engines decode computes every prompt.
+is computed, handed over, and decoded. Without prefill engines decode computes every prompt. What
+`Routing` says beyond that is done as the router does it.
 One seed gives one result. Must never look at the real clock.
 """
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -21,9 +24,20 @@ from disagg.planning.outcome import Floats, Gaps, Outcome, Targets, missed
 from disagg.planning.prefill_engine import PrefillEngine
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
+from disagg.router.reading import Reading, Speed
 
 # What a request costs besides its prompt, in prompt tokens, as the router counts.
 _REQUEST_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Settings of the router, as in `router.pairing` of the YAML."""
+
+    local_prefill_tokens: int = 64
+    prefill_wait_share: float | None = None
+    first_token: Literal["prefill", "decode"] = "decode"
+    first_token_hold_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -33,12 +47,27 @@ class Load:
     trace: Trace
     speeds: Speeds
     targets: Targets
-    local_prefill_tokens: int
+    routing: Routing
     seed: int
 
     def is_local(self, request: int, prefill: int) -> bool:
-        """Whether decode computes this prompt, with so many prefill engines."""
-        return prefill == 0 or self.trace.prompt[request] <= self.local_prefill_tokens
+        """Whether decode computes this prompt whatever prefill has to do, with so many prefill
+        engines."""
+        return prefill == 0 or self.trace.prompt[request] <= self.routing.local_prefill_tokens
+
+    def begins_at_prefill(self, request: int) -> bool:
+        """Whether the answer does, if its prompt is computed there."""
+        return self.routing.first_token == "prefill" and self.trace.output[request] > 1
+
+    def first_token_alone(self, request: int) -> float:
+        """Time to the first token when nothing else runs."""
+        prompt, speeds = self.trace.prompt[request], self.speeds
+        local = self.is_local(request, prefill=1)
+        first = speeds.first_token_alone(prompt, local=local)
+        if not local and self.begins_at_prefill(request):
+            begun = speeds.router_s + speeds.prefill.alone(prompt)
+            first = min(first, begun + self.routing.first_token_hold_s)
+        return first
 
     def fits(self, request: int) -> bool:
         """Whether a decode engine's cache has room for it at all."""
@@ -91,12 +120,68 @@ class _Pool:
         self._cost[engine] -= tokens + _REQUEST_TOKENS
 
 
+class _Help:
+    """When decode reads a prompt that would wait for prefill: the rule of the router
+    (`Service._prefill_is_busy`), by its own estimates."""
+
+    def __init__(self, share: float, prompts: Sequence[int], prefill: int, decode: int) -> None:
+        self._share, self._prompts, self._now = share, prompts, 0.0
+        self._speed = Speed()
+        self._prefill = [Reading(self._speed, self._time) for _ in range(prefill)]
+        self._decode = [Reading(self._speed, self._time) for _ in range(decode)]
+        self._requests = [0] * decode
+
+    def seated(self, engine: int) -> None:
+        self._requests[engine] += 1
+
+    def left(self, engine: int) -> None:
+        self._requests[engine] -= 1
+
+    def is_wanted(self, now: float, request: int, engine: int) -> bool:
+        """From this decode engine, where the request has its seat."""
+        self._now = now
+        wait_s = math.inf
+        for reading in self._prefill:
+            wait_s = min(wait_s, reading.left_s())
+            if not wait_s:
+                return False
+        takes_s = self._speed.takes(self._prompts[request])
+        sooner_s = wait_s - self._decode[engine].left_s()
+        return sooner_s > self._share * takes_s * self._requests[engine]
+
+    def prefill_reads(self, now: float, request: int, engine: int) -> None:
+        self._now = now
+        self._prefill[engine].begin(self._prompts[request])
+
+    def prefill_has_read(self, now: float, request: int, engine: int) -> None:
+        self._now = now
+        self._prefill[engine].finish(self._prompts[request])
+
+    def decode_reads(self, now: float, request: int, engine: int) -> None:
+        self._now = now
+        self._decode[engine].begin(self._prompts[request])
+
+    def decode_answers(self, now: float, request: int, engine: int) -> None:
+        self._now = now
+        self._decode[engine].forget(self._prompts[request])
+
+    def _time(self) -> float:
+        return self._now
+
+
 class _Run:
     def __init__(self, load: Load, prefill: int, decode: int, misses: int) -> None:
         trace, speeds = load.trace, load.speeds
         drawn = random.Random(load.seed)
         self._load, self._trace, self._misses_left = load, trace, misses
         self._clock, self._gaps = Clock(), Gaps()
+        share = load.routing.prefill_wait_share
+        self._help: _Help | None = None
+        if share is not None and prefill:
+            self._help = _Help(share, trace.prompt, prefill, decode)
+        # As decode sees them: of who begins at prefill, the first token is the prompt's last.
+        self._sizes = [*trace.prompt], [*trace.output]
+        self._is_local = [False] * len(trace)
         self._prefill_pool, self._decode_pool = _Pool(prefill, drawn), _Pool(decode, drawn)
         self._prefill = [
             PrefillEngine(speeds.prefill, trace.prompt, self._clock, self._prefilled)
@@ -106,8 +191,8 @@ class _Run:
             DecodeEngine(
                 speeds.decode,
                 speeds.handover,
-                (trace.prompt, trace.output),
-                lambda request: load.is_local(request, prefill),
+                self._sizes,
+                self._is_local.__getitem__,
                 self._clock,
                 self,
             )
@@ -115,6 +200,7 @@ class _Run:
         ]
         self._prefill_of, self._decode_of = [-1] * len(trace), [-1] * len(trace)
         self._first, self._last = [math.nan] * len(trace), [math.nan] * len(trace)
+        self._begun: dict[int, float] = {}  # when prefill gave the first token
         # Until the last request came: seconds of prefill steps, of decode steps, of sequences.
         self._busy_s = (0.0, 0.0, 0.0)
 
@@ -130,13 +216,27 @@ class _Run:
                 continue
             tokens = self._trace.prompt[request]
             self._decode_of[request] = self._decode_pool.take(tokens)
-            if load.is_local(request, len(self._prefill)):
+            if self._stays(now, request):
+                self._is_local[request] = True
                 clock.at(now + to_decode, self._at_decode, request)
             else:
-                self._prefill_of[request] = self._prefill_pool.take(tokens)
+                engine = self._prefill_of[request] = self._prefill_pool.take(tokens)
+                if self._help is not None:
+                    self._help.prefill_reads(now, request, engine)
                 clock.at(now + to_prefill, self._at_prefill, request)
         self._busy_s = self._busy_until(self._trace.at[-1])
         clock.run(math.inf)
+
+    def _stays(self, now: float, request: int) -> bool:
+        """Whether decode computes the prompt."""
+        helping, engine = self._help, self._decode_of[request]
+        stays = self._load.is_local(request, len(self._prefill))
+        if helping is not None:
+            helping.seated(engine)
+            stays = stays or helping.is_wanted(now, request, engine)
+            if stays:
+                helping.decode_reads(now, request, engine)
+        return stays
 
     def _busy_until(self, now: float) -> tuple[float, float, float]:
         decode = [engine.busy_s(now) for engine in self._decode]
@@ -147,7 +247,15 @@ class _Run:
         self._prefill[self._prefill_of[request]].add(now, request)
 
     def _prefilled(self, now: float, request: int) -> None:
-        self._prefill_pool.leave(self._prefill_of[request], self._trace.prompt[request])
+        engine = self._prefill_of[request]
+        self._prefill_pool.leave(engine, self._trace.prompt[request])
+        if self._help is not None:
+            self._help.prefill_has_read(now, request, engine)
+        if self._load.begins_at_prefill(request):
+            self._begun[request] = now
+            prompts, outputs = self._sizes
+            prompts[request] += 1
+            outputs[request] -= 1
         self._clock.at(now + self._load.speeds.decode.request_s, self._at_decode, request)
 
     def _at_decode(self, now: float, request: int) -> None:
@@ -157,11 +265,22 @@ class _Run:
 
     def first_token(self, now: float, request: int) -> None:
         """See `decode_engine.Watcher`, as of the next two."""
+        begun = self._begun.pop(request, None)
+        if begun is not None:
+            held = min(begun + self._load.routing.first_token_hold_s, now)
+            self._first[request] = held
+            if held < now:  # else the client gets both at once
+                self._gaps.add(now - held, now - held, 1)
+            return
         self._first[request] = now
+        if self._help is not None and self._is_local[request]:
+            self._help.decode_answers(now, request, self._decode_of[request])
 
     def last_token(self, now: float, request: int) -> None:
         self._last[request] = now
         self._decode_pool.leave(self._decode_of[request], self._trace.prompt[request])
+        if self._help is not None:
+            self._help.left(self._decode_of[request])
         targets, first = self._load.targets, self._first[request]
         gaps = self._trace.output[request] - 1
         late = first - self._trace.at[request] > targets.ttft

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,10 +218,11 @@ class Clients:
         """All were answered, and as the prompts are when nothing happens."""
         assert not self.errors
         assert len(self.texts) + len(self.ids) > 10
-        for number, text in self.texts.items():
-            assert self.deployment.streamed(prompt(number)) == text
-        for number, ids in self.ids.items():
-            assert self.deployment.ask(prompt(number)) == ids
+        with ThreadPoolExecutor(4) as pool:
+            texts = pool.map(self.deployment.streamed, map(prompt, self.texts))
+            ids = pool.map(self.deployment.ask, map(prompt, self.ids))
+            assert dict(zip(self.texts, texts, strict=True)) == self.texts
+            assert dict(zip(self.ids, ids, strict=True)) == self.ids
 
 
 @pytest.mark.parametrize("name", [PREFILL, DECODES[0]])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from disagg.planning.outcome import Targets
-from disagg.planning.simulation import Load
+from disagg.planning.simulation import Load, Routing
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
 
@@ -62,10 +62,12 @@ def load(
     *,
     targets: Targets | None = None,
     local_prefill_tokens: int = 0,
+    routing: Routing | None = None,
     seed: int = 0,
 ) -> Load:
     """A load of these requests, with targets that everybody meets."""
     if not isinstance(requests, Trace):
         requests = trace(*requests)
     targets = targets or Targets(1e9, 1e9, 1.0)
-    return Load(requests, of or speeds(), targets, local_prefill_tokens, seed)
+    routing = routing or Routing(local_prefill_tokens)
+    return Load(requests, of or speeds(), targets, routing, seed)

@@ -8,7 +8,7 @@ import pytest
 from unit.planning.loads import load, speeds
 
 from disagg.planning.outcome import Gaps, Targets
-from disagg.planning.simulation import meets, simulate
+from disagg.planning.simulation import Routing, meets, simulate
 from disagg.planning.trace import synthetic
 
 MIXED = synthetic("requests=2000,prompt=900,output=60,sigma=0.9", 20.0, 3)
@@ -86,3 +86,54 @@ def test_thousands_of_engines_in_seconds() -> None:
     assert time.process_time() - began < 6
     assert 0 < outcome.prefill_busy < 1
     assert outcome.ttft_p50 < 1
+
+
+def test_streams_begin_with_prefills_token() -> None:
+    """A lone request: exactly the time of prefill's answer, and what follows is one gap."""
+    of, requests = speeds(), [(0.0, 900, 5)]
+    begun = simulate(load(requests, of, routing=Routing(0, first_token="prefill")), 1, 1)
+    assert begun.ttft_p50 == pytest.approx(of.router_s + of.prefill.alone(900))
+    handed = simulate(load(requests, of), 1, 1)
+    gap = of.handover.takes(901) + of.decode.request_s + of.decode.step(1, 901)
+    assert begun.itl_p99 == pytest.approx(gap, rel=0.01)
+    assert begun.itl_p50 == pytest.approx(handed.itl_p50, rel=0.01)
+    last = [outcome.ttft_p50 for outcome in (begun, handed)]
+    assert last[1] - last[0] == pytest.approx(gap, rel=0.01), "the second comes when the first did"
+
+
+@pytest.mark.parametrize("hold_s", [0.01, 10.0])
+def test_the_first_token_is_held_no_longer_than_for_the_second(hold_s: float) -> None:
+    of, requests = speeds(), [(0.0, 900, 5)]
+    routing = Routing(0, first_token="prefill", first_token_hold_s=hold_s)
+    outcome = simulate(load(requests, of, routing=routing), 1, 1)
+    begun = of.router_s + of.prefill.alone(900)
+    gap = of.handover.takes(901) + of.decode.request_s + of.decode.step(1, 901)
+    assert outcome.ttft_p50 == pytest.approx(begun + min(hold_s, gap))
+    assert load(requests, of, routing=routing).first_token_alone(0) == pytest.approx(
+        outcome.ttft_p50, rel=1e-4
+    )
+
+
+def test_an_answer_of_one_token_is_decodes() -> None:
+    requests = [(0.0, 900, 1)]
+    begun = simulate(load(requests, routing=Routing(0, first_token="prefill")), 1, 1)
+    assert begun.ttft_p50 == simulate(load(requests), 1, 1).ttft_p50
+
+
+def test_decode_helps_when_prefill_is_behind() -> None:
+    """By the router's rule: bursts are shared, and the more a request must wait the fewer are."""
+    burst = [(20.0 * (n // 8) + 0.01 * (n % 8), 900, 8) for n in range(80)]
+    busy = {
+        share: simulate(load(burst, routing=Routing(0, prefill_wait_share=share)), 1, 1)
+        for share in (0.0, 0.5, 100.0)
+    }
+    alone = simulate(load(burst), 1, 1)
+    assert busy[100.0] == alone
+    assert busy[0.0].prefill_busy < busy[0.5].prefill_busy < alone.prefill_busy
+    assert busy[0.5].ttft_p99 < alone.ttft_p99
+
+
+def test_nobody_helps_before_prefill_is_known_to_be_slow() -> None:
+    at_once = [(0.0, 900, 8)] * 4
+    routing = Routing(0, prefill_wait_share=0.0)
+    assert simulate(load(at_once, routing=routing), 1, 1) == simulate(load(at_once), 1, 1)
