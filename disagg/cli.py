@@ -118,6 +118,9 @@ def plan(
     first_token_hold_s: Annotated[
         float, typer.Option(min=0, help="How long prefill's may wait for decode's.")
     ] = 0.0,
+    first_token_by_s: Annotated[
+        float, typer.Option(min=0, help="Until when after its request came it may wait, too.")
+    ] = 0.0,
     prefill: Annotated[
         int | None, typer.Option(min=0, help="No search: what would so many do?")
     ] = None,
@@ -132,7 +135,13 @@ def plan(
     from disagg.planning.report import Question, run
     from disagg.planning.simulation import Routing
 
-    routing = Routing(local_prefill_tokens, prefill_wait_share, first_token, first_token_hold_s)
+    routing = Routing(
+        local_prefill_tokens,
+        prefill_wait_share,
+        first_token,
+        first_token_hold_s,
+        first_token_by_s,
+    )
     question = Question(
         trace=trace,
         synthetic=synthetic,
@@ -215,6 +224,9 @@ def router(
     first_token_hold_s: Annotated[
         float | None, typer.Option(help="How long prefill's may wait for decode's.")
     ] = None,
+    first_token_by_s: Annotated[
+        float | None, typer.Option(help="Until when after its request came it may wait, too.")
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate; serves https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
     connector: Annotated[
@@ -234,6 +246,7 @@ def router(
         "prefill_wait_share": prefill_wait_share,
         "first_token": first_token,
         "first_token_hold_s": first_token_hold_s,
+        "first_token_by_s": first_token_by_s,
     }
     options = {
         "host": host,

@@ -274,6 +274,9 @@ def serve(
     first_token_hold_s: Annotated[
         float, typer.Option(min=0, help="How long prefill's may wait for decode's.")
     ] = 0.0,
+    first_token_by_s: Annotated[
+        float, typer.Option(min=0, help="Until when after its request came it may wait, too.")
+    ] = 0.0,
     batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")
     ] = None,
@@ -305,6 +308,7 @@ def serve(
         prefill_wait_share=prefill_wait_share,
         first_token=first_token,
         first_token_hold_s=first_token_hold_s,
+        first_token_by_s=first_token_by_s,
         batched_tokens=batched_tokens,
         decode_batched_tokens=decode_batched_tokens,
         seed=seed,
