@@ -109,6 +109,22 @@ def _parses_chats(config: Any) -> bool:
     return bool(parser) or config.model_config.hf_config.model_type == "gpt_oss"
 
 
+@router.get("/adapters")
+async def adapters(request: Request) -> list[dict[str, Any]]:
+    """The LoRA adapters that it was asked to load while it served, as it was asked."""
+    models = request.app.state.openai_serving_models
+    given = {(lora.name, lora.path) for lora in models.static_lora_modules or ()}
+    return [
+        {
+            "lora_name": lora.lora_name,
+            "lora_path": lora.lora_path,
+            "is_3d_lora_weight": lora.is_3d_lora_weight,
+        }
+        for lora in models.lora_requests.values()
+        if (lora.lora_name, lora.lora_path) not in given
+    ]
+
+
 @router.post("/release")
 async def release(kv_transfer_params: dict[str, Any] = Body(embed=True)) -> dict[str, str]:  # noqa: B008
     """Let go of a lease that will not be fetched: its request was cancelled or refused."""

@@ -78,6 +78,7 @@ def create_app(
             app.state.probes = probes
             probes.start()
             app.state.service = service
+            service.adapters.level(topology.engines)
             yield
             await probes.close()
             await service.close()
@@ -90,7 +91,7 @@ def create_app(
             health.forget(engine)
             fits.forget(engine)
         for engine in set(engines) - known:
-            service.adapters.welcome(engine)
+            service.adapters.welcome(engine, known & set(engines))
         topology.replace(engines, down)
         service.engines_changed()
 

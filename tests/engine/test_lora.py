@@ -75,6 +75,7 @@ def engines(
 ) -> Iterator[Engines]:
     place = tmp_path_factory.mktemp("lora")
     args = ("--num-gpu-blocks-override", "256", "--max-model-len", "4096", "--enable-lora")
+    args += ("--middleware", "disagg.engine.routes.Routes")
     args += ("--max-lora-rank", str(RANK), "--max-loras", "2", "--lora-modules")
     args += tuple(f"{name}={adapters / name}" for name in ("a", "b"))
     (place / "tmp").mkdir()
@@ -140,6 +141,8 @@ def test_one_is_loaded_by_all(
         got = client().post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert token_ids(got) == token_ids(engines.first.complete(**body))
         assert engines.second.metric("disagg_handoffs_total", **LOADED) == before + 1
+        said = client().get(f"{engines.first.url}/disagg/adapters", timeout=60).json()
+        assert said == [{**asked, "is_3d_lora_weight": False}], "not those of its arguments"
         answer = client().post(f"{url}/v1/unload_lora_adapter", json=asked, timeout=60)
         assert answer.status_code == 200
         assert engines.first.post("/v1/completions", body).status_code == 404

@@ -53,7 +53,7 @@ class Loop:
 @dataclass
 class FakeEngine:
     """status, first_byte_s, gate (it answers when set), chunks, chunk_s, cut_after, refusing (by
-    path): how it behaves. Change them at any time."""
+    path), adapters (that it says it was asked to load): how it behaves. Change them at any time."""
 
     role: Role
     status: int = 200
@@ -69,6 +69,7 @@ class FakeEngine:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     released: list[Any] = field(default_factory=list)
+    adapters: list[dict[str, Any]] | None = None
     asked: list[str] = field(default_factory=list)
     refusing: dict[str, tuple[int, Any]] = field(default_factory=dict)
     left: threading.Event = field(default_factory=threading.Event)
@@ -85,6 +86,7 @@ class FakeEngine:
         app.router.add_post("/v1/embeddings", self._respond)
         app.router.add_post("/v1/load_lora_adapter", self._respond)
         app.router.add_get("/v1/models", self._models, allow_head=True)
+        app.router.add_get("/disagg/adapters", self._adapters)
         app.router.add_get("/gzip", self._gzip)
         app.router.add_get("/cut", self._cut)
         app.router.add_get("/empty", self._empty)
@@ -178,6 +180,11 @@ class FakeEngine:
             'disagg_kv_load_failures_total{engine="0",reason="peer_lost"} 1.0\n'
             'disagg_kv_load_failures_total{engine="0",reason="deadline"} 0.0\n'
         )
+
+    async def _adapters(self, request: web.Request) -> web.Response:
+        if self.adapters is None:  # another's engine
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response(self.adapters)
 
     async def _models(self, request: web.Request) -> web.Response:
         seen = {"path": request.path_qs, "method": request.method, "text": ""}

@@ -6,13 +6,17 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import vllm
 
 from disagg.bench.http import client
+from disagg.config import PairingSection, RouterSection
 from disagg.router import everywhere
+from disagg.router.app import create_app
+from disagg.router.server import RouterServer, bind
 from disagg.router.topology import EngineEndpoint
 
 from .conftest import FakeEngine, Setup
@@ -130,6 +134,51 @@ def test_who_comes_later_loads_the_adapters_first(make: Make) -> None:
         assert asked() == 0
     newcomer.gate.set()
     until(lambda: asked() > 0)
+
+
+A = {"lora_name": "a", "lora_path": "/x", "is_3d_lora_weight": False}
+
+
+def loads(engine: FakeEngine) -> list[Any]:
+    """What it was asked to load, while its gate is set."""
+    return [body for body in engine.bodies if "lora_name" in body]
+
+
+def gated(engine: FakeEngine) -> FakeEngine:
+    """So that what it is asked to load is kept."""
+    engine.gate = threading.Event()
+    engine.gate.set()
+    return engine
+
+
+def test_the_engines_know_what_this_router_was_not_asked(make: Make) -> None:
+    """Another process of it was, or it itself before it was started anew; and what was unloaded
+    over another one is not loaded again."""
+    setup = make(others=["prefill", "decode"])
+    prefill, decode, *later = setup.endpoints
+    replace(setup, [prefill, decode])
+    assert post(setup, LOAD, {"lora_name": "gone", "lora_path": "/x"}).status_code == 200
+    setup.prefill.adapters, setup.decode.adapters = [A], []
+    new = [gated(one) for one in setup.others]
+    replace(setup, [prefill, decode, *later])
+    until(lambda: all(map(loads, new)))
+    assert [*map(loads, new)] == [[A], [A]]
+
+
+def test_a_router_that_starts_sees_that_all_have_the_same(make: Make) -> None:
+    setup = make(others=["decode"])
+    fakes = [gated(one) for one in engines(setup)]
+    for engine, adapters in zip(fakes, ([A], None, []), strict=True):
+        engine.adapters = adapters
+    sock = bind("127.0.0.1", 0)
+    router = RouterSection(port=0, pairing=PairingSection(local_prefill_tokens=0))
+    server = RouterServer(create_app(router, setup.endpoints), sock)
+    setup.loop.run(server.start())
+    try:
+        until(lambda: loads(fakes[2]))
+        assert [*map(loads, fakes)] == [[], [], [A]]
+    finally:
+        setup.loop.run(server.stop(1))
 
 
 def test_an_adapter_that_cannot_be_loaded_keeps_nobody_away(make: Make) -> None:
