@@ -12,10 +12,11 @@ import sys
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
+from disagg import options
 from disagg.errors import ConfigError, DisaggError, StartupError
 
 app = typer.Typer(
@@ -104,23 +105,11 @@ def plan(
     ] = None,
     prefill_cost: Annotated[float, typer.Option(help="Of one prefill engine.")] = 1.0,
     decode_cost: Annotated[float, typer.Option(help="Of one decode engine.")] = 1.0,
-    local_prefill_tokens: Annotated[
-        int, typer.Option(min=0, help="Decode computes up to so long a prompt itself.")
-    ] = 64,
-    prefill_wait_share: Annotated[
-        float | None,
-        typer.Option(min=0, help="And any that waits longer for prefill, by this share."),
-    ] = None,
-    first_token: Annotated[
-        Literal["prefill", "decode"],
-        typer.Option(help="Whose first token a stream begins with."),
-    ] = "decode",
-    first_token_hold_s: Annotated[
-        float, typer.Option(min=0, help="How long prefill's may wait for decode's.")
-    ] = 0.0,
-    first_token_by_s: Annotated[
-        float, typer.Option(min=0, help="Until when after its request came it may wait, too.")
-    ] = 0.0,
+    local_prefill_tokens: options.LocalPrefillTokens = 64,
+    prefill_wait_share: options.PrefillWaitShare = None,
+    first_token: options.FirstToken = "decode",
+    first_token_hold_s: options.FirstTokenHoldS = 0.0,
+    first_token_by_s: options.FirstTokenByS = 0.0,
     prefill: Annotated[
         int | None, typer.Option(min=0, help="No search: what would so many do?")
     ] = None,

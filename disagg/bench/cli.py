@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated
 
 import typer
 
+from disagg import options
 from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE, TransportName
-
-Role: TypeAlias = Literal["prefill", "decode"]  # without pydantic, which takes a while
 
 # All that move between CPU engines.
 ON_CPU = "process_memory,tcp,shared_storage"
@@ -111,9 +110,7 @@ def predicted(
     mix: Annotated[
         str, typer.Option(help="SHARE:PROMPT:OUTPUT in tokens, by commas.")
     ] = "0.6:128:64,0.4:2000:64",
-    local_prefill_tokens: Annotated[
-        int, typer.Option(min=0, help="Decode reads up to so long a prompt itself.")
-    ] = 256,
+    local_prefill_tokens: options.LocalPrefillTokens = 256,
     speeds: Annotated[
         Path | None, typer.Option(help="Of an earlier run; without it they are measured first.")
     ] = None,
@@ -234,9 +231,7 @@ def router_faults(
     ] = 10_000,
     clients: Annotated[int, typer.Option(min=1, help="At once.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the order, and of all that is random.")] = 1,
-    first_token: Annotated[
-        Role, typer.Option(help="Whose first token a stream begins with.")
-    ] = "decode",
+    first_token: options.FirstToken = "decode",
     json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
 ) -> None:
     """The router in front of engines that fail on purpose: right, or one error, in time."""
@@ -261,22 +256,11 @@ def serve(
         str,
         typer.Option(help="Of colocated, apart, apart-all; by commas. Empty: write traces only."),
     ] = "colocated,apart",
-    local_prefill_tokens: Annotated[
-        int, typer.Option(min=0, help="In `apart`, decode reads up to so long a prompt itself.")
-    ] = 256,
-    prefill_wait_share: Annotated[
-        float | None,
-        typer.Option(min=0, help="And any that waits longer for prefill, by this share."),
-    ] = None,
-    first_token: Annotated[
-        Role, typer.Option(help="In `apart`, whose first token a stream begins with.")
-    ] = "decode",
-    first_token_hold_s: Annotated[
-        float, typer.Option(min=0, help="How long prefill's may wait for decode's.")
-    ] = 0.0,
-    first_token_by_s: Annotated[
-        float, typer.Option(min=0, help="Until when after its request came it may wait, too.")
-    ] = 0.0,
+    local_prefill_tokens: options.LocalPrefillTokens = 256,
+    prefill_wait_share: options.PrefillWaitShare = None,
+    first_token: options.FirstToken = "decode",
+    first_token_hold_s: options.FirstTokenHoldS = 0.0,
+    first_token_by_s: options.FirstTokenByS = 0.0,
     batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")
     ] = None,

@@ -32,10 +32,11 @@ ALLOWED = {
     "resolved": {"config", "checks", "engine.args", "engine.spec"},
     "cli": {
         "config", "errors", "checks", "resolved", "checkpoint", "cluster", "router", "bench",
-        "planning", "dashboards",
+        "planning", "dashboards", "options",
     },
     # The router's own estimate of who waits how long, with a clock of the simulation's.
     "planning": {"errors", "config_file", "router.reading"},
+    "options": set[str](),
     "dashboards": {"errors"},
     "transport": {"errors", "keepalive"},
     "store": {"errors"},
@@ -54,7 +55,7 @@ ALLOWED = {
     "cluster": {*LEAVES, "config_file", "credentials", "engine", "router"},
     "bench": {
         *LEAVES, "checks", "checkpoint", "cluster", "engine", "router", "transport", "store",
-        "planning",
+        "planning", "options",
     },
 }  # fmt: skip
 HEAVY = {
