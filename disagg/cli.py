@@ -109,7 +109,6 @@ def plan(
     prefill_wait_share: options.PrefillWaitShare = None,
     first_token: options.FirstToken = "decode",
     first_token_hold_s: options.FirstTokenHoldS = 0.0,
-    first_token_by_s: options.FirstTokenByS = 0.0,
     prefill: Annotated[
         int | None, typer.Option(min=0, help="No search: what would so many do?")
     ] = None,
@@ -124,13 +123,7 @@ def plan(
     from disagg.planning.report import Question, run
     from disagg.planning.simulation import Routing
 
-    routing = Routing(
-        local_prefill_tokens,
-        prefill_wait_share,
-        first_token,
-        first_token_hold_s,
-        first_token_by_s,
-    )
+    routing = Routing(local_prefill_tokens, prefill_wait_share, first_token, first_token_hold_s)
     question = Question(
         trace=trace,
         synthetic=synthetic,
@@ -213,9 +206,6 @@ def router(
     first_token_hold_s: Annotated[
         float | None, typer.Option(help="How long prefill's may wait for decode's.")
     ] = None,
-    first_token_by_s: Annotated[
-        float | None, typer.Option(help="Until when after its request came it may wait, too.")
-    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate; serves https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
     connector: Annotated[
@@ -235,7 +225,6 @@ def router(
         "prefill_wait_share": prefill_wait_share,
         "first_token": first_token,
         "first_token_hold_s": first_token_hold_s,
-        "first_token_by_s": first_token_by_s,
     }
     options = {
         "host": host,

@@ -275,26 +275,14 @@ class PairingSection(Section):
         description="How long prefill's first token may wait for decode's: so much shorter is the "
         "pause behind it",
     )
-    first_token_by_s: float = Field(
-        0.0,
-        ge=0,
-        description="It may wait until so long after its request came, too: who has to hurry is "
-        "not held",
-    )
-
-    def held_s(self, elapsed_s: float) -> float:
-        """How long prefill's first token may wait, of a request that came so long ago."""
-        return max(self.first_token_hold_s, self.first_token_by_s - elapsed_s)
 
     @model_validator(mode="after")
     def _holds_prefills(self) -> PairingSection:
-        for name in ("first_token_hold_s", "first_token_by_s"):
-            value: float = getattr(self, name)
-            if value and self.first_token != "prefill":
-                raise ValueError(
-                    f"{name} ({value:g}) holds prefill's first token, "
-                    "and streams begin with decode's; set first_token: prefill, or leave it out"
-                )
+        if self.first_token_hold_s and self.first_token != "prefill":
+            raise ValueError(
+                f"first_token_hold_s ({self.first_token_hold_s:g}) holds prefill's first token, "
+                "and streams begin with decode's; set first_token: prefill, or leave it out"
+            )
         return self
 
 

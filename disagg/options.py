@@ -20,6 +20,3 @@ FirstToken = Annotated[Role, typer.Option(help="Whose first token a stream begin
 FirstTokenHoldS = Annotated[
     float, typer.Option(min=0, help="How long prefill's may wait for decode's.")
 ]
-FirstTokenByS = Annotated[
-    float, typer.Option(min=0, help="Until when after its request came it may wait, too.")
-]

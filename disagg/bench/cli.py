@@ -260,7 +260,6 @@ def serve(
     prefill_wait_share: options.PrefillWaitShare = None,
     first_token: options.FirstToken = "decode",
     first_token_hold_s: options.FirstTokenHoldS = 0.0,
-    first_token_by_s: options.FirstTokenByS = 0.0,
     batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")
     ] = None,
@@ -292,7 +291,6 @@ def serve(
         prefill_wait_share=prefill_wait_share,
         first_token=first_token,
         first_token_hold_s=first_token_hold_s,
-        first_token_by_s=first_token_by_s,
         batched_tokens=batched_tokens,
         decode_batched_tokens=decode_batched_tokens,
         seed=seed,

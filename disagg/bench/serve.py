@@ -64,7 +64,7 @@ class Load:
 @dataclass(frozen=True)
 class Plan:
     """What to measure. `local_prefill_tokens`, `prefill_wait_share`, `first_token`,
-    `first_token_hold_s`, `first_token_by_s`: of `apart`; `trace` replaces rates and mix.
+    `first_token_hold_s`: of `apart`; `trace` replaces rates and mix.
 
     `batched_tokens`: vLLM's `max_num_batched_tokens` of all engines; its own default if None.
     `decode_batched_tokens`: of the decode engine; as the others' if None.
@@ -80,7 +80,6 @@ class Plan:
     prefill_wait_share: float | None
     first_token: Role
     first_token_hold_s: float
-    first_token_by_s: float
     batched_tokens: int | None
     decode_batched_tokens: int | None
     seed: int
@@ -104,10 +103,8 @@ class Plan:
             problems.append(f"--repeat-share: {self.repeat_share:g} — from 0 to 1")
         if min(self.targets.first_s, self.targets.gap_s) <= 0:
             problems.append("--ttft-target and --itl-target: must be above 0 seconds")
-        for name in ("first_token_hold_s", "first_token_by_s"):
-            if getattr(self, name) and self.first_token != "prefill":
-                option = f"--{name.replace('_', '-')}"
-                problems.append(f"{option}: holds prefill's; give --first-token prefill too")
+        if self.first_token_hold_s and self.first_token != "prefill":
+            problems.append("--first-token-hold-s: holds prefill's; give --first-token prefill too")
         if problems:
             raise ConfigError(problems)
 
@@ -189,7 +186,6 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "prefill_wait_share": plan.prefill_wait_share,
         "first_token": plan.first_token,
         "first_token_hold_s": plan.first_token_hold_s,
-        "first_token_by_s": plan.first_token_by_s,
         "max_num_batched_tokens": plan.batched_tokens,
         "decode_max_num_batched_tokens": plan.decode_batched_tokens,
     }
@@ -259,7 +255,6 @@ class _Scene:
         if way == APART:
             ours += ["--first-token", self._plan.first_token]
             ours += ["--first-token-hold-s", str(self._plan.first_token_hold_s)]
-            ours += ["--first-token-by-s", str(self._plan.first_token_by_s)]
         return [*ours, "--prefill", prefill.url, "--decode", decode.url]
 
 

@@ -62,13 +62,12 @@ class Question:
             if value is not None and not 0 < value < math.inf:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option}: {value:g} — must be a finite number, more than 0")
-        for name in ("first_token_hold_s", "first_token_by_s"):
-            held = getattr(self.routing, name)
-            if held and self.routing.first_token != "prefill":
-                raise ConfigError(
-                    f"--{name.replace('_', '-')}: {held:g} — holds prefill's first token, and "
-                    "streams begin with decode's; add --first-token prefill"
-                )
+        held = self.routing.first_token_hold_s
+        if held and self.routing.first_token != "prefill":
+            raise ConfigError(
+                f"--first-token-hold-s: {held:g} — holds prefill's first token, and streams begin "
+                "with decode's; add --first-token prefill"
+            )
         if not 0 < self.share <= 1:
             raise ConfigError(f"--share: {self.share:g} — must be more than 0 and at most 1")
         if (self.trace is None) == (self.synthetic is None):
@@ -213,11 +212,10 @@ def _helps(routing: Routing) -> str:
 def _begins(routing: Routing) -> list[str]:
     if routing.first_token == "decode":
         return []
-    held, by = routing.first_token_hold_s, routing.first_token_by_s
+    held = routing.first_token_hold_s
     return [
         "- answers whose prompt prefill computed are streamed, and begin with its own first token"
         + (f", held for up to {_ms(held)} ms" if held else "")
-        + (f", held up to {_ms(by)} ms after the request came" if by else "")
     ]
 
 

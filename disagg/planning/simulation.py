@@ -38,7 +38,6 @@ class Routing:
     prefill_wait_share: float | None = None
     first_token: Literal["prefill", "decode"] = "decode"
     first_token_hold_s: float = 0.0
-    first_token_by_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ class Load:
         first = speeds.first_token_alone(prompt, local=local)
         if not local and self.begins_at_prefill(request):
             begun = speeds.router_s + speeds.prefill.alone(prompt)
-            held = max(begun + self.routing.first_token_hold_s, self.routing.first_token_by_s)
-            first = min(first, held)
+            first = min(first, begun + self.routing.first_token_hold_s)
         return first
 
     def fits(self, request: int) -> bool:
@@ -269,9 +267,7 @@ class _Run:
         """See `decode_engine.Watcher`, as of the next two."""
         begun = self._begun.pop(request, None)
         if begun is not None:
-            routing = self._load.routing
-            by = self._trace.at[request] + routing.first_token_by_s
-            held = min(max(begun + routing.first_token_hold_s, by), now)
+            held = min(begun + self._load.routing.first_token_hold_s, now)
             self._first[request] = held
             if held < now:  # else the client gets both at once
                 self._gaps.add(now - held, now - held, 1)

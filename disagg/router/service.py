@@ -212,7 +212,7 @@ class Service:
                 raise ApiError(502, "the decode engine refused what prefill had begun")
             return opened
 
-        hold_s = self._settings.pairing.held_s(record.elapsed())
+        hold_s = self._settings.pairing.first_token_hold_s
         return Begun(first, seat, decode, lambda: self._releases.give_back(handed), hold_s)
 
     async def _decoded(

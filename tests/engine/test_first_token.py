@@ -21,12 +21,12 @@ OPTIONS = {"model": "tiny", "temperature": 0, "max_tokens": 24, "ignore_eos": Tr
 Prompt = Callable[[int], list[int]]
 
 
-@pytest.fixture(params=[0.0, 3.0], ids=["at once", "held"])
+@pytest.fixture(params=[0.0, 0.1], ids=["at once", "held"])
 def url(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[str]:
     # Not of `prompt`, whose next ones would depend on how often it takes.
     generator = random.Random(f"first {request.node.nodeid}")
     pairing = {"first_token": "prefill", "local_prefill_tokens": 0}
-    pairing["first_token_by_s"] = request.param
+    pairing["first_token_hold_s"] = request.param
     with routed([fleet.producer], [fleet.consumer], pairing=pairing) as url:
 
         def begins_at_prefill() -> bool:

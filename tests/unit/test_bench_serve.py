@@ -364,7 +364,6 @@ def plan(**changes: Any) -> serve.Plan:
         "prefill_wait_share": None,
         "first_token": "decode",
         "first_token_hold_s": 0.0,
-        "first_token_by_s": 0.0,
         "batched_tokens": None,
         "decode_batched_tokens": None,
         "seed": 1,
@@ -391,7 +390,6 @@ def test_traces_are_written_without_an_engine_and_replayed(tmp_path: Path) -> No
         ({"rates": [0.0]}, "--rates: each above 0"),
         ({"duration_s": 0.001}, "has no request; raise it"),
         ({"first_token_hold_s": 0.1}, "--first-token-hold-s: holds prefill's"),
-        ({"first_token_by_s": 1.0}, "--first-token-by-s: holds prefill's"),
         ({"kinds": [Kind(1, 16384, 1)]}, "--mix: 16385 tokens"),
     ],
 )

@@ -184,7 +184,6 @@ def test_router_takes_urls_a_file_and_options_that_win(
     arguments += ("--config", str(path), "--port", "2", "--decode-policy", "prefix_affinity")
     arguments += ("--local-prefill-tokens", "7", "--prefill-wait-share", "0.5")
     arguments += ("--first-token", "prefill", "--first-token-hold-s", "0.25")
-    arguments += ("--first-token-by-s", "2")
     arguments += ("--connector", "nixl", "--engine-key-env", "E")
     assert status_of(monkeypatch, "router", *arguments) == 0
     section = seen["section"]
@@ -196,7 +195,6 @@ def test_router_takes_urls_a_file_and_options_that_win(
         prefill_wait_share=0.5,
         first_token="prefill",
         first_token_hold_s=0.25,
-        first_token_by_s=2.0,
     )
     assert (seen["engine_key_env"], seen["connector"]) == ("E", "nixl")
 

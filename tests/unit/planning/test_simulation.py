@@ -102,12 +102,10 @@ def test_streams_begin_with_prefills_token() -> None:
 
 
 @pytest.mark.parametrize("hold_s", [0.01, 10.0])
-@pytest.mark.parametrize("by", [False, True])
-def test_the_first_token_is_held_no_longer_than_for_the_second(hold_s: float, by: bool) -> None:
+def test_the_first_token_is_held_no_longer_than_for_the_second(hold_s: float) -> None:
     of, requests = speeds(), [(0.0, 900, 5)]
     begun = of.router_s + of.prefill.alone(900)
-    held = (0.0, begun + hold_s) if by else (hold_s, 0.0)
-    routing = Routing(0, None, "prefill", *held)
+    routing = Routing(0, None, "prefill", hold_s)
     outcome = simulate(load(requests, of, routing=routing), 1, 1)
     gap = of.handover.takes(901) + of.decode.request_s + of.decode.step(1, 901)
     assert outcome.ttft_p50 == pytest.approx(begun + min(hold_s, gap))

@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 
 from disagg.bench.fake_answers import compact
-from disagg.config import PairingSection
 from disagg.router.decode_leg import Opened
 from disagg.router.errors import ApiError
 from disagg.router.first_token import Begun, begin, drawn_alike, may_begin
@@ -221,13 +220,6 @@ def test_the_first_token_is_held(hold_s: float, decode_s: float, order: list[str
     held = Held(hold_s, decode_s)
     asyncio.run(held.go_on())
     assert held.seen == order
-
-
-def test_who_has_to_hurry_is_not_held() -> None:
-    pairing = PairingSection(first_token="prefill", first_token_hold_s=0.1, first_token_by_s=1)
-    assert pairing.held_s(0.3) == pytest.approx(0.7)
-    assert pairing.held_s(0.95) == pairing.held_s(5) == 0.1
-    assert PairingSection(first_token="prefill").held_s(0.3) == 0
 
 
 def test_a_token_is_sent_whatever_becomes_of_decode() -> None:
