@@ -113,15 +113,16 @@ def _parses_chats(config: Any) -> bool:
 async def adapters(request: Request) -> list[dict[str, Any]]:
     """The LoRA adapters that it was asked to load while it served, as it was asked."""
     models = request.app.state.openai_serving_models
-    given = {(lora.name, lora.path) for lora in models.static_lora_modules or ()}
+    given = {lora.name: lora.path for lora in models.static_lora_modules or ()}
     return [
         {
             "lora_name": lora.lora_name,
             "lora_path": lora.lora_path,
             "is_3d_lora_weight": lora.is_3d_lora_weight,
+            "load_inplace": lora.lora_name in given,  # else whoever has it given keeps that
         }
         for lora in models.lora_requests.values()
-        if (lora.lora_name, lora.lora_path) not in given
+        if lora.lora_path != given.get(lora.lora_name)
     ]
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from disagg.router import everywhere
 from disagg.router.health import Health
-from disagg.router.topology import EngineEndpoint
+from disagg.router.topology import EngineEndpoint, Topology
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class _Load(msgspec.Struct):
     lora_name: str
     lora_path: str
     is_3d_lora_weight: bool = False
+    load_inplace: bool = False
 
 
 _LISTS = msgspec.json.Decoder(list[_Load])
@@ -72,10 +73,10 @@ class Adapters:
         if self._loads or others:
             self._hold(engine, self._load_others(engine, others))
 
-    def level(self, engines: Collection[EngineEndpoint]) -> None:
-        """They were there before this router: see that all have what any has."""
-        if len(engines) > 1:
-            self._leveling = asyncio.create_task(self._level(engines))
+    def level(self, topology: Topology) -> None:
+        """Its engines were there before this router: see that all have what any has."""
+        if len(topology.engines) > 1:
+            self._leveling = asyncio.create_task(self._level(topology))
 
     async def close(self) -> None:
         """Load nothing more."""
@@ -86,18 +87,19 @@ class Adapters:
 
     # ---- what is missing ---------------------------------------------------------------------
 
-    async def _level(self, engines: Collection[EngineEndpoint]) -> None:
-        said = await self._said(engines)
+    async def _level(self, topology: Topology) -> None:
+        said = await self._said(topology.engines)
         every = _union(said.values())
         for engine, loads in said.items():
             missing = {name: every[name] for name in every.keys() - loads.keys()}
-            if missing:
+            if missing and engine in topology.engines:  # still
                 self._hold(engine, self._load(engine, missing))
 
     async def _load_others(
         self, engine: EngineEndpoint, others: Collection[EngineEndpoint]
     ) -> None:
-        said = await self._said(others)
+        # Who is still being told has not all of it.
+        said = await self._said([one for one in others if one.name not in self._loading])
         await self._load(engine, _union(said.values()) if said else dict(self._loads))
 
     async def _said(self, engines: Collection[EngineEndpoint]) -> dict[EngineEndpoint, Loads]:

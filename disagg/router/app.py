@@ -78,7 +78,7 @@ def create_app(
             app.state.probes = probes
             probes.start()
             app.state.service = service
-            service.adapters.level(topology.engines)
+            service.adapters.level(topology)
             yield
             await probes.close()
             await service.close()

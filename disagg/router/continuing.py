@@ -35,6 +35,36 @@ _DETOKENIZE_S = 10.0
 _MOST_BACK = 8
 
 
+async def untold(
+    stream: Stream, left_out: set[int], text_of: Callable[[list[int]], Awaitable[str]]
+) -> int | None:
+    """How many of the last tokens have no text yet; None if the text is not the tokens'."""
+    begun = await _opened_with(stream, left_out, text_of)
+    if begun is None:
+        return None
+    tokens = stream.tokens()[begun:]
+    before = stream.before(begun)
+    for back in range(min(_MOST_BACK, len(tokens)) + 1):
+        told = [token for token in tokens[: len(tokens) - back] if token not in left_out]
+        text = await text_of([*before, *told]) if told else ""
+        if stream.is_text_of(text, behind_opening=begun > 0):
+            return back
+    return None
+
+
+async def _opened_with(
+    stream: Stream, left_out: set[int], text_of: Callable[[list[int]], Awaitable[str]]
+) -> int | None:
+    """How many tokens an opening text accounts for that begins with the prompt, as vLLM 0.32 has
+    it where the prompt ends in half a character; 0 if there is none, None if it is not theirs."""
+    opening = stream.opening
+    if opening is None or not (await text_of(stream.before())).endswith(HALF_A_CHARACTER):
+        return 0
+    begun, text = opening
+    own = await text_of([token for token in stream.tokens()[:begun] if token not in left_out])
+    return begun if text.endswith(own.lstrip(HALF_A_CHARACTER)) else None
+
+
 class Opens(Protocol):
     """Runs both legs; see `Service.open`."""
 
@@ -119,35 +149,17 @@ class Continuing:
         async def text_of(tokens: list[int]) -> str:
             return await self._text(tokens, engine, request)
 
+        back = await untold(stream, set(), text_of)
+        if back is not None:
+            return back
         # Answers leave special tokens out, /detokenize does not.
-        special: set[int] | None = None
-        for before in stream.befores:
-            back = await self._untold(stream, before, set(), text_of)
-            if back is not None:
-                return back
-            if special is None:
-                special = {
-                    token
-                    for token in stream.silent()
-                    if HALF_A_CHARACTER not in await text_of([token])
-                }
-            back = await self._untold(stream, before, special, text_of) if special else None
-            if back is not None:
-                return back
-        raise ApiError(502, "its text is not that of its tokens")
-
-    @staticmethod
-    async def _untold(
-        stream: Stream,
-        before: list[int],
-        left_out: set[int],
-        text_of: Callable[[list[int]], Awaitable[str]],
-    ) -> int | None:
-        for back in range(min(_MOST_BACK, len(stream.tokens())) + 1):
-            tokens = [token for token in stream.tokens(back) if token not in left_out]
-            if stream.is_text_of(await text_of([*before, *tokens]) if tokens else ""):
-                return back
-        return None
+        special = {
+            token for token in stream.silent() if HALF_A_CHARACTER not in await text_of([token])
+        }
+        back = await untold(stream, special, text_of) if special else None
+        if back is None:
+            raise ApiError(502, "its text is not that of its tokens")
+        return back
 
     async def _text(self, tokens: list[int], engine: EngineEndpoint, request: RequestInfo) -> str:
         data = legs.encoded({"model": request.body.get("model"), "tokens": tokens})

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -141,6 +141,8 @@ class Stream(Splitter):
         self._finished = self._done = self._usage_sent = False
         self._is_plain, self._continues = True, False
         self._has_text = False
+        self._count = 0  # of events
+        self._opening: tuple[int, int] | None = None  # tokens up to the first text, its event
         self._shows_ids = body.get("return_token_ids") is True
         self._base = 0  # how many tokens earlier engines gave
 
@@ -189,28 +191,39 @@ class Stream(Splitter):
         """The tokens sent, without the last `back`."""
         return self._tokens[: len(self._tokens) - back]
 
-    @property
-    def befores(self) -> list[list[int]]:
-        """What the tokens' text is looked for behind: the end of the prompt, as a tokenizer may
-        write what begins a text otherwise; or nothing."""
-        return [(self._prompt or [])[-_TOKENS_BEFORE:], []]
+    def before(self, begun: int = 0) -> list[int]:
+        """What stands before the tokens behind the first `begun`: the end of the prompt, or of
+        these. A tokenizer may write what begins a text otherwise."""
+        return [*(self._prompt or []), *self._tokens[:begun]][-_TOKENS_BEFORE:]
 
-    def is_text_of(self, text: str) -> bool:
-        """Whether the text sent ends as this one: else some of it was held back, or not all of
-        the tokens were. Of a prompt that ends in half a character, vLLM 0.32 begins the text with
-        the whole prompt; then the tokens' own text is the end of what was sent."""
-        sent = "".join(map(_text_of, self._choices()))
+    @property
+    def opening(self) -> tuple[int, str] | None:
+        """The first text that was sent, and with how many tokens; None if it is long past."""
+        if self._opening is None:
+            return None
+        tokens, at = self._opening
+        place = at - (self._count - len(self._recent))
+        if place < 0:
+            return None
+        return tokens, "".join(map(_text_of, _choices([self._recent[place]])))
+
+    def is_text_of(self, text: str, *, behind_opening: bool = False) -> bool:
+        """Whether the text sent (behind the first one) ends as this one: else some of it was held
+        back, or not all of the tokens were."""
+        events = list(self._recent)
+        if behind_opening and self._opening is not None:
+            events = events[self._opening[1] + 1 - (self._count - len(events)) :]
+        sent = "".join(map(_text_of, _choices(events)))
         held_back = not sent and text.endswith(HALF_A_CHARACTER)
-        if text.endswith(sent):
-            return not held_back
-        own = text.lstrip(HALF_A_CHARACTER)  # the other half
-        return bool(own) and sent.endswith(own)
+        return text.endswith(sent) and not held_back
 
     def silent(self) -> set[int]:
         """Recent tokens whose event had no text: special ones, which answers leave out, or the
         first ones of a character in the making."""
         ids: list[list[int]] = [
-            choice.get("token_ids") or [] for choice in self._choices() if not _text_of(choice)
+            choice.get("token_ids") or []
+            for choice in _choices(self._recent)
+            if not _text_of(choice)
         ]
         return {each[0] for each in ids if len(each) == 1}
 
@@ -262,12 +275,14 @@ class Stream(Splitter):
             self._first = events[: events.index(END)]
             prompt = _PROMPT.search(events)
             self._prompt = msgspec.json.decode(prompt[1]) if prompt else None
-        for ids in _IDS.findall(events):
-            self._tokens.extend(map(int, ids.split(b",") if ids else ()))
+        each = events.split(END)[:-1]
+        if not self._has_text:
+            self._look_for_opening(each)
+        self._count += len(each)
+        self._tokens.extend(_ids_in(events))
         self._finished |= _FINISH in events
         self._done |= events.endswith(DONE + END)
         self._usage_sent |= _NO_CHOICES in events
-        each = events.split(END)[:-1]
         self._recent.extend(each)
         if self._is_chat and _MORE_THAN_TEXT.search(events):
             self._is_plain = False
@@ -278,6 +293,14 @@ class Stream(Splitter):
         if self._shows_ids:
             return events
         return _IDS.sub(b'"token_ids":null', _PROMPT.sub(b'"prompt_token_ids":null', events))
+
+    def _look_for_opening(self, each: Sequence[bytes]) -> None:
+        given = len(self._tokens)
+        for place, event in enumerate(each):
+            given += len(_ids_in(event))
+            if _TEXT.search(event):
+                self._opening = given, self._count + place
+                return
 
     def _rewritten(self, event: bytes) -> bytes:
         """An event of another answer, as one of the answer that was begun."""
@@ -312,17 +335,16 @@ class Stream(Splitter):
         kept = {key: value for key, value in choice.items() if key not in left_out}
         return {**kept, "delta": {"content": choice["text"]}, "token_ids": ids}
 
-    def _choices(self) -> Iterator[dict[str, Any]]:
-        """The choice of each recent event that has one."""
-        for event in self._recent:
-            yield from ((_content(event) or {}).get("choices") or ())[:1]
-
     def _event(self, content: dict[str, Any]) -> bytes:
         if self._names is None:
             first = _content(self._first) or {}
             keys = ("id", "object", "created", "model")
             self._names = {key: first[key] for key in keys if key in first}
         return b"data: " + msgspec.json.encode({**content, **self._names}) + END
+
+
+def _ids_in(events: bytes) -> list[int]:
+    return [int(id_) for ids in _IDS.findall(events) if ids for id_ in ids.split(b",")]
 
 
 def _may_be(body: Mapping[str, Any], key: str) -> bool:
@@ -371,6 +393,12 @@ def _says_nothing(choice: Mapping[str, Any]) -> bool:
     delta = choice.get("delta") or {}
     said = {key for key, value in delta.items() if value} - {"role"}
     return not (said or choice.get("text") or choice.get("finish_reason"))
+
+
+def _choices(events: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The choice of each event that has one."""
+    for event in events:
+        yield from ((_content(event) or {}).get("choices") or ())[:1]
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:

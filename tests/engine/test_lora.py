@@ -142,7 +142,8 @@ def test_one_is_loaded_by_all(
         assert token_ids(got) == token_ids(engines.first.complete(**body))
         assert engines.second.metric("disagg_handoffs_total", **LOADED) == before + 1
         said = client().get(f"{engines.first.url}/disagg/adapters", timeout=60).json()
-        assert said == [{**asked, "is_3d_lora_weight": False}], "not those of its arguments"
+        more = {"is_3d_lora_weight": False, "load_inplace": False}
+        assert said == [{**asked, **more}], "not those of its arguments"
         answer = client().post(f"{url}/v1/unload_lora_adapter", json=asked, timeout=60)
         assert answer.status_code == 200
         assert engines.first.post("/v1/completions", body).status_code == 404

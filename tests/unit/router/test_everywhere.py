@@ -136,7 +136,7 @@ def test_who_comes_later_loads_the_adapters_first(make: Make) -> None:
     until(lambda: asked() > 0)
 
 
-A = {"lora_name": "a", "lora_path": "/x", "is_3d_lora_weight": False}
+A = {"lora_name": "a", "lora_path": "/x", "is_3d_lora_weight": False, "load_inplace": False}
 
 
 def loads(engine: FakeEngine) -> list[Any]:
@@ -163,6 +163,21 @@ def test_the_engines_know_what_this_router_was_not_asked(make: Make) -> None:
     replace(setup, [prefill, decode, *later])
     until(lambda: all(map(loads, new)))
     assert [*map(loads, new)] == [[A], [A]]
+
+
+def test_who_is_still_loading_is_not_asked_what_there_is(make: Make) -> None:
+    """All were gone at once: the first to be back has not yet what the second one needs."""
+    setup = make(others=["prefill", "decode"])
+    prefill, decode, first, second = setup.endpoints
+    replace(setup, [prefill, decode])
+    assert post(setup, LOAD, {"lora_name": "a", "lora_path": "/x"}).status_code == 200
+    slow, new = setup.others[0], gated(setup.others[1])
+    slow.adapters, slow.gate = [], threading.Event()
+    replace(setup, [first])
+    until(lambda: loads(slow))
+    replace(setup, [first, second])
+    until(lambda: loads(new))
+    slow.gate.set()
 
 
 def test_a_router_that_starts_sees_that_all_have_the_same(make: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from disagg.checkpoint_tokenizer import write_tokenizer
+from disagg.router.continuing import untold
 from disagg.router.events import Plain
 from disagg.router.migration import Stream, watched
 from disagg.router.paths import CHAT, COMPLETION, ENDS, PAIRED
@@ -221,7 +223,13 @@ def test_tokens_without_text_are_computed_again() -> None:
     "prompt_bytes", [b"a price of \xe2", b"\xac a price of \xe2", b"\xe2\x80\xe2"]
 )
 @pytest.mark.parametrize(
-    "given_bytes", [b"\x82\xac and more", b" and more", b"\xff\xffand more\xe2\x82"]
+    "given_bytes",
+    [
+        b"\x82\xac and more",
+        b" and more",
+        b"\xff\xffand more\xe2\x82",
+        b"\x82\xac\xe2\x82\xac\xe2\x82\xac" + 20 * b"\xe2\x82\xac ",
+    ],
 )
 def test_a_prompt_that_ends_in_half_a_character(
     tmp_path: Path, prompt_bytes: bytes, given_bytes: bytes
@@ -239,6 +247,9 @@ def test_a_prompt_that_ends_in_half_a_character(
         decoding = DecodeStream(ids=before, skip_special_tokens=True)
         return [decoding.step(tokenizer, token) or "" for token in tokens]
 
+    async def text_of(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=False))
+
     whole = texts(prompt, given)
     begun = 0
     for cut in range(1, len(given)):
@@ -248,19 +259,34 @@ def test_a_prompt_that_ends_in_half_a_character(
         if not stream.has_begun:
             continue
         begun += 1
-        back = next(
-            back
-            for before in stream.befores
-            for back in range(min(3, cut) + 1)
-            if stream.is_text_of(
-                tokenizer.decode([*before, *stream.tokens(back)], skip_special_tokens=False)
-                if stream.tokens(back)
-                else ""
-            )
-        )
+        back = asyncio.run(untold(stream, set(), text_of))
+        assert back is not None
         rest = texts(prompt + given[: cut - back], given[cut - back :])
         assert "".join(whole[:cut] + rest) == "".join(whole)
     assert begun > 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "goes_on"),
+    [
+        ("zz", ["ab", "ab", "ab"], True),
+        ("zz", ["?ab", "ab", "ab"], False),  # more than the tokens, and no prompt to explain it
+        ("zz\ufffd", ["zzöab", "ab", "ab"], True),
+        ("zz\ufffd", ["zzöa?", "ab", "ab"], False),
+        ("zz\ufffd", ["zzöab", "?ab", "ab"], False),  # explained in the first text alone
+    ],
+)
+def test_text_that_is_not_the_tokens_own(prompt: str, said: list[str], goes_on: bool) -> None:
+    """Nothing goes on behind it, however alike the ends are."""
+
+    async def text_of(tokens: list[int]) -> str:
+        return "".join(prompt if token == 5 else "ab" for token in tokens)
+
+    stream = watch(COMPLETION, BODY)
+    for at, text in enumerate(said):
+        stream.feed(completion([10 + at], text, None if at else [5]))
+    back = asyncio.run(untold(stream, set(), text_of))
+    assert back == (0 if goes_on else None)
 
 
 def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
