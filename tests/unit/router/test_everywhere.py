@@ -204,6 +204,6 @@ def test_an_adapter_that_cannot_be_loaded_keeps_nobody_away(make: Make) -> None:
     assert post(setup, LOAD, {"lora_name": "a", "lora_path": "/x"}).status_code == 200
     newcomer.refusing[LOAD] = (404, {"error": {"message": "not here"}})
     replace(setup, [prefill, later])
+    until(lambda: client().get(f"{setup.url}/ready", timeout=20).status_code == 200)
     assert post(setup, "/v1/completions", {"model": "m", "prompt": "x"}).status_code == 200
     assert newcomer.asked.count(LOAD) == 1
-    until(lambda: client().get(f"{setup.url}/ready", timeout=20).status_code == 200)

@@ -31,6 +31,11 @@ def replace(setup: Setup, engines: Sequence[EngineEndpoint], **down: str) -> Non
     setup.loop.run(setup.server.replace(engines, down))
 
 
+def is_ready(setup: Setup) -> bool:
+    """Whether all are there, newcomers with the adapters that the others have."""
+    return client().get(f"{setup.url}/ready").status_code == 200
+
+
 def test_requests_go_to_whoever_is_there(make: Make) -> None:
     setup = make(others=["prefill", "decode"])
     prefill, decode, _, other = setup.endpoints
@@ -40,6 +45,7 @@ def test_requests_go_to_whoever_is_there(make: Make) -> None:
     assert (len(setup.decode.bodies), len(setup.others[1].bodies)) == (8, 0)
 
     replace(setup, [prefill, other], **{"decode-2": "starts again"})
+    until(lambda: is_ready(setup))
     for _ in range(8):
         assert complete(setup.url).status_code == 200
     assert (len(setup.decode.bodies), len(setup.others[1].bodies)) == (8, 8)
@@ -69,6 +75,7 @@ def test_without_decode_503_and_without_prefill_decode_alone(setup: Setup) -> No
     assert complete(setup.url).status_code == 200
     assert setup.prefill.bodies == []
     replace(setup, [prefill, decode])
+    until(lambda: is_ready(setup))
     assert complete(setup.url).status_code == 200
     assert len(setup.prefill.bodies) == 1
 
@@ -118,10 +125,11 @@ def test_one_that_comes_back_under_its_name_has_a_clean_record(setup: Setup) -> 
     setup.loop.run(setup.prefill.stop())
     for _ in range(4):
         assert complete(setup.url).status_code == 200
-    until(lambda: client().get(f"{setup.url}/ready").status_code == 503)
+    until(lambda: not is_ready(setup))
     again = FakeEngine("prefill")
     setup.loop.run(again.start())
     replace(setup, [EngineEndpoint(prefill.name, "prefill", again.url), decode])
+    until(lambda: is_ready(setup))
     assert complete(setup.url).status_code == 200
     assert len(again.bodies) == 1
     setup.loop.run(again.stop())
