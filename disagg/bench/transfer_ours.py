@@ -121,7 +121,7 @@ class Producer(End):
         self.close()
         self.block_bytes = block_bytes
         cache, missing = self.memory.cache(block_bytes), dict[str, str]()
-        self._leases = LeaseTable()
+        self._leases = LeaseTable(FETCH_S)
         means = self.make_means(cache, self._leases.board)
         for way in ways:
             try:

@@ -78,7 +78,8 @@ class WorkerHalf:
         self._rank, self._world_size, self._stage = rank, world_size, stage
         self._ranks = world_size * config.parallel_config.pipeline_parallel_size
         self._kv_heads = geometry.kv_heads(config)
-        self._leases = LeaseTable()
+        self._use_limit_s = settings.load_deadline_s + _USE_SLACK_S
+        self._leases = LeaseTable(self._use_limit_s)
         self._host = settings.host or get_ip()
         self._ended: queue.SimpleQueue[LoadReport] = queue.SimpleQueue()
         self._cancelled: dict[str, threading.Event] = {}
@@ -155,7 +156,7 @@ class WorkerHalf:
             cache=cache,
             leases=self._leases,
             senders=self._senders,
-            use_limit_s=self._settings.load_deadline_s + _USE_SLACK_S,
+            use_limit_s=self._use_limit_s,
         )
         self._endpoint = Endpoint(server.host, server.port, welcome.generation)
         logger.info("%s rank %d: control channel on %s", self._name, self._number, self._endpoint)

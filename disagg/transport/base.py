@@ -20,9 +20,10 @@ A one-sided read may overlap a free, if the consumer was silent for so long that
 gave the lease up. So what `receive` returned is believed only once `Release` was answered on
 the same connection: the producer answers it only while the lease is still in use.
 
-A `OneSidedReceiver` does without the producer's word where it can: `look_up` finds the lease as
-it is posted in the producer's memory (board.py), `read` fills the blocks, and what was read is
-believed if `still_there` says so. The producer hears of it afterwards, by `Release`.
+A `OneSidedReceiver` does without the producer's word where it can: within `reading` the producer
+sees that its lease is in use (hazards.py), as it is posted in its memory (board.py); `read` fills
+the blocks, and what was read is believed if `still_there` says so. The producer hears of it
+afterwards, by `Release`.
 
 Errors: every end raises `TransferError` and nothing else on purpose; its `reason` is the label
 of `disagg_kv_load_failures_total`. After an error in `receive` the destination blocks hold
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -126,9 +128,10 @@ class OneSidedReceiver(ABC):
     """
 
     @abstractmethod
-    def look_up(self, offer: bytes, lease: int, job: FetchJob) -> Posted | None:
-        """The lease as it is posted by the producer that made the offer, which is `usable`; None
-        if it is not, or if so much is to be read that the producer should know of it."""
+    def reading(self, offer: bytes, slot: int, lease: int) -> AbstractContextManager[Posted | None]:
+        """The lease as it is posted by the producer that made the offer, which is `usable`; in use
+        within the context, by the connection of this slot. None if it is not posted, or cannot be
+        used so."""
 
     @abstractmethod
     def read(self, offer: bytes, posted: Posted, part: Part, job: FetchJob) -> int | None:

@@ -1,9 +1,11 @@
 """Leases posted in memory, where consumers of the same host look them up without asking.
 
 A row for each lease: its number, how many block ids it has, a checksum, and the ids. The producer
-posts a lease when it is granted and takes it off before its blocks go back to vLLM, and never uses
-a number again. So who finds the same row before and after it read the blocks has read them while
-the lease kept them; like a seqlock, but nobody reads in a loop.
+posts a lease when it is granted, takes it off before its blocks go back to vLLM, and never uses a
+number again; and the blocks do not go back while somebody says that it reads them (hazards.py). A
+consumer may be silent for so long that it is waited for no more. So the row is looked at again: who
+finds the same one before and after it read the blocks has read them while the lease kept them; like
+a seqlock, but nobody reads in a loop.
 
 A row is read while it may be written: what makes no sense, or has another checksum, is taken for no
 row. The board's own token is part of the checksum, so that no other process is read for it. A lease
@@ -13,6 +15,7 @@ others the producer is asked.
 
 from __future__ import annotations
 
+import os
 import secrets
 import struct
 import threading
@@ -21,6 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
+
+from disagg.transport.hazards import NO_SLOT, Hazards
 
 _ROWS = 1024
 _ROW_BYTES = 4096  # a page: of what was never posted nothing is taken
@@ -50,6 +55,7 @@ class Board:
         self._heads = self._rows[:, :_HEAD_BYTES].view(np.int64)
         self._ids = self._rows[:, _HEAD_BYTES:].view(np.int32)
         self._lock, self._closed = threading.Lock(), False
+        self.hazards = Hazards(self.token) if hasattr(os, "memfd_create") else None
 
     @property
     def address(self) -> int:
@@ -79,11 +85,26 @@ class Board:
             if head[0] == lease + 1:
                 head[0] = 0
 
+    def is_read(self, lease: int) -> bool:
+        """Whether a consumer says that it reads the blocks. Once the lease was taken off, nobody
+        begins to."""
+        return self.hazards is not None and self.hazards.name(lease)
+
+    def take_slot(self) -> int:
+        """For a connection, to say there what it reads; `NO_SLOT` if it cannot, and has to ask."""
+        return NO_SLOT if self.hazards is None else self.hazards.take()
+
+    def give_back(self, slot: int) -> int | None:
+        """Its connection ended. The lease that was being read, if any."""
+        return None if self.hazards is None else self.hazards.give_back(slot)
+
     def close(self) -> None:
         """Take all off; nothing is posted any more."""
         with self._lock:
             self._closed = True
             self._heads[:, 0] = 0
+        if self.hazards is not None:
+            self.hazards.close()
 
     def posted(self) -> set[int]:
         """The leases that are on it."""

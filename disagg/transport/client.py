@@ -41,24 +41,30 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 class Common:
     """Which transports two workers have in common. Safe for use from any thread.
 
-    The first who wants to know finds out, and others meanwhile wait for that. What did not work is
-    looked at again, beside the fetches: a machine was busy, a folder was away.
+    The first who wants to know finds out, and others meanwhile wait for that, as long as they may.
+    What did not work is looked at again, beside the fetches: a machine was busy, a folder was away.
     """
 
     def __init__(self) -> None:
         self._found: dict[str, bool] = {}
         self._again_at: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._finding_out, self._lock = threading.Lock(), threading.Lock()
 
-    def has(self, name: str, probe: Callable[[], bool]) -> bool:
-        """Whether this one is; `probe` finds out, which may take seconds."""
+    def has(self, name: str, probe: Callable[[], bool], deadline: Deadline) -> bool:
+        """Whether this one is; `probe` finds out, which may take seconds. Raises `PeerLost` past
+        the deadline, if somebody else is finding out."""
         found = self._found.get(name)
         if found is None:
-            with self._lock:
+            if not self._finding_out.acquire(timeout=deadline.left()):
+                raise PeerLost(f"{name} was being tried until the deadline", reason="deadline")
+            try:
                 found = self._found.get(name)
                 if found is None:
-                    found = self._found[name] = probe()
+                    found = probe()
                     self._again_at[name] = time.monotonic() + _AGAIN_S
+                    self._found[name] = found
+            finally:
+                self._finding_out.release()
         elif not found and self._is_time(name):
             look = threading.Thread(
                 target=self._look, args=(name, probe), name="disagg-probe", daemon=True
@@ -68,8 +74,7 @@ class Common:
 
     def forget(self) -> None:
         """Find out anew."""
-        with self._lock:
-            self._found.clear()
+        self._found.clear()
 
     def _is_time(self, name: str) -> bool:
         with self._lock:

@@ -62,31 +62,29 @@ def fetched(
     garbage, and the lease is released or will run out.
     """
     endpoint = wanted.endpoint
-    try:
-        with peers.connection(endpoint, job.deadline) as connection:
+    with contextlib.ExitStack() as until_told:
+        try:
+            connection = until_told.enter_context(peers.connection(endpoint, job.deadline))
             problem = _misfit(wanted, connection.welcome.layers)
             if problem is not None:
                 _release(connection, wanted.lease, ABORTED, job.deadline)
                 raise PeerRefused(problem)
-            moved = _unasked(connection, wanted, job, receivers)
-            asked = moved is None
-            if moved is None:
+            moved = _unasked(connection, wanted, job, receivers, until_told)
+            if moved is not None:
+                until_told.callback(_tell, peers, connection, wanted)
+            else:
                 moved = _fetch(connection, wanted, job, receivers)
-    except PeerLost:
-        peers.forget(endpoint)
-        raise
-    try:
+        except PeerLost:
+            peers.forget(endpoint)
+            raise
         yield moved
-    finally:
-        if not asked:
-            _tell(peers, wanted)
 
 
-def _tell(peers: Peers, wanted: Wanted) -> None:
+def _tell(peers: Peers, connection: Connection, wanted: Wanted) -> None:
     """What was fetched without a word."""
     deadline = Deadline.after(_TELL_S)
     try:
-        release(peers, wanted.endpoint, wanted.lease, FETCHED, deadline, wanted.readers)
+        _release(connection, wanted.lease, FETCHED, deadline, wanted.readers)
     except TransferError as error:
         peers.forget(wanted.endpoint)
         logger.warning("lease %d was fetched, and has to run out: %s", wanted.lease, error)
@@ -167,7 +165,9 @@ def _fetch(
     began, lease = time.monotonic(), wanted.lease
     requests: list[p.Request] = [p.Acquire(connection.endpoint.generation, lease)]
     # The first of them nearly always works: asked with the lease it saves a round trip.
-    first = list(itertools.islice((one for one in receivers if _is_usable(connection, one)), 1))
+    first = list(
+        itertools.islice((one for one in receivers if _is_usable(connection, one, job)), 1)
+    )
     requests += [_request(receiver, wanted.part, job) for receiver in first]
 
     def meanwhile() -> None:
@@ -180,7 +180,7 @@ def _fetch(
     failed: list[str] = []
     last: TransferError | None = None
     for receiver in receivers:
-        if not _is_usable(connection, receiver):
+        if not _is_usable(connection, receiver, job):
             continue
         try:
             answer = asked.pop() if asked else None
@@ -210,35 +210,42 @@ def _fetch(
 
 
 def _unasked(
-    connection: Connection, wanted: Wanted, job: FetchJob, receivers: Sequence[Receiver]
+    connection: Connection,
+    wanted: Wanted,
+    job: FetchJob,
+    receivers: Sequence[Receiver],
+    until_told: contextlib.ExitStack,
 ) -> Moved | None:
-    """Fetch without a word from the producer, by the first transport, if that can. None: it is to
-    be asked, and says what is the matter, if anything is."""
+    """Fetch without a word from the producer, by the first transport, if that can; the lease is in
+    use until it is told. None: it is to be asked, and says what is the matter, if anything is."""
     began = time.monotonic()
-    receiver = next((one for one in receivers if _is_usable(connection, one)), None)
+    receiver = next((one for one in receivers if _is_usable(connection, one, job)), None)
     known = connection.welcome.generation == connection.endpoint.generation
     if not known or not isinstance(receiver, OneSidedReceiver):
         return None
     offer = connection.welcome.offers[receiver.name]
     try:
-        posted = receiver.look_up(offer, wanted.lease, job)
-        if posted is None:
-            return None
-        num_bytes = receiver.read(offer, posted, wanted.part, job)
-        if num_bytes is None or not receiver.still_there(offer, posted):
-            return None
+        with contextlib.ExitStack() as in_use:
+            reading = receiver.reading(offer, connection.welcome.slot, wanted.lease)
+            posted = in_use.enter_context(reading)
+            if posted is None:
+                return None
+            num_bytes = receiver.read(offer, posted, wanted.part, job)
+            if num_bytes is None or not receiver.still_there(offer, posted):
+                return None
+            until_told.push(in_use.pop_all())
     except TransferError as error:
         logger.info("lease %d: %s; asking its producer", wanted.lease, error)
         return None
     return Moved(receiver.name, num_bytes, time.monotonic() - began)
 
 
-def _is_usable(connection: Connection, receiver: Receiver) -> bool:
+def _is_usable(connection: Connection, receiver: Receiver, job: FetchJob) -> bool:
     """Not asked before it matters: to find out may cost time and memory."""
     offer = connection.welcome.offers.get(receiver.name)
     if offer is None:
         return False
-    return connection.common.has(receiver.name, lambda: receiver.usable(offer))
+    return connection.common.has(receiver.name, lambda: receiver.usable(offer), job.deadline)
 
 
 def _request(receiver: Receiver, part: p.Part, job: FetchJob) -> p.Fetch:

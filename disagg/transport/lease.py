@@ -5,7 +5,8 @@ by its consumer, or past its deadline while nobody uses it. Blocks are handed ba
 through `take_ended`, and never while a connection uses the lease. Ids ascend within one life of
 the worker, so that an id not yet heard of can be told from one that is gone.
 
-All that may be taken into use are on a board, too, which says nothing of who reads them there.
+All that may be taken into use are on a board, too, where they are read without a word; who does so
+leaves a sign there meanwhile, and counts as one that uses the lease.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Lease:
     users: int = 0
     fetched: int = 0
     outcome: str | None = None
+    kept_until: float | None = None  # it is over, and is read still
 
 
 class EndedLease(NamedTuple):
@@ -47,9 +49,11 @@ class EndedLease(NamedTuple):
 
 
 class LeaseTable:
-    """All leases of one worker rank. Safe for use from any thread."""
+    """All leases of one worker rank. Safe for use from any thread. `read_limit_s`: how long one
+    that is over is kept for who reads it without a word."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_limit_s: float) -> None:
+        self._read_limit_s = read_limit_s
         self.board = Board()
         self._leases: dict[int, Lease] = {}
         self._highest = -1
@@ -71,7 +75,7 @@ class LeaseTable:
             # workers, by about one engine step, which may be a long one.
             self._changed.wait_for(lambda: self._highest >= lease, timeout=deadline.left())
             held = self._leases.get(lease)
-            if held is None or held.outcome or self._expired(held):
+            if held is None or held.outcome or self._is_over(held):
                 raise LeaseGone(f"lease {lease} was released, has expired or never was")
             held.users += 1
             return held
@@ -86,7 +90,14 @@ class LeaseTable:
             held = self._leases[lease]
             held.users -= 1
             if left:
-                held.deadline = min(held.deadline, time.monotonic() + _AFTER_LOSS_S)
+                self._lost(held)
+
+    def lost_reader(self, lease: int) -> None:
+        """As `done_using` of one that left, of who read without a word."""
+        with self._changed:
+            held = self._leases.get(lease)
+            if held is not None:
+                self._lost(held)
 
     def release(self, lease: int, outcome: str, readers: int = 1) -> None:
         """End a lease; unknown and ended ones are left alone. Blocks in use stay until unused.
@@ -113,18 +124,21 @@ class LeaseTable:
         with self._changed:
             for lease in leases:
                 held = self._leases.get(lease)
-                if held is not None and not held.outcome and not self._expired(held):
-                    held.deadline = time.monotonic() + held.seconds
+                if held is not None and not held.outcome and not self._is_over(held):
+                    held.deadline, held.kept_until = time.monotonic() + held.seconds, None
 
     def take_ended(self) -> list[EndedLease]:
         """Forget and return the leases that ended and are in no use."""
         with self._changed:
             ended = []
             for held in list(self._leases.values()):
-                if held.users == 0 and (held.outcome or self._expired(held)):
-                    self.board.take_off(held.id)
-                    ended.append(EndedLease(held.request_id, held.outcome or "expired"))
-                    del self._leases[held.id]
+                if not self._is_over(held):
+                    continue
+                self.board.take_off(held.id)
+                if not self._is_over(held):
+                    continue  # somebody had just looked it up
+                ended.append(EndedLease(held.request_id, held.outcome or "expired"))
+                del self._leases[held.id]
             return ended
 
     def held(self) -> int:
@@ -146,5 +160,16 @@ class LeaseTable:
         self.board.take_off(held.id)
 
     @staticmethod
-    def _expired(held: Lease) -> bool:
-        return held.users == 0 and time.monotonic() > held.deadline
+    def _lost(held: Lease) -> None:
+        held.deadline = min(held.deadline, time.monotonic() + _AFTER_LOSS_S)
+
+    def _is_over(self, held: Lease) -> bool:
+        """Whether it ended, or ran out, and nobody uses it."""
+        now = time.monotonic()
+        if held.users or (held.outcome is None and now <= held.deadline):
+            return False
+        if not self.board.is_read(held.id):
+            return True
+        if held.kept_until is None:
+            held.kept_until = now + self._read_limit_s
+        return now > held.kept_until

@@ -6,12 +6,11 @@ regions lie; an answer only names the selection, and the consumer works out both
 with the same code. It never reads outside of the regions on offer.
 
 The lease itself is read as well, from the producer's board (board.py), before and after: then
-nothing is asked, and a producer that computes, or is stopped, is not waited for. More than takes a
-few milliseconds is asked for, so that the lease cannot run out meanwhile; and so is what is not on
-the board. In that case nothing here proves that the process read was still the producer, or the
-blocks still its lease's: pids are used again, leases run out. That needs no proof. `Release` is
-answered on the connection that the producer itself opened, and only while it lives and keeps the
-lease; until then nothing that was read is believed (see base.py).
+nothing is asked, and a producer that computes, or is stopped, is not waited for. What is not on
+the board is asked for. In that case nothing here proves that the process read was still the
+producer, or the blocks still its lease's: pids are used again, leases run out. That needs no proof.
+`Release` is answered on the connection that the producer itself opened, and only while it lives and
+keeps the lease; until then nothing that was read is believed (see base.py).
 
 Who may read is the kernel's decision: the same user, and what Yama says. Where its
 ptrace_scope is 1, a process may be read by its ancestors and by one other that it names. We
@@ -24,23 +23,26 @@ there, and another transport is taken.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import itertools
 import logging
 import os
 import secrets
 import threading
+from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from disagg.errors import DataCorrupt
+from disagg.errors import DataCorrupt, TransferError
 from disagg.transport import board, named
 from disagg.transport.base import Deadline, FetchJob, OneSidedReceiver
 from disagg.transport.beside import Helpers, cores
 from disagg.transport.blocks import BlockCache, Ints, Selection
+from disagg.transport.hazards import RemoteHazards
 from disagg.transport.process_vm import Pieces, is_supported, libc_function, peek, read_span
 from disagg.transport.protocol import Part
 
@@ -50,7 +52,6 @@ NAME = "process_memory"
 # One core does not fill the memory's bandwidth, and more than a few take it from the model.
 _MOST_LANES = 4
 _LANE_BYTES = 8 << 20
-_MOST_UNASKED = 64 << 20
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -59,12 +60,13 @@ _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 class _Offer(named.Origin, frozen=True):
     """Which process, and where its cache lies. `regions`: int64 [regions, 8], each its address,
     shape [B, H, N, C] and strides of B, H and N. `token` lies at `token_at`. `board`: the address
-    of its leases' board, 0 if there is none."""
+    of its leases' board, 0 if there is none; `hazards`: its file of their slots."""
 
     token_at: int
     regions: bytes
     board: int = 0
     board_token: bytes = b""
+    hazards: int = -1
 
 
 class ProcessMemorySender:
@@ -83,13 +85,15 @@ class ProcessMemorySender:
         if not self._cache.on_host or not is_supported():
             return b""
         rows = np.column_stack([_addresses(self._cache), named.geometry(self._cache)])
+        posted = self._board if self._board and self._board.hazards else None
         return msgspec.msgpack.encode(
             _Offer.here(
                 token=self._token,
                 token_at=self._probe.ctypes.data,
                 regions=rows.tobytes(),
-                board=self._board.address if self._board else 0,
-                board_token=self._board.token if self._board else b"",
+                board=posted.address if posted else 0,
+                board_token=posted.token if posted else b"",
+                hazards=posted.hazards.fd if posted and posted.hazards else -1,
             )
         )
 
@@ -123,6 +127,7 @@ class _Remote:
     def __init__(self, offer: _Offer) -> None:
         self.pid, self.is_alive = offer.pid, offer.is_alive
         self.board, self.board_token = offer.board, offer.board_token
+        self.hazards = _hazards(offer)
         rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 8)
         self.addresses = rows[:, 0]
         self.cache = named.unbacked(rows[:, 1:])
@@ -130,6 +135,16 @@ class _Remote:
     def peek(self, at: int, length: int) -> bytes:
         """Of its memory."""
         return peek(self.pid, at, length)
+
+
+def _hazards(offer: _Offer) -> RemoteHazards | None:
+    if not offer.board:
+        return None
+    try:
+        return RemoteHazards(offer.pid, offer.hazards, offer.board_token)
+    except TransferError as error:
+        logger.info("%s: its leases are asked for: %s", NAME, error)
+        return None
 
 
 def _addresses(cache: BlockCache) -> Ints:
@@ -174,13 +189,14 @@ class ProcessMemoryReceiver(OneSidedReceiver):
         remote, theirs = named.decode(answer, self._remotes, self._cache, job.blocks)
         return self._copy(remote, theirs, job, self._prepared.take(job) or self._near(job))
 
-    def look_up(self, offer: bytes, lease: int, job: FetchJob) -> board.Posted | None:
+    @contextlib.contextmanager
+    def reading(self, offer: bytes, slot: int, lease: int) -> Iterator[board.Posted | None]:
         remote = self._offered.get(offer)
-        if remote is None or not remote.board:
-            return None
-        if self._cache.num_bytes(job.blocks) > _MOST_UNASKED:
-            return None
-        return board.look_up(remote.peek, remote.board, remote.board_token, lease)
+        if remote is None or remote.hazards is None or not remote.hazards.have(slot, lease):
+            yield None
+            return
+        with remote.hazards.naming(slot, lease):
+            yield board.look_up(remote.peek, remote.board, remote.board_token, lease)
 
     def read(self, offer: bytes, posted: board.Posted, part: Part, job: FetchJob) -> int | None:
         remote = self._offered.get(offer)

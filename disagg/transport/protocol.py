@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-VERSION = 4
+VERSION = 5
 
 # One frame; the largest is a Hello with its fingerprint. Block ids never travel: a fetch names
 # positions in the lease, and the producer looks up its own ids.
@@ -77,12 +77,14 @@ Request = Hello | Acquire | Fetch | Release | Renew
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Hello fits. `offers`: transport name -> what its receiver must know. `layers`: what each
-    region of the producer's cache holds, in order; the consumer compares those that it reads."""
+    region of the producer's cache holds, in order; the consumer compares those that it reads.
+    `slot`: where this connection says which lease it reads, see hazards.py."""
 
     engine: str
     generation: str
     offers: dict[str, bytes]
     layers: tuple[str, ...]
+    slot: int = -1
 
 
 class Acquired(msgspec.Struct, frozen=True, tag="acquired"):

@@ -18,6 +18,7 @@ from disagg.transport import protocol as p
 from disagg.transport.base import Deadline, Sender
 from disagg.transport.blocks import BlockCache, BlocksGoneError
 from disagg.transport.channel import Channel, tune
+from disagg.transport.hazards import NO_SLOT
 from disagg.transport.lease import Lease, LeaseTable
 from disagg.transport.listener import Listener
 
@@ -78,6 +79,7 @@ class _Session:
         self._may_fetch = False
         self._consumer = ""
         self._lease: Lease | None = None
+        self._slot = NO_SLOT
         self._staged: list[tuple[Sender, bytes]] = []
 
     def run(self) -> None:
@@ -98,6 +100,7 @@ class _Session:
                     self._lease.request_id,
                 )
             self._give_back(left=True)
+            self._give_back_slot()
 
     def _next(self, wait: Deadline | None) -> bytes:
         request = p.decode_request(self._channel.receive(wait))
@@ -114,7 +117,9 @@ class _Session:
         elif hello.fingerprint:
             problem = p.misfit(self._server._fingerprint, hello.fingerprint)
             self._may_fetch = problem is None
-        answer: p.Answer = self._server._welcome
+        if self._may_fetch:
+            self._slot = self._server._leases.board.take_slot()
+        answer: p.Answer = msgspec.structs.replace(self._server._welcome, slot=self._slot)
         if problem is not None:
             logger.warning("engine %s refused at hello: %s", hello.engine, problem)
             answer = p.Failed("refused", problem)
@@ -178,6 +183,12 @@ class _Session:
         if self._lease is not None and self._lease.id == request.lease:
             self._give_back()
         return p.Done()
+
+    def _give_back_slot(self) -> None:
+        reading = self._server._leases.board.give_back(self._slot)
+        if reading is not None:
+            logger.warning("consumer %s left as it read lease %d", self._consumer, reading)
+            self._server._leases.lost_reader(reading)
 
     def _give_back(self, *, left: bool = False) -> None:
         staged, self._staged = self._staged, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections import Counter
@@ -16,10 +17,11 @@ from transport.pairs import Pair
 from transport.worker import Order, Remote, Setup, Worker, wait_until
 
 from disagg.errors import LeaseGone, PeerLost, TransferError
-from disagg.transport import process_memory, process_vm
+from disagg.transport import board, hazards, process_vm
 from disagg.transport import protocol as p
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.client import Endpoint
+from disagg.transport.hazards import RemoteHazards
 from disagg.transport.process_memory import ProcessMemoryReceiver
 
 ROWS = 1024
@@ -54,33 +56,41 @@ def numbers(pid: int, board: int) -> list[int]:
     return [int(number) - 1 for number in found[found > 0]]
 
 
+@pytest.mark.parametrize("says_so", [True, False])
 @pytest.mark.parametrize("pair", [LARGE], indirect=True)
-def test_what_is_believed_was_kept_all_the_while(pair: Pair, tmp_path: Path) -> None:
-    """Blocks that are given to others while they are read, again and again."""
+def test_blocks_that_are_given_to_others_while_they_are_read(
+    pair: Pair, tmp_path: Path, says_so: bool
+) -> None:
+    """Again and again. Who says that it reads them reads no others, whatever became of the lease;
+    and who does not, or is not waited for any more, sees that it is gone."""
     receiver, blocks = pair.consumer.receiver, list(range(0, 64, 2))
     assert isinstance(receiver, ProcessMemoryReceiver)
-    offer = offer_of(pair)
-    remote = receiver._offered[offer]
     job = FetchJob(pair.consumer.cache.whole(blocks), Deadline.after(30))
     part, seen = p.Part(64, ((0, len(blocks)),)), Counter[str]()
-    pair.producer.start("churn", 40.0, blocks, stop := tmp_path / "stop")
-    began = time.monotonic()
-    while (passed_s := time.monotonic() - began) < 3 or (passed_s < 30 and len(seen) < 3):
-        for lease in numbers(remote.pid, remote.board):
-            posted = receiver.look_up(offer, lease, job)
-            if posted is None:
-                seen["gone before"] += 1
-                continue
-            receiver.read(offer, posted, part, job)
-            if not receiver.still_there(offer, posted):
-                seen["gone meanwhile"] += 1
-                continue
-            seen["believed"] += 1
-            expected = lease % caches.SCRIBBLE
-            for region in pair.consumer.cache.regions:
-                assert bool((region.memory[blocks] == expected).all())
-    stop.touch()
-    pair.producer.result()
+    with pair.consumer.peers.connection(pair.producer.endpoint, Deadline.after(50)) as connection:
+        offer, slot = connection.welcome.offers["process_memory"], connection.welcome.slot
+        assert receiver.usable(offer)
+        remote = receiver._offered[offer]
+        assert remote.hazards is not None
+        pair.producer.start("churn", 40.0, blocks, stop := tmp_path / "stop")
+        began = time.monotonic()
+        while (passed_s := time.monotonic() - began) < 3 or (passed_s < 30 and len(seen) < 3):
+            for lease in numbers(remote.pid, remote.board):
+                said = remote.hazards.naming(slot, lease) if says_so else contextlib.nullcontext()
+                with said:
+                    posted = board.look_up(remote.peek, remote.board, remote.board_token, lease)
+                    if posted is None:
+                        seen["gone before"] += 1
+                        continue
+                    receiver.read(offer, posted, part, job)
+                    is_there = receiver.still_there(offer, posted)
+                seen["believed" if is_there else "gone meanwhile"] += 1
+                if is_there or says_so:
+                    expected = lease % caches.SCRIBBLE
+                    for region in pair.consumer.cache.regions:
+                        assert bool((region.memory[blocks] == expected).all())
+        stop.touch()
+        pair.producer.result()
     assert seen.keys() >= {"believed", "gone meanwhile"}, seen
 
 
@@ -93,6 +103,16 @@ def test_the_producer_hears_of_it(pair: Pair) -> None:
             assert pair.producer.call("outcome", lease) is None
         assert wait_until(lambda lease=lease: pair.producer.call("outcome", lease) == "fetched", 2)
     assert pair.producer.call("connections") == 1
+
+
+def test_the_lease_is_in_use_until_it_hears(pair: Pair) -> None:
+    offer_of(pair)
+    pair.producer.call("grant", 0, [4], 0.1)
+    with pair.fetched(0, [2]):
+        time.sleep(0.3)
+        assert pair.producer.call("outcome", 0) is None
+        assert pair.producer.call("held") == 1
+    assert wait_until(lambda: pair.producer.call("outcome", 0) == "fetched", 2)
 
 
 def test_a_producer_that_stays_stopped(pair: Pair) -> None:
@@ -141,16 +161,20 @@ def test_a_part_that_the_lease_does_not_have(pair: Pair) -> None:
     assert pair.nothing_held()
 
 
-def test_much_is_asked_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the lease cannot run out meanwhile."""
-    few = pair.consumer.cache.block_bytes * 2
-    monkeypatch.setattr(process_memory, "_MOST_UNASKED", few)
-    offer, receiver = offer_of(pair), pair.consumer.receiver
-    assert isinstance(receiver, ProcessMemoryReceiver)
+@pytest.mark.parametrize("why", ["all taken", "cannot be mapped"])
+def test_without_slots_it_is_asked_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "all taken":
+        monkeypatch.setattr(RemoteHazards, "have", lambda *_: False)
+    else:
+        monkeypatch.setattr(hazards, "_BYTES", 1 << 30)
+    offer_of(pair)
     pair.producer.call("grant", 0, [1, 2, 3])
-    for count in (2, 3):
-        job = FetchJob(pair.consumer.cache.whole(range(count)), Deadline.after(5))
-        assert (receiver.look_up(offer, 0, job) is None) == (count == 3)
+    pair.producer.signal(signal.SIGSTOP)
+    with pytest.raises(PeerLost):
+        pair.fetch(0, [7, 8, 9], seconds=0.3)
+    pair.producer.signal(signal.SIGCONT)
     pair.fetch(0, [7, 8, 9])
     assert pair.is_right([1, 2, 3], [7, 8, 9])
     assert pair.nothing_held()

@@ -104,7 +104,7 @@ class Worker:
         self.cache, self.staging = _cache(setup)
         self.layers = tuple(region.name for region in self.cache.regions)
         storage = Storage(setup.folder, 4 << 30)
-        self.leases = LeaseTable()
+        self.leases = LeaseTable(setup.use_limit_s)
         board = None if setup.device == "asked" else self.leases.board
         means = Means("127.0.0.1", SECRET, storage, self.staging, board)
         names = (setup.transport, *setup.also)
@@ -170,8 +170,9 @@ class Worker:
             while time.monotonic() < until:
                 pass
             self.leases.release(lease, "fetched")
-            with self._lock:
-                self.leases.take_ended()
+            while self.leases.held():
+                with self._lock:
+                    self.leases.take_ended()
             caches.fill(self.cache, block_ids, caches.SCRIBBLE)
             lease += 1
         return lease
@@ -255,8 +256,10 @@ class _InterruptedReading(_Interrupted, OneSidedReceiver):
         super().__init__(inner, before, after)
         self._reading: OneSidedReceiver = inner
 
-    def look_up(self, offer: bytes, lease: int, job: FetchJob) -> Posted | None:
-        return self._reading.look_up(offer, lease, job)
+    def reading(
+        self, offer: bytes, slot: int, lease: int
+    ) -> contextlib.AbstractContextManager[Posted | None]:
+        return self._reading.reading(offer, slot, lease)
 
     def read(self, offer: bytes, posted: Posted, part: p.Part, job: FetchJob) -> int | None:
         if self._before:

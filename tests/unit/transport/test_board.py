@@ -116,7 +116,7 @@ def test_another_boards_rows() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_only_what_may_be_taken_into_use_is_posted(seed: int) -> None:
     """Whatever happens to leases, in any order; and none that was given back ever is."""
-    table, generator = LeaseTable(), random.Random(seed)
+    table, generator = LeaseTable(20), random.Random(seed)
     given: dict[int, list[int]] = {}
     ended: set[int] = set()
     in_use: list[int] = []

@@ -91,7 +91,7 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    source, target, leases = cache(random_bytes), cache(poison), LeaseTable()
+    source, target, leases = cache(random_bytes), cache(poison), LeaseTable(20)
     storage = Storage(tmp_path / "storage", 1 << 20)
     sender = SharedStorageSender(source, storage)
     server = ControlServer(

@@ -14,7 +14,7 @@ from disagg.transport.lease import LeaseTable
 
 
 def test_released_in_use_ends_when_unused() -> None:
-    table = LeaseTable()
+    table = LeaseTable(20)
     table.grant(0, "r", [1, 2], 30)
     table.acquire(0, Deadline.after(1))
     table.release(0, "aborted")
@@ -27,7 +27,7 @@ def test_released_in_use_ends_when_unused() -> None:
 
 
 def test_renewed_lease_lives_on() -> None:
-    table = LeaseTable()
+    table = LeaseTable(20)
     table.grant(0, "r", [1], 0.2)
     for _ in range(4):
         time.sleep(0.1)
@@ -39,7 +39,7 @@ def test_renewed_lease_lives_on() -> None:
 
 
 def test_unknown_is_told_from_gone_without_waiting() -> None:
-    table = LeaseTable()
+    table = LeaseTable(20)
     table.grant(5, "r", [1], 30)
     began = time.monotonic()
     with pytest.raises(LeaseGone):
@@ -48,7 +48,7 @@ def test_unknown_is_told_from_gone_without_waiting() -> None:
 
 
 def test_each_lease_ends_once_under_contention() -> None:
-    table, ended = LeaseTable(), []
+    table, ended = LeaseTable(20), []
     generator = random.Random(3)
 
     def consumer(numbers: list[int]) -> None:
