@@ -18,7 +18,9 @@ Order of one handoff, seen from the transport:
 
 A one-sided read may overlap a free, if the consumer was silent for so long that the producer
 gave the lease up. So what `receive` returned is believed only once `Release` was answered on
-the same connection: the producer answers it only while the lease is still in use.
+the same connection: the producer answers it only while the lease is still in use. What a sender
+moved it read while the lease was in use (see 5), so all of it is right whatever comes after: the
+producer is told when the blocks were put to use.
 
 A `OneSidedReceiver` does without the producer's word where it can: within `reading` the producer
 sees that its lease is in use (hazards.py), as it is posted in its memory (board.py); `read` fills
@@ -101,9 +103,10 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """The consumer's end."""
+    """The consumer's end. `one_sided`: it reads the producer's memory by itself."""
 
     name: str
+    one_sided: bool
 
     def usable(self, offer: bytes) -> bool:
         """Whether this worker can fetch from the producer that made the offer."""

@@ -124,7 +124,7 @@ def _write(staging: Staging, address: int, content: bytes) -> None:
 class CudaIpcReceiver:
     """Reads into the cache: one kernel, no staging."""
 
-    name = NAME
+    name, one_sided = NAME, True
 
     def __init__(self, cache: BlockCache, staging: Staging | None) -> None:
         self._cache, self._staging = cache, staging

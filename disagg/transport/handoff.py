@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -65,29 +66,16 @@ def fetched(
     with contextlib.ExitStack() as until_told:
         try:
             connection = until_told.enter_context(peers.connection(endpoint, job.deadline))
+            one = _OneFetch(peers, connection, wanted, job, receivers, until_told)
             problem = _misfit(wanted, connection.welcome.layers)
             if problem is not None:
-                _release(connection, wanted.lease, ABORTED, job.deadline)
+                one.release(ABORTED)
                 raise PeerRefused(problem)
-            moved = _unasked(connection, wanted, job, receivers, until_told)
-            if moved is not None:
-                until_told.callback(_tell, peers, connection, wanted)
-            else:
-                moved = _fetch(connection, wanted, job, receivers)
+            moved = one.unasked() or one.asked()
         except PeerLost:
             peers.forget(endpoint)
             raise
         yield moved
-
-
-def _tell(peers: Peers, connection: Connection, wanted: Wanted) -> None:
-    """What was fetched without a word."""
-    deadline = Deadline.after(_TELL_S)
-    try:
-        _release(connection, wanted.lease, FETCHED, deadline, wanted.readers)
-    except TransferError as error:
-        peers.forget(wanted.endpoint)
-        logger.warning("lease %d was fetched, and has to run out: %s", wanted.lease, error)
 
 
 def _misfit(wanted: Wanted, theirs: Sequence[str]) -> str | None:
@@ -159,112 +147,124 @@ def renew(peers: Peers, endpoint: Endpoint, leases: list[int], deadline: Deadlin
         connection.ask(request, p.Done, deadline)
 
 
-def _fetch(
-    connection: Connection, wanted: Wanted, job: FetchJob, receivers: Sequence[Receiver]
-) -> Moved:
-    began, lease = time.monotonic(), wanted.lease
-    requests: list[p.Request] = [p.Acquire(connection.endpoint.generation, lease)]
-    # The first of them nearly always works: asked with the lease it saves a round trip.
-    first = list(
-        itertools.islice((one for one in receivers if _is_usable(connection, one, job)), 1)
-    )
-    requests += [_request(receiver, wanted.part, job) for receiver in first]
+@dataclass(frozen=True)
+class _OneFetch:
+    """`until_told`: what ends when the producer has heard of it."""
 
-    def meanwhile() -> None:
-        for receiver in first:
-            receiver.prepare(job)
+    peers: Peers
+    connection: Connection
+    wanted: Wanted
+    job: FetchJob
+    receivers: Sequence[Receiver]
+    until_told: contextlib.ExitStack
 
-    acquired, *asked = connection.exchange(requests, job.deadline, meanwhile)
-    expect(p.Acquired, acquired, requests[0])
-    errors: list[str] = []
-    failed: list[str] = []
-    last: TransferError | None = None
-    for receiver in receivers:
-        if not _is_usable(connection, receiver, job):
-            continue
+    def unasked(self) -> Moved | None:
+        """Fetch without a word from the producer, by the first transport, if that can. None: it
+        is to be asked, and says what is the matter, if anything is."""
+        began, lease = time.monotonic(), self.wanted.lease
+        welcome = self.connection.welcome
+        receiver = next(self._usable(), None)
+        known = welcome.generation == self.connection.endpoint.generation
+        if not known or not isinstance(receiver, OneSidedReceiver):
+            return None
+        offer = welcome.offers[receiver.name]
         try:
-            answer = asked.pop() if asked else None
-            num_bytes = _over(connection, receiver, wanted.part, job, answer)
-        except PeerLost:
-            raise
+            with contextlib.ExitStack() as in_use:
+                posted = in_use.enter_context(receiver.reading(offer, welcome.slot, lease))
+                if posted is None:
+                    return None
+                num_bytes = receiver.read(offer, posted, self.wanted.part, self.job)
+                if num_bytes is None or not receiver.still_there(offer, posted):
+                    return None
+                self.until_told.push(in_use.pop_all())
         except TransferError as error:
-            failed.append(receiver.name)
-            errors.append(f"{receiver.name}: {error}")
-            last = error
-            continue
-        # Only its answer says that the lease was in use until now.
-        _release(connection, lease, FETCHED, job.deadline, wanted.readers)
-        seconds = time.monotonic() - began
-        return Moved(receiver.name, num_bytes, seconds, tuple(failed))
-    # The lease is of no more use to anybody; say so rather than let it run out.
-    _release(connection, lease, ABORTED, job.deadline)
-    if last is None:
-        connection.common.forget()  # a folder that was away may be back next time
-        offered = ", ".join(connection.welcome.offers) or "none"
+            logger.info("lease %d: %s; asking its producer", lease, error)
+            return None
+        self.until_told.callback(self._tell)
+        return Moved(receiver.name, num_bytes, time.monotonic() - began)
+
+    def asked(self) -> Moved:
+        """Take the lease into use, and fetch over the first transport that works."""
+        began = time.monotonic()
+        acquire = p.Acquire(self.connection.endpoint.generation, self.wanted.lease)
+        # The first of them nearly always works: asked with the lease it saves a round trip.
+        first = list(itertools.islice(self._usable(), 1))
+
+        def meanwhile() -> None:
+            for receiver in first:
+                receiver.prepare(self.job)
+
+        acquired, *answers = self.connection.exchange(
+            [acquire, *map(self._request, first)], self.job.deadline, meanwhile
+        )
+        expect(p.Acquired, acquired, acquire)
+        failed: dict[str, TransferError] = {}
+        for receiver in self._usable():
+            try:
+                num_bytes = self._over(receiver, answers.pop() if answers else None)
+            except PeerLost:
+                raise
+            except TransferError as error:
+                failed[receiver.name] = error
+                continue
+            if receiver.one_sided:
+                self.release(FETCHED)  # only its answer says that the lease was in use until now
+            else:
+                self.until_told.callback(self._tell)
+            return Moved(receiver.name, num_bytes, time.monotonic() - began, tuple(failed))
+        # The lease is of no more use to anybody; say so rather than let it run out.
+        self.release(ABORTED)
+        if failed:
+            *_, last = failed.values()
+            text = "; ".join(f"{name}: {error}" for name, error in failed.items())
+            raise TransferError(text, reason=last.reason) from last
+        self.connection.common.forget()  # a folder that was away may be back next time
+        offered = ", ".join(self.connection.welcome.offers) or "none"
         raise TransferError(
             f"no transport works between the two workers; the producer offers {offered}, "
-            f"the consumer tried {', '.join(receiver.name for receiver in receivers)}",
+            f"the consumer tried {', '.join(receiver.name for receiver in self.receivers)}",
             reason="no_transport",
         )
-    raise TransferError("; ".join(errors), reason=last.reason) from last
 
+    def release(self, outcome: str) -> None:
+        """End the lease, and wait for the answer."""
+        lease, readers = self.wanted.lease, self.wanted.readers
+        _release(self.connection, lease, outcome, self.job.deadline, readers)
 
-def _unasked(
-    connection: Connection,
-    wanted: Wanted,
-    job: FetchJob,
-    receivers: Sequence[Receiver],
-    until_told: contextlib.ExitStack,
-) -> Moved | None:
-    """Fetch without a word from the producer, by the first transport, if that can; the lease is in
-    use until it is told. None: it is to be asked, and says what is the matter, if anything is."""
-    began = time.monotonic()
-    receiver = next((one for one in receivers if _is_usable(connection, one, job)), None)
-    known = connection.welcome.generation == connection.endpoint.generation
-    if not known or not isinstance(receiver, OneSidedReceiver):
-        return None
-    offer = connection.welcome.offers[receiver.name]
-    try:
-        with contextlib.ExitStack() as in_use:
-            reading = receiver.reading(offer, connection.welcome.slot, wanted.lease)
-            posted = in_use.enter_context(reading)
-            if posted is None:
-                return None
-            num_bytes = receiver.read(offer, posted, wanted.part, job)
-            if num_bytes is None or not receiver.still_there(offer, posted):
-                return None
-            until_told.push(in_use.pop_all())
-    except TransferError as error:
-        logger.info("lease %d: %s; asking its producer", wanted.lease, error)
-        return None
-    return Moved(receiver.name, num_bytes, time.monotonic() - began)
+    def _usable(self) -> Iterator[Receiver]:
+        """Not asked before it matters: to find out may cost time and memory."""
+        for receiver in self.receivers:
+            offer = self.connection.welcome.offers.get(receiver.name)
+            if offer is not None and self.connection.common.has(
+                receiver.name, functools.partial(receiver.usable, offer), self.job.deadline
+            ):
+                yield receiver
 
+    def _request(self, receiver: Receiver) -> p.Fetch:
+        return p.Fetch(receiver.name, self.wanted.part, receiver.request(self.job))
 
-def _is_usable(connection: Connection, receiver: Receiver, job: FetchJob) -> bool:
-    """Not asked before it matters: to find out may cost time and memory."""
-    offer = connection.welcome.offers.get(receiver.name)
-    if offer is None:
-        return False
-    return connection.common.has(receiver.name, lambda: receiver.usable(offer), job.deadline)
+    def _over(self, receiver: Receiver, got: p.Answer | None) -> int:
+        """`got`: what the producer says to the request, if it was asked already."""
+        request = self._request(receiver)
+        if got is None:
+            (got,) = self.connection.exchange(
+                [request], self.job.deadline, lambda: receiver.prepare(self.job)
+            )
+        answer = expect(p.Fetched, got, request).answer
+        try:
+            return receiver.receive(self.job, answer)
+        except PeerLost as error:
+            # Whether the peer lives is for the control connection to say; another way may work.
+            raise TransferError(str(error), reason=error.reason) from error
 
-
-def _request(receiver: Receiver, part: p.Part, job: FetchJob) -> p.Fetch:
-    return p.Fetch(receiver.name, part, receiver.request(job))
-
-
-def _over(
-    connection: Connection, receiver: Receiver, part: p.Part, job: FetchJob, got: p.Answer | None
-) -> int:
-    """`got`: what the producer says to the request, if it was asked already."""
-    request = _request(receiver, part, job)
-    if got is None:
-        (got,) = connection.exchange([request], job.deadline, lambda: receiver.prepare(job))
-    answer = expect(p.Fetched, got, request).answer
-    try:
-        return receiver.receive(job, answer)
-    except PeerLost as error:
-        # Whether the peer lives is for the control connection to say; another way may work.
-        raise TransferError(str(error), reason=error.reason) from error
+    def _tell(self) -> None:
+        """That all is there."""
+        lease, readers = self.wanted.lease, self.wanted.readers
+        try:
+            _release(self.connection, lease, FETCHED, Deadline.after(_TELL_S), readers)
+        except TransferError as error:
+            self.peers.forget(self.wanted.endpoint)
+            logger.warning("lease %d was fetched, and has to run out: %s", lease, error)
 
 
 def _release(

@@ -197,7 +197,7 @@ class NcclSender:
 class NcclReceiver:
     """Joins producers when it first meets them, and fetches from each one after the other."""
 
-    name = NAME
+    name, one_sided = NAME, False
 
     def __init__(self, cache: BlockCache, staging: Staging | None, secret: bytes) -> None:
         self._cache, self._staging, self._secret = cache, staging, _secret(secret)

@@ -164,7 +164,7 @@ class _Prepared(threading.local):
 class ProcessMemoryReceiver(OneSidedReceiver):
     """Reads into the cache: one copy, no staging."""
 
-    name = NAME
+    name, one_sided = NAME, True
 
     def __init__(self, cache: BlockCache) -> None:
         self._cache = cache

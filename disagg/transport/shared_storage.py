@@ -166,7 +166,7 @@ class SharedStorageSender:
 class SharedStorageReceiver:
     """Reads files straight into the cache: one copy. `staging`: for a cache on a device."""
 
-    name = NAME
+    name, one_sided = NAME, False
 
     def __init__(self, cache: BlockCache, storage: Storage, staging: Staging | None = None) -> None:
         self._cache, self._folder, self._staging = cache, storage.folder, staging

@@ -180,7 +180,7 @@ class TcpReceiver:
     `staging`: for a cache on a device, which takes one stream for a fetch.
     """
 
-    name = NAME
+    name, one_sided = NAME, False
 
     def __init__(
         self,

@@ -29,6 +29,12 @@ class Pair:
         setup = self.producer.setup
         return setup.transport == "process_memory" and setup.device == "cpu"
 
+    def is_over(self, when: str) -> bool:
+        """Whether the producer did all of its part by then, so that nothing hangs on it."""
+        if self.producer.setup.transport == "shared_storage":
+            return True  # the file is there before the consumer looks
+        return when == "after" and not self.consumer.receiver.one_sided
+
     def order(self, lease: int, targets: Sequence[int], **more: object) -> Order:
         """Whole blocks from the lease's first on, into these blocks here."""
         unit = self.shape.tokens

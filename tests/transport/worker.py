@@ -226,7 +226,8 @@ class _Interrupted:
     """The receiver, with signals sent where the fetch is between two messages."""
 
     def __init__(self, inner: Receiver, before: Act | None, after: Act | None) -> None:
-        self.name, self._inner, self._before, self._after = inner.name, inner, before, after
+        self.name, self.one_sided = inner.name, inner.one_sided
+        self._inner, self._before, self._after = inner, before, after
 
     def usable(self, offer: bytes) -> bool:
         return self._inner.usable(offer)
