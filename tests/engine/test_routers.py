@@ -118,10 +118,15 @@ def test_300_requests_at_16_leave_nothing(fleet: Fleet, router: str, prompt: Pro
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda ids: ask(router, ids, max_tokens=8), prompts[:60]))
         before = memory()
-        answers = list(pool.map(lambda ids: ask(router, ids, max_tokens=8), prompts))
-    assert len(answers) == 300
-    assert eventually(lambda: nothing_held(fleet), LEASE_S + 10)
-    assert memory() - before < 100
+        # Any engine, also one without connector, has up to 250 MiB more for its first hundreds of
+        # batches, and gives them back at some time. What leaks only grows.
+        grown: list[float] = []
+        while not grown or (grown[-1] >= 100 and len(grown) < 6):
+            answers = list(pool.map(lambda ids: ask(router, ids, max_tokens=8), prompts))
+            assert len(answers) == 300
+            assert eventually(lambda: nothing_held(fleet), LEASE_S + 10)
+            grown.append(memory() - before)
+    assert grown[-1] < 100, grown
 
 
 def test_idle_connectors_cost_no_cpu(fleet: Fleet) -> None:
