@@ -39,7 +39,7 @@ class ConnectorSettings(BaseModel):
     )
     lease_s: float = Field(30.0, gt=0)
     load_deadline_s: float = Field(30.0, gt=0)
-    load_threads: int = Field(8, ge=1, le=256)
+    load_threads: int = Field(8, ge=1, le=256, description="Loads at once from one producer")
     strict: bool = False
 
     @property

@@ -1,20 +1,21 @@
 """The worker half of one rank: serves leases, runs loads, reports what ended.
 
 vLLM calls in from its model loop; nothing here may block it. Loads and letters run in threads
-of ours, each bounded by a deadline; their copies let go of the GIL.
+of ours, of each producer's by themselves, each bounded by a deadline; their copies let go of the
+GIL.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import platform
 import queue
 import secrets as random
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ import torch
 from vllm.utils.network_utils import get_ip
 
 from disagg.connector import geometry, states
+from disagg.connector.lanes import Lanes
 from disagg.connector.messages import (
     Grant,
     LeaseReport,
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LETTER_S = 5.0
+_LETTER_S, _LETTERS_AT_ONCE = 5.0, 2
 # A consumer gives up at its own deadline; past that and some slack its silence is a death.
 _USE_SLACK_S = 5.0
 
@@ -92,8 +94,8 @@ class WorkerHalf:
         self._cache: BlockCache | None = None
         self._layers: tuple[str, ...] = ()
         self._staging: Staging | None = None
-        self._loaders = ThreadPoolExecutor(settings.load_threads, "disagg-load")
-        self._postman = ThreadPoolExecutor(2, "disagg-letter")
+        self._loads = Lanes("disagg-load", settings.load_threads)
+        self._letters = Lanes("disagg-letter", _LETTERS_AT_ONCE)
 
     # ---- start and end ---------------------------------------------------------------------
 
@@ -179,8 +181,8 @@ class WorkerHalf:
             self._server.close()
         if self._peers is not None:
             self._peers.close()
-        self._loaders.shutdown(wait=False, cancel_futures=True)
-        self._postman.shutdown(wait=False, cancel_futures=True)
+        self._loads.close()
+        self._letters.close()
         for receiver in self._receivers:
             receiver.close()
         for sender in self._senders:
@@ -203,15 +205,17 @@ class WorkerHalf:
             if request_id in self._cancelled:
                 self._cancelled[request_id].set()
         for letter in work.releases:
-            self._postman.submit(self._post, letter, release=True)
+            post = functools.partial(self._post, letter, release=True)
+            self._letters.submit(_peer(letter), post)
         for letter in work.renewals:
-            self._postman.submit(self._post, letter, release=False)
+            post = functools.partial(self._post, letter, release=False)
+            self._letters.submit(_peer(letter), post)
 
     def _start_loads(self, loads: Sequence[Load]) -> None:
         after, deadline = self._fence(), Deadline.after(self._settings.load_deadline_s)
         for load in loads:
             self._cancelled[load.request_id] = threading.Event()
-            self._loaders.submit(self._load, load, deadline, after)
+            self._loads.submit(_peer(load), functools.partial(self._load, load, deadline, after))
 
     def _fence(self) -> Event | TransferError | None:
         """Behind all that the model's stream has: steps under way may still write to the blocks
@@ -387,6 +391,11 @@ class WorkerHalf:
             logger.info("lease %d ends by itself: %s", lease, error)
         except TransferError as error:
             logger.warning("lease %d not released: %s", lease, error)
+
+
+def _peer(of: Load | Letter) -> Hashable:
+    """Which producer it is about."""
+    return tuple(of.endpoints[:1])
 
 
 def _producers(load: Load) -> int:

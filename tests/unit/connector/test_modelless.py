@@ -213,6 +213,31 @@ def test_loads_do_not_wait_for_each_other(start: Start) -> None:
     assert sum(len(output.finished_recving or ()) for output in consumer.seen) == 3
 
 
+def test_a_producer_that_hangs_holds_up_no_other(start: Start) -> None:
+    """It is connected, and does not answer; more is wanted from it than loads run at once."""
+    more = {"transports": ["tcp"]}
+    hung, well = start("kv_producer", **more), start("kv_producer", **more)
+    consumer = start("kv_consumer", load_threads=2, **more)
+    prompts = [prompt_of(100, seed=n) for n in range(5)]
+    firsts = [(hung, hung.add(prompt, 1, PREFILL)) for prompt in prompts[:4]]
+    firsts.append((well, well.add(prompts[4], 1, PREFILL)))
+    run([hung, well], lambda: held(hung) == 4 and held(well) == 1)
+    asked = [
+        (prompt, producer.params[first])
+        for prompt, (producer, first) in zip(prompts, firsts, strict=True)
+    ]
+    with hung.lifecycle.connector.worker._leases._changed:
+        stuck = [consumer.add(prompt, 2, params) for prompt, params in asked[:4]]
+        run([consumer], lambda: len(consumer.lifecycle.connector.worker._cancelled) == 4)
+        other = consumer.add(prompts[4], 2, asked[4][1])
+        run([well, consumer], lambda: other in consumer.finished)
+        assert not set(stuck) & set(consumer.finished)
+    run([hung, well, consumer], lambda: set(stuck) <= set(consumer.finished))
+    run([hung, well, consumer], lambda: at_rest(hung, well, consumer))
+    assert [consumer.answers[name] for name in (*stuck, other)] == [answer(p, 2) for p in prompts]
+    assert not any(output.failed_recving for output in consumer.seen)
+
+
 def test_a_lease_that_ran_out(start: Start) -> None:
     producer = start("kv_producer", lease_s=0.1)
     consumer = start("kv_consumer")
