@@ -16,6 +16,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -43,13 +44,14 @@ class Hazards:
         memory = mmap.mmap(self.fd, _BYTES)
         memory[:_TOKEN_BYTES] = token
         self._slots = _slots(memory)
-        self._free = list(range(_SLOTS))[::-1]
+        # The one free for longest first: who lost its connection may not know it yet.
+        self._free = deque(range(_SLOTS))
         self._lock = threading.Lock()
 
     def take(self) -> int:
         """A slot for a connection; `NO_SLOT` if all are taken."""
         with self._lock:
-            return self._free.pop() if self._free else NO_SLOT
+            return self._free.popleft() if self._free else NO_SLOT
 
     def give_back(self, slot: int) -> int | None:
         """The counterpart of `take`. The lease that the slot still names: its reader is gone."""
@@ -104,7 +106,8 @@ class RemoteHazards:
         try:
             yield
         finally:
-            self._slots[slot] = 0
+            if self._slots[slot] == lease + 1:  # else it is another connection's by now
+                self._slots[slot] = 0
 
 
 def _slots(memory: mmap.mmap) -> npt.NDArray[np.int64]:

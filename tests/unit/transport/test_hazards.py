@@ -68,6 +68,21 @@ def test_as_many_as_there_are() -> None:
     assert hazards.take() == 77
 
 
+def test_who_lost_its_connection_takes_no_sign_away() -> None:
+    """Its slot is another one's by now, and it does not know yet."""
+    hazards = Hazards(TOKEN)
+    slot = hazards.take()
+    late, other = remote(hazards), remote(hazards)
+    with contextlib.ExitStack() as reading:
+        reading.enter_context(late.naming(slot, 5))
+        hazards.give_back(slot)
+        assert [hazards.take() for _ in range(1024)][-1] == slot, "the last to be used again"
+        with other.naming(slot, 6):
+            reading.close()
+            assert hazards.name(6)
+    assert not hazards.name(6)
+
+
 @pytest.mark.parametrize(("slot", "lease"), [(-1, 0), (1024, 0), (0, -1), (0, 1 << 62)])
 def test_what_has_no_room(slot: int, lease: int) -> None:
     ours = remote(Hazards(TOKEN))
