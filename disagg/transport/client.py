@@ -56,7 +56,9 @@ class Common:
         found = self._found.get(name)
         if found is None:
             if not self._finding_out.acquire(timeout=deadline.left()):
-                raise PeerLost(f"{name} was being tried until the deadline", reason="deadline")
+                raise PeerLost(
+                    f"another fetch was still finding out whether {name} works", reason="deadline"
+                )
             try:
                 found = self._found.get(name)
                 if found is None:

@@ -133,7 +133,7 @@ def test_what_is_read_is_kept(outcome: str | None) -> None:
     assert ended(table) == [("r", outcome or "expired")]
 
 
-def test_what_is_read_for_too_long_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_read_for_too_long_is_not() -> None:
     table = LeaseTable(LIMIT_S)
     table.grant(0, "r", [1], 0.01)
     time.sleep(0.02)
