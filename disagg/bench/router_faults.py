@@ -127,7 +127,9 @@ def _case(number: int, kinds: tuple[str, str], generator: random.Random) -> Case
         body["prompt"] = generator.choice([text, prompt])
     body["stream"] = generator.random() < 0.6
     if generator.random() < 0.25:
-        body["stop"] = ["never said"]  # such a stream is not continued
+        body["stop"] = ["never said"]  # tokens do not continue such a stream
+    if generator.random() < 0.5:
+        body["temperature"] = 0  # it can be asked for anew
     if body["stream"] and generator.random() < 0.5:
         body["stream_options"] = {"include_usage": True}
     prefill, decode = (f"{kind}/{generator.choice(['once', 'always'])}" for kind in kinds)

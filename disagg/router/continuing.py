@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 import aiohttp
 import msgspec
@@ -25,10 +26,15 @@ from disagg.router.metrics import RouterMetrics
 from disagg.router.migration import HALF_A_CHARACTER, Stream
 from disagg.router.pairing import RequestInfo
 from disagg.router.record import Record
+from disagg.router.replay import Replay
 from disagg.router.topology import EngineEndpoint
 from disagg.router.traffic import Seat
 
 logger = logging.getLogger(__name__)
+
+Movable: TypeAlias = Stream | Replay
+GoesOn: TypeAlias = Callable[[Movable, Opened], Awaitable[Opened | None]]
+"""What opens the rest of an answer that broke off, or answers None if nothing can."""
 
 _DETOKENIZE_S = 10.0
 # How many tokens may be without text yet: those of a character in the making.
@@ -89,12 +95,10 @@ class Continuing:
         self._admission, self._fits = admission, fits
         self._metrics, self._limit = metrics, settings.migration_limit
 
-    def of(
-        self, request: RequestInfo, header: bytes, record: Record
-    ) -> Callable[[Stream, Opened], Awaitable[Opened | None]]:
-        """What opens the rest of this request's answer, or answers None if nothing can."""
+    def of(self, request: RequestInfo, header: bytes, record: Record) -> GoesOn:
+        """For this request's answer."""
 
-        async def go_on(stream: Stream, broken: Opened) -> Opened | None:
+        async def go_on(stream: Movable, broken: Opened) -> Opened | None:
             if stream.migrations >= self._limit:
                 return None
             opened = None
@@ -102,7 +106,8 @@ class Continuing:
                 opened = await self._open(stream, broken.engine, request, header, record)
             except ApiError as error:
                 logger.warning("request %s cannot go on: %s", record.id, error)
-            self._metrics.migrations.labels("failed" if opened is None else "continued").inc()
+            done = "anew" if stream.asks_anew else "continued"
+            self._metrics.migrations.labels("failed" if opened is None else done).inc()
             record.migrations += opened is not None
             return opened
 
@@ -110,7 +115,7 @@ class Continuing:
 
     async def _open(
         self,
-        stream: Stream,
+        stream: Movable,
         dead: EngineEndpoint,
         request: RequestInfo,
         header: bytes,
@@ -119,14 +124,17 @@ class Continuing:
         seat = await self._admission.seat("decode", request, [dead])
         if seat is None:
             raise ApiError(503, "no other decode engine is there")
-        back = 0
+        begins: Callable[[], None] = stream.begins_anew
         try:
-            if stream.has_begun:
+            if isinstance(stream, Stream) and not stream.asks_anew:
                 back = await self._unsent(stream, seat.engine, request)
                 body = stream.rest(back, self._fits.said(seat.engine))
                 if body is None:
                     raise ApiError(502, "what is left of it no other engine can give")
                 request = RequestInfo(paths.COMPLETION, body, request.headers)
+                begins = partial(stream.goes_on, back)
+            elif not stream.asks_anew:
+                raise ApiError(502, "too much of it was sent to ask for it anew")
         except BaseException:
             seat.leave()
             raise
@@ -136,10 +144,7 @@ class Continuing:
         if opened.answer.status != 200 or not opened.is_events:
             opened.close()
             raise ApiError(502, f"{opened.engine.name} answered {opened.answer.status}")
-        if stream.has_begun:
-            stream.goes_on(back)
-        else:
-            stream.begins_anew()
+        begins()
         return opened
 
     async def _unsent(self, stream: Stream, engine: EngineEndpoint, request: RequestInfo) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from disagg.router.errors import ApiError
 
 END, DONE = b"\n\n", b"data: [DONE]"
+_DATA = b"data: "
+# How an event begins by which an engine says that it failed.
+_FAILURES = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
 _LONGEST_EVENT = 16 << 20  # a million prompt tokens, or all of a response in its last event
 
 
@@ -25,6 +30,39 @@ class Watcher(Protocol):
 
     def left(self) -> bytes:
         """What is to be sent at the end of a whole answer."""
+
+
+def content_of(event: bytes) -> dict[str, Any] | None:
+    """The JSON of an event; None if it has none, as `[DONE]`."""
+    at = 0 if event.startswith(_DATA) else event.find(b"\n" + _DATA) + 1
+    if not event.startswith(_DATA, at):
+        return None
+    try:
+        content = msgspec.json.decode(event[at + len(_DATA) :])
+    except (msgspec.MsgspecError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def with_content(event: bytes, content: dict[str, Any]) -> bytes:
+    """The event with this content instead of its own."""
+    return event[: event.index(_DATA)] + _DATA + msgspec.json.encode(content)
+
+
+def failure_in(events: bytes) -> int | None:
+    """Where an event begins by which an engine says that it failed, and not its client."""
+    for mark in _FAILURES:
+        # Quotes and line ends are escaped inside of JSON strings: no text looks like this.
+        at = events.find(mark)
+        if at >= 0 and _is_its_fault(events[at:]):
+            return at
+    return None
+
+
+def _is_its_fault(events: bytes) -> bool:
+    error = (content_of(events.partition(END)[0]) or {}).get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return not isinstance(code, int) or code >= 500
 
 
 class Splitter:

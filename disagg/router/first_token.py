@@ -18,10 +18,11 @@ from typing import Any
 
 import msgspec
 
+from disagg.router.continuable import limit_of
 from disagg.router.decode_leg import Opened
 from disagg.router.events import END
 from disagg.router.legs import PARAMS, REMOTE_DECODE_AND_TOKEN
-from disagg.router.migration import HALF_A_CHARACTER, limit_of
+from disagg.router.migration import HALF_A_CHARACTER
 from disagg.router.paths import CHAT
 from disagg.router.topology import EngineEndpoint
 from disagg.router.traffic import Seat

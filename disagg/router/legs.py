@@ -189,7 +189,7 @@ def params_of(answer: bytes) -> dict[str, Any] | None:
 
 def local_reason(body: dict[str, Any], path: str = COMPLETION) -> str | None:
     """Why a prefill leg would be of no use, or None: the label of a metric."""
-    if path == RESPONSES and _hangs_on_one_engine(body):
+    if path == RESPONSES and hangs_on_one_engine(body):
         return "stateful"
     if _several_prompts(body.get("prompt")):
         return "several_prompts"  # one params object cannot stand for several leases
@@ -204,7 +204,7 @@ def local_reason(body: dict[str, Any], path: str = COMPLETION) -> str | None:
     return None
 
 
-def _hangs_on_one_engine(body: dict[str, Any]) -> bool:
+def hangs_on_one_engine(body: Mapping[str, Any]) -> bool:
     """Whether it goes on with what an engine keeps, stays there, or lets it call tools by itself,
     after which the prompt is another one."""
     tools = body.get("tools")

@@ -92,7 +92,7 @@ class RouterMetrics:
         )
         self.migrations = Counter(
             "disagg_router_migrations",
-            "Streams whose engine died, by whether another one went on with them.",
+            "Streams whose engine died, by how another one went on with them, if any did.",
             ("outcome",),
             registry=self.registry,
         )

@@ -17,113 +17,27 @@ from typing import Any
 
 import msgspec
 
+from disagg.router.continuable import KEPT, is_continuable, limit_of
 from disagg.router.errors import ApiError
-from disagg.router.events import DONE, END, Splitter
-from disagg.router.paths import CHAT, COMPLETION
+from disagg.router.events import DONE, END, Splitter, content_of, failure_in
+from disagg.router.paths import CHAT
+from disagg.router.replay import Owed, Sent, repeats
 
 # The client's quotes are escaped inside of JSON strings, so that these are keys wherever they are.
 _PROMPT = re.compile(rb'"prompt_token_ids":(\[[0-9,]*\])')
 _IDS = re.compile(rb'"token_ids":\[([0-9,]*)\]')
-_ERROR = b'data: {"error"'
 _FINISH, _NO_CHOICES = b'"finish_reason":"', b'"choices":[]'
 _TEXT = re.compile(rb'"(?:content|text)":"[^"]')
 HALF_A_CHARACTER = "\ufffd"
 # Of a chat's delta: what a plain completion cannot continue.
 _MORE_THAN_TEXT = re.compile(rb'"(?:reasoning|reasoning_content)":"|"tool_calls":\[\{')
-_COMPLETION_TOKENS = 16  # of a completion that says no max_tokens
 _TOKENS_BEFORE = 4
 _TEXT_KEPT = 16  # events whose text is compared before an answer goes on
-
-# What the rest's body keeps of the client's.
-_KEPT = frozenset(
-    [
-        "model",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "ignore_eos",
-        "stop_token_ids",
-        "logit_bias",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "user",
-        "priority",
-        "stream_options",
-        "cache_salt",
-        "seed",
-    ]
-)
-# Keys that may be there, and the values for which an answer still continues exactly.
-_ANY = (_KEPT - {"seed"}) | frozenset(
-    [
-        "prompt",
-        "messages",
-        "stream",
-        "max_tokens",
-        "max_completion_tokens",
-        "min_tokens",
-        "request_id",
-        "metadata",
-        "add_special_tokens",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "chat_template_kwargs",
-        "store",
-    ]
-)
-_IF: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (None, 1),
-    "echo": (False,),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "length_penalty": (None, 1, 1.0),
-    "stop": (None, []),
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "use_beam_search": (None, False),
-    "return_token_ids": (None, False, True),
-}
-_COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
 
 
 def watched(path: str, body: Mapping[str, Any]) -> Stream | None:
     """A watcher for this request's answer, or None if no other engine could continue it."""
-    if path not in (CHAT, COMPLETION) or body.get("stream") is not True:
-        return None
-    if not all(key in _ANY or _may_be(body, key) for key in body):
-        return None
-    if not all(isinstance(body.get(key), int | None) for key in _COUNTS):
-        return None
-    if body.get("min_tokens", 0) is None or (path == COMPLETION and body.get("logprobs") is False):
-        return None  # the one is refused, the other read as 0: the token's own
-    if not isinstance(body.get("stream_options"), dict | None):
-        return None
-    return Stream(path, body) if _is_text(body) else None
-
-
-def limit_of(
-    body: Mapping[str, Any], said: Mapping[str, str], prompt: int, *, is_chat: bool
-) -> int | None:
-    """How many tokens may be given behind a prompt of so many, as vLLM 0.32 reads it. None: as many
-    as the engine has room for, and it did not say how many that are."""
-    limit: int | None = body.get("max_tokens")
-    if not is_chat:
-        return _COMPLETION_TOKENS if limit is None else limit
-    if body.get("max_completion_tokens") is not None:
-        limit = body["max_completion_tokens"]
-    most = said.get("max_model_len", "")
-    if limit is not None or not most.isdecimal():
-        return limit
-    room, usual = int(most) - prompt, said.get("max_tokens", "")  # of the generation config
-    return min(room, int(usual)) if usual.isdecimal() else room
+    return Stream(path, body) if is_continuable(path, body) else None
 
 
 class Stream(Splitter):
@@ -145,6 +59,9 @@ class Stream(Splitter):
         self._opening: tuple[int, int] | None = None  # tokens up to the first text, its event
         self._shows_ids = body.get("return_token_ids") is True
         self._base = 0  # how many tokens earlier engines gave
+        # What a client got that tokens do not continue, as long as there may be such a thing.
+        self._sent = Sent() if self._is_chat and repeats(path, body) else None
+        self._owed: Owed | None = None
 
     @property
     def leg_body(self) -> dict[str, Any]:
@@ -163,12 +80,21 @@ class Stream(Splitter):
         tokens' ids has heard of these too."""
         return self._has_text or (self._shows_ids and bool(self._tokens))
 
+    @property
+    def asks_anew(self) -> bool:
+        """Whether the whole request is asked anew where it broke off: if nothing was said, or if an
+        engine says again what tokens do not continue (`replay.py`)."""
+        if not self.has_begun:
+            return True
+        return not self._is_plain and self._sent is not None and self._sent.is_all
+
     def feed(self, data: bytes) -> bytes:
         """What to send of what has come: whole events. `failure` is set if the engine said that
         it failed."""
         events = self.whole(data)
-        if _ERROR in events and _is_its_fault(events[events.index(_ERROR) :]):
-            events = events[: events.index(_ERROR)]
+        failed_at = failure_in(events)
+        if failed_at is not None:
+            events = events[:failed_at]
             self.failure = ApiError(502, "the engine failed in mid-answer")
         return self._passed(events) if events else b""
 
@@ -236,7 +162,7 @@ class Stream(Splitter):
         if limit is None:
             return None
         given = self.tokens(back)
-        body: dict[str, Any] = {k: v for k, v in self._body.items() if k in _KEPT}
+        body: dict[str, Any] = {k: v for k, v in self._body.items() if k in KEPT}
         body |= {"prompt": [*self._prompt, *given], "stream": True, "return_token_ids": True}
         body["max_tokens"] = limit - len(given)
         body["min_tokens"] = max(0, self._body.get("min_tokens", 0) - len(given))
@@ -259,6 +185,8 @@ class Stream(Splitter):
 
     def begins_anew(self) -> None:
         """The next events are of the same request at another engine."""
+        if self.has_begun and self._sent is not None:
+            self._owed = self._sent.owed()
         self._tokens, self._base = [], 0
         self._recent.clear()
         self._continues = bool(self._first)
@@ -288,11 +216,21 @@ class Stream(Splitter):
             self._is_plain = False
             self._has_text = True
         self._has_text = self._has_text or _TEXT.search(events) is not None
-        if self._continues:
-            return b"".join(map(self._rewritten, each))
-        if self._shows_ids:
-            return events
-        return _IDS.sub(b'"token_ids":null', _PROMPT.sub(b'"prompt_token_ids":null', events))
+        if self._owed is None and self._continues:
+            shown = b"".join(map(self._rewritten, each))
+        elif self._shows_ids:
+            shown = events
+        else:
+            shown = _IDS.sub(b'"token_ids":null', _PROMPT.sub(b'"prompt_token_ids":null', events))
+        if self._owed is not None:
+            shown, failure = self._owed.unsent_of(shown)
+            if failure is not None:
+                self.failure, self._finished, self._done = failure, False, False
+        if self._sent is not None and self._has_text and self._is_plain:
+            self._sent = None  # tokens continue it
+        if self._sent is not None:
+            self._sent.add(shown)
+        return shown
 
     def _look_for_opening(self, each: Sequence[bytes]) -> None:
         given = len(self._tokens)
@@ -306,7 +244,7 @@ class Stream(Splitter):
         """An event of another answer, as one of the answer that was begun."""
         if event.startswith(DONE):
             return event + END
-        content = _content(event)
+        content = content_of(event)
         if content is None:
             return event + END
         choices = []
@@ -337,7 +275,7 @@ class Stream(Splitter):
 
     def _event(self, content: dict[str, Any]) -> bytes:
         if self._names is None:
-            first = _content(self._first) or {}
+            first = content_of(self._first) or {}
             keys = ("id", "object", "created", "model")
             self._names = {key: first[key] for key in keys if key in first}
         return b"data: " + msgspec.json.encode({**content, **self._names}) + END
@@ -345,47 +283,6 @@ class Stream(Splitter):
 
 def _ids_in(events: bytes) -> list[int]:
     return [int(id_) for ids in _IDS.findall(events) if ids for id_ in ids.split(b",")]
-
-
-def _may_be(body: Mapping[str, Any], key: str) -> bool:
-    value = body[key]
-    if key == "seed" and body.get("temperature") == 0:
-        return True
-    # By type as well: `logprobs` of 0 is not False.
-    return any(type(value) is type(one) and value == one for one in _IF.get(key, (None,)))
-
-
-def _is_text(body: Mapping[str, Any]) -> bool:
-    """Whether one prompt of text or tokens is all there is: nothing that tokens do not say."""
-    prompt, messages = body.get("prompt"), body.get("messages")
-    if prompt is not None:
-        return isinstance(prompt, str) or (
-            isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
-        )
-    return isinstance(messages, list) and all(
-        isinstance(m, dict) and _is_words(m.get("content")) for m in messages
-    )
-
-
-def _is_words(content: Any) -> bool:
-    return isinstance(content, str) or (
-        isinstance(content, list)
-        and all(isinstance(part, dict) and part.get("type") == "text" for part in content)
-    )
-
-
-def _is_its_fault(event: bytes) -> bool:
-    error = (_content(event.partition(END)[0]) or {}).get("error")
-    code = error.get("code") if isinstance(error, dict) else None
-    return not isinstance(code, int) or code >= 500
-
-
-def _content(event: bytes) -> dict[str, Any] | None:
-    try:
-        content = msgspec.json.decode(event.removeprefix(b"data: "))
-    except (msgspec.MsgspecError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def _says_nothing(choice: Mapping[str, Any]) -> bool:
@@ -398,7 +295,7 @@ def _says_nothing(choice: Mapping[str, Any]) -> bool:
 def _choices(events: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The choice of each event that has one."""
     for event in events:
-        yield from ((_content(event) or {}).get("choices") or ())[:1]
+        yield from ((content_of(event) or {}).get("choices") or ())[:1]
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from starlette.types import Receive, Scope, Send
 
 from disagg.router import upstream
+from disagg.router.continuing import GoesOn
 from disagg.router.decode_leg import Opened
 from disagg.router.drain import CUT
 from disagg.router.errors import ApiError, Style
@@ -22,6 +23,7 @@ from disagg.router.events import Watcher
 from disagg.router.first_token import Begun
 from disagg.router.migration import Stream
 from disagg.router.record import ID_HEADER
+from disagg.router.replay import Replay
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,8 @@ class Progress:
 class Relayed:
     """Sends one answer, as an ASGI app.
 
-    `watcher` sees what is sent; if it is a `Stream`, `go_on` opens the rest at another engine, or
-    answers None if that is not to be. `style`: of errors in mid-stream.
+    `watcher` sees what is sent; if it is a `Stream` or a `Replay`, `go_on` opens the rest at
+    another engine, or answers None if that is not to be. `style`: of errors in mid-stream.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Relayed:
         silence_s: float,
         progress: Progress,
         watcher: Watcher | None = None,
-        go_on: Callable[[Stream, Opened], Awaitable[Opened | None]] | None = None,
+        go_on: GoesOn | None = None,
         *,
         style: Style = "openai",
     ) -> None:
@@ -155,7 +157,7 @@ class Relayed:
     async def _goes_on(self, broken: Opened, error: ApiError) -> Opened | None:
         """What is missing, of another engine, if there is one that adds it."""
         stream = self._watcher
-        if self._go_on is None or not isinstance(stream, Stream):
+        if self._go_on is None or not isinstance(stream, Stream | Replay):
             return None
         broken.close()
         logger.warning("the answer of %s broke off: %s", broken.engine.name, error)

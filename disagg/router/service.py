@@ -23,7 +23,7 @@ from disagg.router.answer import Answer
 from disagg.router.continuing import Continuing
 from disagg.router.decode_leg import DecodeLeg, Opened
 from disagg.router.errors import ApiError
-from disagg.router.events import Plain
+from disagg.router.events import Plain, Watcher
 from disagg.router.first_token import Begun
 from disagg.router.fits import Fits
 from disagg.router.health import Health
@@ -34,6 +34,7 @@ from disagg.router.prefixes import PrefixMemory
 from disagg.router.record import Record
 from disagg.router.relay import Progress, Relayed
 from disagg.router.releases import Handed, Releases
+from disagg.router.replay import Replay, repeats
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.traffic import Seat, Traffic
 
@@ -119,8 +120,9 @@ class Service:
             asks = RequestInfo(path, {**request.body, **alike}, headers)
         opened = await self._decoded(asks, request, seat, handed, sent, record)
         is_stream = opened.status == 200 and opened.is_events
-        one = stream if migrates else None
-        watcher = (one or Plain(paths.ENDS[path])) if is_stream else None
+        watcher: Watcher | None = None
+        if is_stream:
+            watcher = self._watcher(path, body, stream) if migrates else Plain(paths.ENDS[path])
         style = paths.style(path)
         return self._relayed(opened, record, watcher=watcher, go_on=go_on, style=style)
 
@@ -263,6 +265,12 @@ class Service:
         await self.adapters.close()
         await self._releases.close()
         self._legs.close()
+
+    def _watcher(self, path: str, body: dict[str, Any], stream: migration.Stream | None) -> Watcher:
+        """Of a stream that may go on elsewhere, if it can."""
+        if stream is not None:
+            return stream
+        return Replay(path) if repeats(path, body) else Plain(paths.ENDS[path])
 
     def _migrates(self) -> bool:
         # With one decode engine there is nobody to go on, and no reason to watch streams.

@@ -189,8 +189,8 @@ def fleet(
     fleet = Fleet(
         server("producer", transfer("kv_producer", **options), *tools, *blocks, *routes),
         server("consumer", consumer(), *tools, *blocks, *routes),
-        server("tcp", consumer(transports=["tcp"]), *blocks),
-        server("files", consumer(transports=["shared_storage"]), *blocks),
+        server("tcp", consumer(transports=["tcp"]), *tools, *blocks),
+        server("files", consumer(transports=["shared_storage"]), *tools, *blocks),
         server("single", None, *tools, *blocks),
         server("strict", transfer("kv_both", strict=True, transports=["tcp"], **options), *small),
         temporary / f"disagg-{os.getuid()}",

@@ -52,3 +52,18 @@ def stream(url: str, path: str, body: dict[str, Any], seen: Streamed) -> None:
                 seen.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
                 seen.tokens += choice.get("token_ids") or []
                 seen.finish += [choice["finish_reason"]] if choice["finish_reason"] else []
+
+
+def events_of(url: str, path: str, body: dict[str, Any], seen: list[bytes]) -> list[bytes]:
+    """The events of a stream that must end well, added to `seen` as they come."""
+    body = {**body, "stream": True}
+    with client().stream("POST", f"{url}{path}", json=body, timeout=120) as answer:
+        assert answer.status_code == 200, answer.read()
+        event = b""
+        for line in answer.iter_lines():
+            event += line.encode() + b"\n"
+            if not line:
+                assert not event.startswith((b"event: error", b'data: {"error"')), event
+                seen.append(event)
+                event = b""
+    return seen

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from put_together import PutTogether
 
 from disagg.bench.http import client
 from disagg.bench.vllm_server import VllmServer
 from engine.conftest import Fleet, routed
 from engine.processes import core_of
-from engine.streams import Streamed, stream
+from engine.streams import Streamed, events_of, stream
+from engine.waiting import eventually
 
 STREAMS, TOKENS = 16, 320
 WORDS = [
@@ -54,6 +56,34 @@ def requests() -> list[tuple[str, dict[str, Any]]]:
     return asked
 
 
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def asked_anew() -> list[tuple[str, dict[str, Any]]]:
+    """What tokens do not continue, twice each: with an even number of them, one at each engine."""
+    options = {"model": "tiny", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    long = " ".join(WORDS * 8)
+    talk = {**options, "messages": [{"role": "user", "content": long}]}
+    text = {**options, "prompt": long}
+    drawn = {"temperature": 0.9, "seed": 7}
+    newer: dict[str, Any] = {"model": "tiny", "temperature": 0}
+    forced = {"type": "function", "function": {"name": "weather"}}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETION, {**text, "stop": ["never said"], "logprobs": 2}),
+        (COMPLETION, {**text, "frequency_penalty": 0.6, "return_token_ids": True}),
+        (COMPLETION, {**text, **drawn, "n": 2, "stream_options": {"include_usage": True}}),
+        (COMPLETION, {**text, "prompt": [long, f"else {long}"], "echo": True}),
+        (CHAT, {**talk, "logprobs": True, "top_logprobs": 2}),
+        (CHAT, {**talk, **drawn}),
+        (CHAT, {**talk, "tools": [WEATHER], "tool_choice": forced}),
+        (CHAT, {**talk, "response_format": {"type": "json_object"}}),
+        ("/v1/responses", {**newer, "input": long, "max_output_tokens": TOKENS}),
+        ("/v1/messages", {**newer, "messages": talk["messages"], "max_tokens": TOKENS}),
+    ]
+    return [one for one in asked for _ in range(2)]
+
+
 def kill(server: VllmServer, what: str) -> None:
     """`core`: the process that computes, so that the HTTP server is left to say so."""
     assert server.process is not None
@@ -63,22 +93,40 @@ def kill(server: VllmServer, what: str) -> None:
     core_of(server).kill()
 
 
+def are_up(url: str) -> bool:
+    """Whether all engines get requests."""
+    engines = client().get(f"{url}/ui/state", timeout=10).json()["engines"]
+    return all(engine["state"] == "up" for engine in engines)
+
+
 @pytest.mark.parametrize(
     ("dying", "heir", "what"), [("files", "tcp", "core"), ("tcp", "consumer", "group")]
 )
 def test_all_streams_end_as_undisturbed(fleet: Fleet, dying: str, heir: str, what: str) -> None:
     fleet.wake("producer", "single", dying, heir)
-    asked = requests()
+    asked, anew = requests(), asked_anew()
     decodes = [getattr(fleet, dying), getattr(fleet, heir)]
     seen = [Streamed() for _ in asked]
+    told = [list[bytes]() for _ in anew]
     with routed([fleet.producer], decodes, pairing={"decode": "round_robin"}) as url:
-        with ThreadPoolExecutor(STREAMS) as pool:
+        assert eventually(lambda: are_up(url))
+        with ThreadPoolExecutor(len(asked) + len(anew)) as pool:
             running = [
                 pool.submit(stream, url, path, body, one)
                 for (path, body), one in zip(asked, seen, strict=True)
             ]
-            while not all(one.events >= 4 for one in seen):
+            running += [
+                pool.submit(events_of, url, path, body, each)
+                for (path, body), each in zip(anew, told, strict=True)
+            ]
+            counts = [0]
+            while min(counts) < 10:
                 time.sleep(0.05)
+                counts = [*(one.events for one in seen), *map(len, told)]
+                for at, job in enumerate(running):
+                    if job.done():
+                        job.result()
+                        counts[at] = TOKENS
             kill(decodes[0], what)
             for job in running:
                 job.result(120)
@@ -88,11 +136,18 @@ def test_all_streams_end_as_undisturbed(fleet: Fleet, dying: str, heir: str, wha
         for line in metrics.splitlines()
         if line.startswith("disagg_router_migrations_total")
     }
-    assert set(moved) == {"continued"}
-    assert moved["continued"] >= 3, "half of them began at the engine that died"
+    assert set(moved) == {"continued", "anew"}
+    assert min(moved.values()) >= 3, "half of them began at the engine that died"
     assert 'disagg_router_in_flight{role="decode"} 0.0' in metrics
     with ThreadPoolExecutor(STREAMS) as pool:
         undisturbed = list(pool.map(lambda one: fleet.single.post(*one).json(), asked))
+        whole = list(pool.map(lambda one: events_of(fleet.single.url, *one, []), anew[::2]))
     for reference, one in zip(undisturbed, seen, strict=True):
         assert one.finish == ["length"]
         one.check(reference)
+    for at, each in enumerate(told):
+        got, wanted = (PutTogether.of(b"".join(one)) for one in (each, whole[at // 2]))
+        assert got.fields == wanted.fields, anew[at]
+        assert got.once == wanted.once, anew[at]
+        assert got.numbers == [*range(len(got.numbers))]
+        assert {len(names) for names in got.names.values()} == {1}, got.names
