@@ -273,7 +273,7 @@ class PairingSection(Section):
         0.0,
         ge=0,
         description="How long prefill's first token may wait for decode's: so much shorter is the "
-        "pause behind it",
+        "pause behind it; not of who waited longer than most",
     )
 
     @model_validator(mode="after")

@@ -24,6 +24,7 @@ from disagg.planning.outcome import Floats, Gaps, Outcome, Targets, missed
 from disagg.planning.prefill_engine import PrefillEngine
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
+from disagg.router.holding import Holding
 from disagg.router.reading import Reading, Speed
 
 # What a request costs besides its prompt, in prompt tokens, as the router counts.
@@ -200,7 +201,8 @@ class _Run:
         ]
         self._prefill_of, self._decode_of = [-1] * len(trace), [-1] * len(trace)
         self._first, self._last = [math.nan] * len(trace), [math.nan] * len(trace)
-        self._begun: dict[int, float] = {}  # when prefill gave the first token
+        self._begun: dict[int, float] = {}  # until when prefill's first token is held
+        self._holding = Holding(load.routing.first_token_hold_s)
         # Until the last request came: seconds of prefill steps, of decode steps, of sequences.
         self._busy_s = (0.0, 0.0, 0.0)
 
@@ -252,7 +254,7 @@ class _Run:
         if self._help is not None:
             self._help.prefill_has_read(now, request, engine)
         if self._load.begins_at_prefill(request):
-            self._begun[request] = now
+            self._begun[request] = now + self._holding.of(now - self._trace.at[request])
             prompts, outputs = self._sizes
             prompts[request] += 1
             outputs[request] -= 1
@@ -265,9 +267,9 @@ class _Run:
 
     def first_token(self, now: float, request: int) -> None:
         """See `decode_engine.Watcher`, as of the next two."""
-        begun = self._begun.pop(request, None)
-        if begun is not None:
-            held = min(begun + self._load.routing.first_token_hold_s, now)
+        until = self._begun.pop(request, None)
+        if until is not None:
+            held = min(until, now)
             self._first[request] = held
             if held < now:  # else the client gets both at once
                 self._gaps.add(now - held, now - held, 1)

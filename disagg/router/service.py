@@ -27,6 +27,7 @@ from disagg.router.events import Plain, Watcher
 from disagg.router.first_token import Begun
 from disagg.router.fits import Fits
 from disagg.router.health import Health
+from disagg.router.holding import Holding
 from disagg.router.metrics import RouterMetrics
 from disagg.router.pairing import Pairer, RequestInfo
 from disagg.router.prefill_leg import PrefillLeg
@@ -78,6 +79,7 @@ class Service:
         self._begins_at_prefill = (
             settings.pairing.first_token == "prefill" and connector == "disagg"
         )
+        self._holding = Holding(settings.pairing.first_token_hold_s)
         self._topology = topology
         self.adapters = Adapters(
             client, health, settings.limits.first_byte_timeout_s, self.engines_changed
@@ -214,7 +216,7 @@ class Service:
                 raise ApiError(502, "the decode engine refused what prefill had begun")
             return opened
 
-        hold_s = self._settings.pairing.first_token_hold_s
+        hold_s = self._holding.of(record.elapsed())
         return Begun(first, seat, decode, lambda: self._releases.give_back(handed), hold_s)
 
     async def _decoded(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from disagg.bench.fake_answers import compact
 from disagg.router.decode_leg import Opened
 from disagg.router.errors import ApiError
 from disagg.router.first_token import Begun, begin, drawn_alike, may_begin
+from disagg.router.holding import Holding
 from disagg.router.legs import prefill_body
 from disagg.router.migration import watched
 from disagg.router.paths import CHAT, COMPLETION
@@ -220,6 +222,21 @@ def test_the_first_token_is_held(hold_s: float, decode_s: float, order: list[str
     held = Held(hold_s, decode_s)
     asyncio.run(held.go_on())
     assert held.seen == order
+
+
+def test_who_waited_longer_than_most_is_not_held() -> None:
+    holding = Holding(0.05)
+    drawn = random.Random(1)
+    waited = [drawn.random() for _ in range(2000)]
+    held = {one: holding.of(one) for one in waited}
+    assert held[waited[0]] == 0.05, "nothing is known yet"
+    assert set(held.values()) == {0.05, 0.0}
+    later = waited[200:]
+    not_held = [one for one in later if not held[one]]
+    assert 0.07 < len(not_held) / len(later) < 0.13
+    assert min(not_held) > 0.8
+    assert {holding.of(5.0) for _ in range(128)} == {0.0, 0.05}, "until that is what most wait"
+    assert Holding(0.0).of(0.1) == 0.0
 
 
 def test_a_token_is_sent_whatever_becomes_of_decode() -> None:
