@@ -120,7 +120,7 @@ def test_all_streams_end_as_undisturbed(fleet: Fleet, dying: str, heir: str, wha
                 for (path, body), each in zip(anew, told, strict=True)
             ]
             counts = [0]
-            while min(counts) < 10:
+            while min(counts) < 4:
                 time.sleep(0.05)
                 counts = [*(one.events for one in seen), *map(len, told)]
                 for at, job in enumerate(running):
