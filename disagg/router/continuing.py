@@ -133,8 +133,6 @@ class Continuing:
                     raise ApiError(502, "what is left of it no other engine can give")
                 request = RequestInfo(paths.COMPLETION, body, request.headers)
                 begins = partial(stream.goes_on, back)
-            elif not stream.asks_anew:
-                raise ApiError(502, "too much of it was sent to ask for it anew")
         except BaseException:
             seat.leave()
             raise

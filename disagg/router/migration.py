@@ -86,7 +86,7 @@ class Stream(Splitter):
         engine says again what tokens do not continue (`replay.py`)."""
         if not self.has_begun:
             return True
-        return not self._is_plain and self._sent is not None and self._sent.is_all
+        return not self._is_plain and self._sent is not None
 
     def feed(self, data: bytes) -> bytes:
         """What to send of what has come: whole events. `failure` is set if the engine said that
@@ -186,7 +186,7 @@ class Stream(Splitter):
     def begins_anew(self) -> None:
         """The next events are of the same request at another engine."""
         if self.has_begun and self._sent is not None:
-            self._owed = self._sent.owed()
+            self._owed = Owed(self._sent)
         self._tokens, self._base = [], 0
         self._recent.clear()
         self._continues = bool(self._first)

@@ -10,7 +10,9 @@ ends in an error. Does no I/O.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -21,7 +23,8 @@ from disagg.router.events import DONE, END, Plain, content_of, failure_in, with_
 from disagg.router.legs import hangs_on_one_engine
 from disagg.router.paths import ENDS, MESSAGES, RESPONSES
 
-_MOST_KEPT = 4 << 20  # bytes of one answer
+_READ_AT = 64 << 10  # bytes of events that are kept as they are
+Words: TypeAlias = str | list[Any]
 
 
 def repeats(path: str, body: Mapping[str, Any]) -> bool:
@@ -40,43 +43,79 @@ def _number(body: Mapping[str, Any], name: str) -> float | None:
 
 
 class Sent:
-    """What a client has of an answer: whole events, as they were sent."""
+    """What a client has of an answer: its fields, put together now and then."""
 
     def __init__(self) -> None:
-        self._events: list[bytes] = []
+        self._events: list[bytes] = []  # the latest
         self._size = 0
-
-    @property
-    def is_all(self) -> bool:
-        """Whether nothing was forgotten, for being too much."""
-        return self._size <= _MOST_KEPT
+        self.answer: Json = {}
+        self.names: dict[Field, str] = {}
+        self.numbered = 0
+        """How many events had a number of their own."""
+        self._fields: dict[Any, dict[Field, list[Words]]] = {}
 
     def add(self, events: bytes) -> None:
-        """These were sent next."""
+        """These whole events were sent next."""
+        self._events.append(events)
         self._size += len(events)
-        if self.is_all:
-            self._events.append(events)
-        else:
-            self._events.clear()
+        if self._size > _READ_AT:
+            self._read()
 
-    def owed(self) -> Owed:
-        """What an answer that is given anew must say first."""
-        return Owed(event for events in self._events for event in events.split(END)[:-1])
+    def fields(self) -> dict[Any, dict[Field, Words]]:
+        """Of each choice, by its index; None: of an answer that has no choices."""
+        self._read()
+        return {
+            key: {field: words for field, (words,) in fields.items()}
+            for key, fields in self._fields.items()
+        }
+
+    def _read(self) -> None:
+        events, self._events, self._size = b"".join(self._events), [], 0
+        for event in events.split(END)[:-1]:
+            if (content := content_of(event)) is not None:
+                self._add(content)
+        for fields in self._fields.values():
+            for parts in fields.values():
+                parts[:] = [_joined(parts)]
+
+    def _add(self, content: Json) -> None:
+        self.answer = self.answer or event_fields.answer_of(content)
+        self.names.update(event_fields.names_of(content))
+        self.numbered += "sequence_number" in content
+        choices = event_fields.choices_of(content)
+        for choice in choices:
+            self._put(choice.get("index"), event_fields.of_choice(choice))
+        if not choices:
+            self._put(None, event_fields.of_event(content))
+
+    def _put(self, key: Any, pieces: Iterable[Piece]) -> None:
+        fields = self._fields.setdefault(key, {})
+        for piece in pieces:
+            fields.setdefault(piece.field, []).append(piece.words)
+
+
+def _joined(parts: list[Any]) -> Words:
+    return "".join(parts) if isinstance(parts[0], str) else [*chain.from_iterable(parts)]
+
+
+@dataclass
+class _Due:
+    """Words of one field, of which the first `at` came again."""
+
+    words: Words
+    at: int = 0
 
 
 class Owed:
     """What must come again before anything new may pass."""
 
-    def __init__(self, sent: Iterable[bytes]) -> None:
-        # Of each choice, by its index; None: of an answer that has no choices.
-        self._owed: dict[Any, dict[Field, Any]] = {}
-        self._answer: Json = {}
-        self._names: dict[Field, str] = {}
+    def __init__(self, sent: Sent) -> None:
+        self._owed = {
+            key: {field: _Due(words) for field, words in fields.items() if words}
+            for key, fields in sent.fields().items()
+        }
+        self._answer, self._names, self._number = sent.answer, {**sent.names}, sent.numbered
         self._renamed: dict[bytes, bytes] = {}
-        self._number = 0
-        for event in sent:
-            if (content := content_of(event)) is not None:
-                self._add(content)
 
     def unsent(self, event: bytes) -> bytes:
         """What of this event of the new answer the client does not have, as part of the one that
@@ -111,21 +150,6 @@ class Owed:
             return b"".join(passed), error
         return b"".join(passed), None
 
-    def _add(self, content: Json) -> None:
-        self._answer = self._answer or event_fields.answer_of(content)
-        self._names.update(event_fields.names_of(content))
-        self._number += "sequence_number" in content
-        choices = event_fields.choices_of(content)
-        for choice in choices:
-            self._owe(choice.get("index"), event_fields.of_choice(choice))
-        if not choices:
-            self._owe(None, event_fields.of_event(content))
-
-    def _owe(self, key: Any, pieces: Iterable[Piece]) -> None:
-        owed = self._owed.setdefault(key, {})
-        for piece in pieces:
-            owed[piece.field] = owed.get(piece.field, piece.words[:0]) + piece.words
-
     def _has_new(self, content: Json) -> bool:
         """Takes out what was sent; whether anything is left."""
         choices = event_fields.choices_of(content)
@@ -147,16 +171,16 @@ class Owed:
             return True
         is_new = False
         for piece in pieces:
-            due = owed.get(piece.field, piece.words[:0])
-            common = min(len(due), len(piece.words))
-            if piece.words[:common] != due[:common]:
+            due = owed.get(piece.field) or _Due(piece.words[:0])
+            common = min(len(due.words) - due.at, len(piece.words))
+            if piece.words[:common] != due.words[due.at : due.at + common]:
                 raise _otherwise()
             is_new |= len(piece.words) > common
             if common:
-                owed[piece.field] = due[common:]
+                due.at += common
                 piece.drop(common)
-        for field in [field for field, due in owed.items() if not due]:
-            del owed[field]
+                if due.at == len(due.words):
+                    del owed[piece.field]
         if is_new and owed:
             raise _otherwise()
         return is_new
@@ -169,16 +193,14 @@ def _otherwise() -> ApiError:
 class Replay(Plain):
     """A stream that can be asked for anew."""
 
+    asks_anew = True
+    """It is never continued otherwise."""
+
     def __init__(self, path: str) -> None:
         super().__init__(ENDS[path])
         self.migrations = 0
         self._sent = Sent()
         self._owed: Owed | None = None
-
-    @property
-    def asks_anew(self) -> bool:
-        """Whether it can go on, which is by asking for all of it."""
-        return self._sent.is_all
 
     def feed(self, data: bytes) -> bytes:
         """See `Watcher`; sets `failure` if the engine said that it failed, or says otherwise."""
@@ -199,7 +221,7 @@ class Replay(Plain):
         """The next events are of the same request at another engine."""
         self.migrations += 1
         self._tail, self.failure = b"", None
-        self._owed = self._sent.owed()
+        self._owed = Owed(self._sent)
 
     def _fails(self, failure: ApiError) -> None:
         self.failure, self.is_whole = failure, False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -290,14 +291,22 @@ def test_an_answer_that_is_shorter_is_another_one() -> None:
     assert not watcher.is_whole
 
 
-def test_what_is_too_long_to_keep_passes_and_is_not_asked_for_anew() -> None:
-    watcher = Replay(COMPLETION)
-    for _ in range(4):
-        assert watcher.asks_anew
-        assert fed(watcher, sse({"choices": [{"index": 0, "text": "x" * (1 << 20)}]}), 1 << 16)
-    assert not watcher.asks_anew
-    fed(watcher, DONE, 100)
-    assert watcher.is_whole
+@pytest.mark.parametrize("path", MAKES)
+def test_a_long_answer_is_kept_as_its_words(path: str) -> None:
+    """Not as its events."""
+    tokens = [Token(PARTS[path][-1], f" {at}", at) for at in range(6000)]
+    events = MAKES[path](tokens, [True] * 6000, "first")
+    watcher = Replay(path)
+    tracemalloc.start()
+    for event in events[:-4]:
+        watcher.feed(event)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < sum(map(len, events)) / 2
+    watcher.begins_anew()
+    other = b"".join(MAKES[path](tokens, [], "other"))
+    got = b"".join(events[:-4]) + fed(watcher, other, 1 << 16)
+    assert PutTogether.of(got).fields == PutTogether.of(b"".join(events)).fields
 
 
 @pytest.mark.parametrize(
