@@ -1,7 +1,7 @@
 """Lets another engine go on with a stream whose engine died.
 
-The rest is a request like others: it gets a prefill leg if that pays, and the tokens sent are
-part of its prompt. Nothing goes on unless the text sent is exactly that of the tokens sent.
+The rest is a request like others, with a prefill leg if that pays: what follows the tokens sent
+(`migration.py`), if the text sent is exactly theirs, or all of it once more (`replay.py`).
 """
 
 from __future__ import annotations

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from starlette.types import Receive, Scope, Send
 
 from disagg.router import upstream
-from disagg.router.continuing import GoesOn
+from disagg.router.continuing import GoesOn, Movable
 from disagg.router.decode_leg import Opened
 from disagg.router.drain import CUT
 from disagg.router.errors import ApiError, Style
 from disagg.router.events import Watcher
 from disagg.router.first_token import Begun
-from disagg.router.migration import Stream
 from disagg.router.record import ID_HEADER
-from disagg.router.replay import Replay
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +155,7 @@ class Relayed:
     async def _goes_on(self, broken: Opened, error: ApiError) -> Opened | None:
         """What is missing, of another engine, if there is one that adds it."""
         stream = self._watcher
-        if self._go_on is None or not isinstance(stream, Stream | Replay):
+        if self._go_on is None or not isinstance(stream, Movable):
             return None
         broken.close()
         logger.warning("the answer of %s broke off: %s", broken.engine.name, error)

@@ -187,7 +187,9 @@ class Owed:
 
 
 def _otherwise() -> ApiError:
-    return ApiError(502, "the engine failed in mid-answer, and another one answers otherwise")
+    return ApiError(
+        502, "the engine failed in mid-answer, and another one answers otherwise; ask again"
+    )
 
 
 class Replay(Plain):
