@@ -311,7 +311,8 @@ class Remote:
         return value
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        """When this is over it has taken effect."""
+        Act(number, self.pid)()
         if number == signal.SIGKILL:
             self._process.join(5)
 
@@ -349,7 +350,9 @@ def is_running(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    """Every thread of it: they stop one after the other."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def _act(given: Act | signal.Signals | None) -> Act | None:
