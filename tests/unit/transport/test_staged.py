@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to run the k
 
 SECRET = b"correct horse"
 SHAPE = Shape(blocks=32, heads=4, tokens=16, content=256, layers=4)  # 2 MiB
+LARGE = Shape(blocks=32, heads=4, tokens=16, content=256, layers=48)  # no socket holds 24 MiB
 ROW = 4 * 16 * 256
 ALL = list(range(SHAPE.blocks))
 
@@ -55,7 +56,7 @@ class Worker:
             producer.sender.finish(answer)
 
 
-Make = Callable[[int | None], Worker]
+Make = Callable[..., Worker]
 
 
 @pytest.fixture
@@ -64,8 +65,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(staging_module, "_LARGEST_CHUNK", 3 * ROW)
     made: list[Worker] = []
 
-    def make(seed: int | None) -> Worker:
-        cache, device = host_device.make(SHAPE, seed)
+    def make(seed: int | None, shape: Shape = SHAPE) -> Worker:
+        cache, device = host_device.make(shape, seed)
         staging = Staging(device, cache, 2 * DEPTH * 3 * ROW)
         sender = TcpSender(cache, "127.0.0.1", SECRET, staging=staging)
         receiver = TcpReceiver(cache, SECRET, staging=staging)
@@ -178,7 +179,7 @@ def test_who_has_no_memory_yet_asks_for_nothing(make: Make) -> None:
 
 
 def test_nothing_is_written_after_a_fetch_was_cut(make: Make) -> None:
-    producer, consumer = make(1), make(None)
+    producer, consumer = make(1, LARGE), make(None, LARGE)
     stream, gate = consumer.staging.receiving._free[0].stream, threading.Event()
     assert isinstance(stream, HostStream)
     stream.add(gate.wait)
