@@ -5,6 +5,7 @@ Control channel, leases and transports are the real ones, over loopback.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -291,15 +292,22 @@ def test_nobody_fetches_what_was_computed_before_a_reset(start: Start) -> None:
     assert sum(len(o.failed_recving) for o in consumer.seen) == 1
 
 
-def load_unheard(producer: Engine, consumer: Engine) -> None:
-    """Step the consumer once; its load begins behind that step, and is over without its knowing."""
-    worker, held_back = consumer.lifecycle.connector.worker, []
+@contextlib.contextmanager
+def loads_wait(consumer: Engine) -> Iterator[None]:
+    """Those that begin within the block, for its end."""
+    worker, waiting = consumer.lifecycle.connector.worker, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker._loads, "submit", lambda *work: held_back.append(work))
-        consumer.step()
-    for work in held_back:
+        patch.setattr(worker._loads, "submit", lambda *work: waiting.append(work))
+        yield
+    for work in waiting:
         worker._loads.submit(*work)
-    run([producer], lambda: not worker._ended.empty())
+
+
+def load_unheard(producer: Engine, consumer: Engine) -> None:
+    """Step the consumer once; its load is over then, and it does not know."""
+    with loads_wait(consumer):
+        consumer.step()
+    run([producer], lambda: not consumer.lifecycle.connector.worker._ended.empty())
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -312,9 +320,10 @@ def test_a_consumer_that_is_reset_takes_nothing_of_before(start: Start, steps: i
     second = consumer.add(prompt, 2, producer.params[first])
     if steps == 2:
         load_unheard(producer, consumer)
-    elif steps:
-        consumer.step()
-    reset(consumer)
+    with loads_wait(consumer):
+        if steps == 1:
+            consumer.step()
+        reset(consumer)
     run([producer, consumer], lambda: second in consumer.finished and at_rest(producer, consumer))
     assert consumer.answers[second] == answer(prompt, 2)
     loads = sum(len(o.finished_recving or ()) for o in consumer.seen)
