@@ -351,8 +351,11 @@ def is_running(pid: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Every thread of it: they stop one after the other."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+    try:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
+        return False  # a thread ended just now
+    return bool(stats) and all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def _act(given: Act | signal.Signals | None) -> Act | None:
