@@ -11,6 +11,7 @@ leaves a sign there meanwhile, and counts as one that uses the lease.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from typing import NamedTuple
 from disagg.errors import LeaseGone
 from disagg.transport.base import Deadline
 from disagg.transport.board import Board
+
+logger = logging.getLogger(__name__)
 
 FETCHED, ABORTED = "fetched", "aborted"
 _AFTER_LOSS_S = 2.0
@@ -137,6 +140,13 @@ class LeaseTable:
                 self.board.take_off(held.id)
                 if not self._is_over(held):
                     continue  # somebody had just looked it up
+                if held.kept_until is not None and self.board.is_read(held.id):
+                    logger.warning(
+                        "lease %d: its blocks are free %.0f s after its end; its consumer did not "
+                        "say that it reads them no more, and has to drop what it read",
+                        held.id,
+                        self._read_limit_s,
+                    )
                 ended.append(EndedLease(held.request_id, held.outcome or "expired"))
                 del self._leases[held.id]
             return ended

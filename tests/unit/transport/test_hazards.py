@@ -133,14 +133,16 @@ def test_what_is_read_is_kept(outcome: str | None) -> None:
     assert ended(table) == [("r", outcome or "expired")]
 
 
-def test_what_is_read_for_too_long_is_not() -> None:
+def test_what_is_read_for_too_long_is_not(caplog: pytest.LogCaptureFixture) -> None:
     table = LeaseTable(LIMIT_S)
     table.grant(0, "r", [1], 0.01)
     time.sleep(0.02)
     with reading(table, 0):
         assert ended(table) == []
+        assert not caplog.records
         time.sleep(LIMIT_S + 0.05)
         assert ended(table) == [("r", "expired")]
+        assert "lease 0: its blocks are free" in caplog.text
         assert table.board.posted() == set()
 
 
