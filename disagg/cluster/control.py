@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from disagg.config import Deployment, Role
 
@@ -67,7 +67,21 @@ class _Given:
     outcome: Outcome | None = None
 
 
-class Control:
+class Orders:
+    """What a supervisor hears of orders, and says of them: here of nobody's."""
+
+    def take(self) -> tuple[int, Order] | None:
+        """The next order, if there is one."""
+        return None
+
+    def say(self, line: str) -> None:
+        """Something happened."""
+
+    def over(self, number: int, word: Word, problems: Sequence[str] = ()) -> None:
+        """All that comes of this order has come."""
+
+
+class Control(Orders):
     """Between commands, on the actor's event loop, and the supervisor, in its thread.
 
     If the actor dies, whoever waits for an answer hears that; what was ordered goes on.
@@ -106,7 +120,6 @@ class Control:
     # ---- the supervisor, from any thread -------------------------------------------------------
 
     def take(self) -> tuple[int, Order] | None:
-        """The next order, if there is one."""
         try:
             number = self._waiting.get_nowait()
         except queue.Empty:
@@ -114,11 +127,9 @@ class Control:
         return number, self._orders[number].order
 
     def say(self, line: str) -> None:
-        """Something happened."""
         self._loop.call_soon_threadsafe(self._say, line)
 
     def over(self, number: int, word: Word, problems: Sequence[str] = ()) -> None:
-        """All that comes of this order has come."""
         self._loop.call_soon_threadsafe(self._over, number, Outcome(word, tuple(problems)))
 
     def _say(self, line: str) -> None:
@@ -131,16 +142,30 @@ class Control:
         self._changed.set()
 
 
-def deployments() -> dict[str, tuple[str, Any]]:
-    """By run: the name and the supervisor of each deployment on the Ray we are connected to."""
-    found: dict[str, tuple[str, Any]] = {}
+@dataclass(frozen=True)
+class Deployments:
+    """On one Ray. by_run: the name and the supervisor of each that serves. mute: runs whose
+    supervisor does not answer, or not yet."""
+
+    by_run: Mapping[str, tuple[str, Any]]
+    mute: Sequence[str]
+
+
+def deployments() -> Deployments:
+    """Those on the Ray we are connected to."""
+    by_run: dict[str, tuple[str, Any]] = {}
+    mute = []
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if not actor["name"].startswith(NAME):
             continue
+        run = actor["namespace"]
         try:
-            supervisor: Any = ray.get_actor(actor["name"], actor["namespace"])
+            supervisor: Any = ray.get_actor(actor["name"], run)
             name: str = ray.get(supervisor.name.remote(), timeout=TELL_S)
-        except (ValueError, RayError, GetTimeoutError, AttributeError):
-            continue  # a spare, or it ends just now, or is somebody else's
-        found[actor["namespace"]] = name, supervisor
-    return found
+        except (ValueError, AttributeError):
+            continue  # it ends just now, or is somebody else's
+        except RayError:
+            mute.append(run)
+            continue
+        by_run[run] = name, supervisor
+    return Deployments(by_run, mute)

@@ -20,7 +20,7 @@ from disagg.cluster.folders import PortLock, RunFolder, sweep, user_folder
 from disagg.cluster.owner import Owner
 from disagg.cluster.router_life import Router, RouterSpec, bad_port
 from disagg.cluster.signals import StopSignals, kept
-from disagg.cluster.supervisor_actor import Inheritance
+from disagg.cluster.supervision import Inheritance
 from disagg.config import Deployment, RouterSection
 from disagg.engine.spec import EngineInfo
 from disagg.errors import StartupError

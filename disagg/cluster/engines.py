@@ -35,12 +35,13 @@ class NoRoom(NotNow):
 @dataclass(frozen=True)
 class Held:
     """An engine's actor, for someone else who shall look after it. node_id: that was preferred.
-    served: it was seen to."""
+    served: it was seen to. deaths: in a row, before this start."""
 
     spec: EngineSpec
     actor: Any
     node_id: str | None
     served: bool = False
+    deaths: int = 0
 
 
 @dataclass(eq=False)
@@ -56,6 +57,8 @@ class Engine:
     preferred_node: str | None = None
     served: bool = False
     """Once, maybe under another's eyes."""
+    deaths: int = 0
+    """In a row, before this start."""
     load: EngineLoad | None = None
     """What it last said that it has to do."""
     load_asked_at: float = 0.0
@@ -84,7 +87,7 @@ class Engine:
     @property
     def held(self) -> Held:
         """It, for someone else."""
-        return Held(self.spec, self.actor, self.preferred_node, self.served)
+        return Held(self.spec, self.actor, self.preferred_node, self.served, self.deaths)
 
     def home(self) -> EngineHome | None:
         """Where it runs, if it runs already."""
@@ -155,7 +158,8 @@ def engine_of(held: Held) -> Engine:
     """An engine that was created; its start is begun, or joined."""
     actor = held.actor
     start, home = actor.start.remote(), actor.home.remote()
-    return Engine(held.spec, actor, start, time.monotonic(), home, held.node_id, held.served)
+    now, served, deaths = time.monotonic(), held.served, held.deaths
+    return Engine(held.spec, actor, start, now, home, held.node_id, served, deaths)
 
 
 def outcome_of(engine: Engine, ref: Any) -> EngineInfo | EngineFailure:

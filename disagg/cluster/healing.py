@@ -32,6 +32,9 @@ _NODES_S = 0.5
 _ROUTER_RESTARTS = 5
 _ADOPT_S = 5.0
 
+Make = Callable[[EngineSpec, str | None, str | None, int], Any]
+"""As `pools.Create`, and how often the engine died in a row."""
+
 
 @dataclass(eq=False)
 class Place:
@@ -93,7 +96,7 @@ def in_words(wait_s: float) -> str:
 class Healer:
     """Looks after engines that serve and the router in front of them.
 
-    `tell` gets a line of what happened, and the log's last lines where there are any. `create`
+    `tell` gets a line of what happened, and the log's last lines where there are any. `make`
     makes an engine's actor; `gone` hears the name of one that was ended for good.
     """
 
@@ -103,13 +106,13 @@ class Healer:
         router: Router,
         settings: EngineSection,
         tell: Callable[[str, str], None],
-        create: pools.Create,
+        make: Make,
         gone: Callable[[str], None],
     ) -> None:
-        self.places = [Place(engine, why="starts") for engine in engines]
+        self.places = [Place(engine, engine.deaths, why="starts") for engine in engines]
         self.settings = settings
         self._router, self._tell = router, tell
-        self._create, self._gone = create, gone
+        self._make, self._gone = make, gone
         self._router_deaths, self._router_up_at = 0, time.monotonic()
         self._nodes: dict[str, placing.Node] = {}
         self._nodes_at = 0.0
@@ -129,7 +132,7 @@ class Healer:
             outcome = outcome_of(place.engine, ref)
             if isinstance(outcome, EngineInfo):
                 place.engine.serves(outcome)
-                place.why, place.up_at = None, time.monotonic()
+                place.why, place.up_at, place.deaths = None, time.monotonic(), 0
         self._tell_router()
 
     def awaited(self) -> list[Any]:
@@ -157,7 +160,7 @@ class Healer:
         started = []
         for spec in specs:
             try:
-                (engine,) = pools.launch([spec], self._present(), create=self._create)
+                engine = self._launch(spec, 0, self._present())
             except NotNow:
                 continue
             self.places.append(Place(engine, why="starts"))
@@ -179,6 +182,14 @@ class Healer:
 
     def _present(self, but: Place | None = None) -> list[Engine]:
         return [place.engine for place in self.places if place is not but]
+
+    def _launch(
+        self, spec: EngineSpec, deaths: int, others: Sequence[Engine], avoid: str | None = None
+    ) -> Engine:
+        def create(spec: EngineSpec, node_id: str | None, avoid: str | None) -> Any:
+            return self._make(spec, node_id, avoid, deaths)
+
+        return pools.launch([spec], others, avoid, create)[0]
 
     # ---- engines -------------------------------------------------------------------------------
 
@@ -245,7 +256,7 @@ class Healer:
             last, others = place.engine, self._present(place)
             avoid = last.ran_on if last.vanished else None
             try:
-                place.engine = pools.launch([last.spec], others, avoid, self._create)[0]
+                place.engine = self._launch(last.spec, place.deaths, others, avoid)
             except NotNow as error:
                 place.again_at = now + _NOT_NOW_S
                 if isinstance(error, NoRoom) and place.stage != str(error):

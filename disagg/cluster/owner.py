@@ -1,7 +1,8 @@
 """The driver's part while a deployment serves: owns the actors, and brings back the supervisor.
 
 Ray ends an actor with the process that made it. All are made here, at the supervisor's wish, so
-that its death is nobody else's, and so that nothing outlives this process.
+that its death is nobody else's, and so that nothing outlives this process. Until there is another
+supervisor, a deputy looks after all from here.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from disagg.cluster import pools, router_life
 from disagg.cluster.control import NAME
+from disagg.cluster.deputy import Deputy
 from disagg.cluster.engines import Engine, Held, NotNow, engine_of
 from disagg.cluster.healing import in_words, pause_s
 from disagg.cluster.router_life import Router
-from disagg.cluster.supervisor import RAY_FAILS_S
-from disagg.cluster.supervisor_actor import (
+from disagg.cluster.supervision import (
     Changed,
     Event,
     Gone,
@@ -31,8 +32,9 @@ from disagg.cluster.supervisor_actor import (
     MakeEngine,
     MakeRouter,
     Said,
-    SupervisorActor,
 )
+from disagg.cluster.supervisor import RAY_FAILS_S
+from disagg.cluster.supervisor_actor import SupervisorActor
 from disagg.engine.spec import EngineInfo
 from disagg.errors import StartupError
 
@@ -47,8 +49,7 @@ _PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.5, 30.0, 300.0
 class Owner:
     """Of one deployment's actors. `tell` gets what happened, and log lines where there are any.
 
-    Made before the engines start, so that the supervisor's process is there when they serve. A
-    spare one waits: to start a process takes seconds, in which nobody would look after engines.
+    Made before the engines start, so that the supervisor's process is there when they serve.
     """
 
     def __init__(
@@ -70,7 +71,10 @@ class Owner:
         self._asked_at = 0.0
         self._numbers = itertools.count()
         self._actor: Any = self._created()
-        self._spare: Any = None
+        self._deputy: Deputy | None = None
+        self._coming: Any = None
+        self._ready: Any = None
+        self._created_at = 0.0
 
     @property
     def supervisor_pid(self) -> int | None:
@@ -108,8 +112,7 @@ class Owner:
 
     def _step(self, timeout_s: float) -> str | None:
         if self._actor is None:
-            self._again(timeout_s)
-            return None
+            return self._step_of_deputy(timeout_s)
         try:
             if not ray.wait([self._next], timeout=timeout_s)[0]:
                 # The first answer waits for a process that starts, maybe beside engines that do.
@@ -128,8 +131,6 @@ class Owner:
             self._died_at, self._up_at = None, time.monotonic()
             self._tell(f"the supervisor is back after {took_s:.1f} s", "")
         problems = [self._do(event) for event in report.events]
-        if not self._deaths or not report.events:  # at the start, or in a quiet moment
-            self._spare = self._spare or self._created()
         if report.silent_s > _STUCK_S:
             self._lost(f"it did nothing for {_STUCK_S:g} s")
         return next((problem for problem in problems if problem), None)
@@ -143,10 +144,12 @@ class Owner:
 
     def close(self) -> None:
         """End the supervisor, so that it brings back nothing that is about to be ended."""
-        for actor in (self._actor, self._spare):
+        for actor in (self._actor, self._coming):
             if actor is not None:
                 ray.kill(actor)
-        self._actor = self._spare = None
+        if self._deputy is not None:
+            self._deputy.close()
+        self._actor = self._coming = self._deputy = None
 
     def stop_engines(self) -> None:
         """End all engines. Raises nothing."""
@@ -183,7 +186,8 @@ class Owner:
             actor = pools.create(order.spec, order.node_id, order.avoid)
         except (NotNow, RayError):
             return None
-        self._held[name] = engine_of(Held(order.spec, actor, order.node_id))
+        held = Held(order.spec, actor, order.node_id, deaths=order.deaths)
+        self._held[name] = engine_of(held)
         return actor
 
     def _new_router(self, order: MakeRouter) -> Any:
@@ -197,6 +201,8 @@ class Owner:
     def _made(self, number: int, actor: Any) -> None:
         if self._actor is not None:
             self._actor.made.remote(number, actor)
+        elif self._deputy is not None:
+            self._deputy.made(number, actor)
 
     # ---- its life ------------------------------------------------------------------------------
 
@@ -207,12 +213,14 @@ class Owner:
         return ray.remote(SupervisorActor).options(**options).remote(self._name)
 
     def _begin(self) -> None:
-        assert self._given is not None
-        held = [engine.held for engine in self._held.values()]
-        given = replace(self._given, engines=held, router_actor=self._router.actor)
-        self._pid = self._actor.begin.remote(given)
+        self._pid = self._actor.begin.remote(self._inheritance())
         self._up_at, self._reported = time.monotonic(), False
         self._ask()
+
+    def _inheritance(self) -> Inheritance:
+        assert self._given is not None
+        held = [engine.held for engine in self._held.values()]
+        return replace(self._given, engines=held, router_actor=self._router.actor)
 
     def _ask(self) -> None:
         self._next, self._asked_at = self._actor.report.remote(_REPORT_S), time.monotonic()
@@ -221,16 +229,47 @@ class Owner:
         """It died, or is as good as dead; the engines do not notice."""
         now = time.monotonic()
         self._deaths = 1 if now - self._up_at > _STEADY_S else self._deaths + 1
-        wait_s = pause_s(self._deaths, _PAUSE_S, _LONGEST_PAUSE_S)
-        self._again_at = now + wait_s
         self._died_at = self._died_at or now
-        self._tell(f"the supervisor died: {why}; starting it again{in_words(wait_s)}", "")
         ray.kill(self._actor)
         self._actor = self._pid = None
+        self._tell(f"the supervisor died: {why}; {self._pause()}", "")
+        self._deputy = Deputy(self._inheritance())
 
-    def _again(self, timeout_s: float) -> None:
-        time.sleep(max(0.0, min(timeout_s, self._again_at - time.monotonic())))
-        if time.monotonic() < self._again_at:
-            return
-        self._actor, self._spare = self._spare or self._created(), None
-        self._begin()
+    def _pause(self) -> str:
+        wait_s = pause_s(self._deaths, _PAUSE_S, _LONGEST_PAUSE_S)
+        self._again_at = time.monotonic() + wait_s
+        return f"starting it again{in_words(wait_s)}"
+
+    def _step_of_deputy(self, timeout_s: float) -> str | None:
+        """Do what the deputy wants, until another supervisor can begin."""
+        assert self._deputy is not None
+        there = self._is_there()
+        if there:
+            self._deputy.stop()  # never two at once
+        problems = [self._do(event) for event in self._deputy.events(timeout_s)]
+        if there and (self._deputy.over or self._deputy.silent_s > _STUCK_S):
+            self._actor, self._coming, self._deputy = self._coming, None, None
+            self._begin()
+        return next((problem for problem in problems if problem), None)
+
+    def _is_there(self) -> bool:
+        """Whether the next supervisor is; it is made when its time has come."""
+        now = time.monotonic()
+        if self._coming is None:
+            if now >= self._again_at:
+                self._coming, self._created_at = self._created(), now
+                self._ready = self._coming.__ray_ready__.remote()
+            return False
+        try:
+            if ray.wait([self._ready], timeout=0)[0]:
+                ray.get(self._ready)
+                return True
+            why = f"it took more than {_BEGIN_S:g} s" if now - self._created_at > _BEGIN_S else None
+        except RayError as error:
+            why = type(error).__name__
+        if why is not None:
+            ray.kill(self._coming)
+            self._coming = None
+            self._deaths += 1
+            self._tell(f"the supervisor did not start: {why}; {self._pause()}", "")
+        return False

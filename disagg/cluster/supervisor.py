@@ -1,7 +1,7 @@
 """What looks after a deployment while it serves: healing, scaling, and orders from outside.
 
-Runs step by step in its actor's thread (`supervisor_actor`), and holds nothing that its successor
-could not find out.
+Runs step by step in a thread (`supervision`), and holds nothing that its successor could not find
+out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from disagg.cluster import changes, pools
 from disagg.cluster.autoscaling import LOOK_S, Autoscaler, PoolLoad
-from disagg.cluster.control import Control, Order, Scale
+from disagg.cluster.control import Order, Orders, Scale
 from disagg.cluster.healing import Healer
 from disagg.cluster.scaling import Scaler
 from disagg.config import Deployment, Role
@@ -30,14 +30,14 @@ class Supervisor:
         self,
         healer: Healer,
         scaler: Scaler,
-        control: Control,
+        orders: Orders,
         tell: Callable[[str, str], None],
         *,
         private: bool,
     ) -> None:
-        self._healer, self._scaler, self._control = healer, scaler, control
+        self._healer, self._scaler, self._orders = healer, scaler, orders
         self._tell, self._private = tell, private
-        self._orders: dict[int, Order] = {}
+        self._given: dict[int, Order] = {}
         self._autoscalers: dict[Role, Autoscaler] = {}
         self._looked_at = 0.0
         self._ray_fails_since: float | None = None
@@ -58,7 +58,7 @@ class Supervisor:
     def _step(self, timeout_s: float) -> str | None:
         refs = self._healer.awaited()
         there = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]
-        while (taken := self._control.take()) is not None:
+        while (taken := self._orders.take()) is not None:
             self._take(*taken)
         problem = self._healer.happened(there)
         self._healer.look()
@@ -84,7 +84,7 @@ class Supervisor:
         except RayError as error:
             problems = [f"Ray did not answer ({type(error).__name__}); ask again"]
         if problems:
-            self._control.over(number, "refused", problems)
+            self._orders.over(number, "refused", problems)
             return
         if isinstance(order, Scale):
             counts = ", ".join(f"{role}={count}" for role, count in order.replicas.items())
@@ -94,7 +94,7 @@ class Supervisor:
             self._tell("asked to apply a changed file", "")
             self._scaler.apply(self._kept_counts(order.deployment))
             self._follow_sections()
-        self._orders[number] = order
+        self._given[number] = order
 
     def _refused(self, order: Order) -> list[str]:
         running = self._scaler.wanted
@@ -118,14 +118,14 @@ class Supervisor:
         return pools.shortfalls(wanted) if self._private else []
 
     def _answer(self) -> None:
-        if self._orders and self._scaler.settled:
+        if self._given and self._scaler.settled:
             problem, self._scaler.problem = self._scaler.problem, None
-            for number, order in self._orders.items():
+            for number, order in self._given.items():
                 if problem is None or isinstance(order, Scale):
-                    self._control.over(number, "done")
+                    self._orders.over(number, "done")
                 else:
-                    self._control.over(number, "taken back", [problem])
-            self._orders.clear()
+                    self._orders.over(number, "taken back", [problem])
+            self._given.clear()
 
     # ---- the autoscalers -----------------------------------------------------------------------
 

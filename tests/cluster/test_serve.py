@@ -334,6 +334,8 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     served.until_shown("the supervisor died")
     served.until_shown("the supervisor is back")
     served.until_shown("engine decode-0 died")
+    first = served.text.index("engine decode-0 died")
+    assert first < served.text.index("the supervisor is back"), "nobody looked after it meanwhile"
     assert states(port)["decode-0"] == "starts again"
     with pytest.raises(urllib.error.HTTPError) as refused:
         complete(port)
