@@ -262,8 +262,8 @@ class PairingSection(Section):
         None,
         ge=0,
         description="Decode computes a prompt itself that would wait longer for prefill, by this "
-        "share of the time to read it for each request that the decode engine has; without it, "
-        "never",
+        "share of the time to read it for each request that the decode engine has, or by four "
+        "times as much if it would not be among the slowest tenth; without it, never",
     )
     first_token: Role = Field(
         "decode",

@@ -266,6 +266,9 @@ def serve(
     decode_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="The same of the decode engine alone.")
     ] = None,
+    prefill_seqs: Annotated[
+        int | None, typer.Option(min=1, help="vLLM's max_num_seqs, of the prefill engine alone.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals, kinds and prompts.")] = 1,
     trace: Annotated[
         Path | None, typer.Option(help="Replay this file instead of rates and mix.")
@@ -293,6 +296,7 @@ def serve(
         first_token_hold_s=first_token_hold_s,
         batched_tokens=batched_tokens,
         decode_batched_tokens=decode_batched_tokens,
+        prefill_seqs=prefill_seqs,
         seed=seed,
         trace=trace,
         write_trace=write_trace,

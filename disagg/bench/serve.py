@@ -67,7 +67,8 @@ class Plan:
     `first_token_hold_s`: of `apart`; `trace` replaces rates and mix.
 
     `batched_tokens`: vLLM's `max_num_batched_tokens` of all engines; its own default if None.
-    `decode_batched_tokens`: of the decode engine; as the others' if None.
+    `decode_batched_tokens`: of the decode engine; as the others' if None. `prefill_seqs`: vLLM's
+    `max_num_seqs` of the prefill engine; its own default if None.
     """
 
     ways: Sequence[str]
@@ -82,6 +83,7 @@ class Plan:
     first_token_hold_s: float
     batched_tokens: int | None
     decode_batched_tokens: int | None
+    prefill_seqs: int | None
     seed: int
     trace: Path | None = None
     write_trace: Path | None = None
@@ -188,6 +190,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "first_token_hold_s": plan.first_token_hold_s,
         "max_num_batched_tokens": plan.batched_tokens,
         "decode_max_num_batched_tokens": plan.decode_batched_tokens,
+        "prefill_max_num_seqs": plan.prefill_seqs,
     }
 
 
@@ -221,7 +224,9 @@ class _Scene:
         most = self._plan.batched_tokens
         if name == "decode":
             most = self._plan.decode_batched_tokens or most
-        args = () if most is None else ("--max-num-batched-tokens", str(most))
+        args = [] if most is None else ["--max-num-batched-tokens", str(most)]
+        if name == "prefill" and self._plan.prefill_seqs is not None:
+            args += ["--max-num-seqs", str(self._plan.prefill_seqs)]
         return stack.enter_context(VllmServer(name, MODEL.absolute(), None, config, args, env=env))
 
     def run(self, way: str, load: Load, key: str) -> Run:

@@ -24,6 +24,7 @@ from disagg.planning.outcome import Floats, Gaps, Outcome, Targets, missed
 from disagg.planning.prefill_engine import PrefillEngine
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
+from disagg.router.helping import Helping
 from disagg.router.holding import Holding
 from disagg.router.reading import Reading, Speed
 
@@ -123,10 +124,10 @@ class _Pool:
 
 class _Help:
     """When decode reads a prompt that would wait for prefill: the rule of the router
-    (`Service._prefill_is_busy`), by its own estimates."""
+    (`Service._prefill_is_busy`), by its estimates."""
 
     def __init__(self, share: float, prompts: Sequence[int], prefill: int, decode: int) -> None:
-        self._share, self._prompts, self._now = share, prompts, 0.0
+        self._helping, self._prompts, self._now = Helping(share), prompts, 0.0
         self._speed = Speed()
         self._prefill = [Reading(self._speed, self._time) for _ in range(prefill)]
         self._decode = [Reading(self._speed, self._time) for _ in range(decode)]
@@ -141,14 +142,12 @@ class _Help:
     def is_wanted(self, now: float, request: int, engine: int) -> bool:
         """From this decode engine, where the request has its seat."""
         self._now = now
-        wait_s = math.inf
-        for reading in self._prefill:
-            wait_s = min(wait_s, reading.left_s())
-            if not wait_s:
-                return False
-        takes_s = self._speed.takes(self._prompts[request])
-        sooner_s = wait_s - self._decode[engine].left_s()
-        return sooner_s > self._share * takes_s * self._requests[engine]
+        return self._helping.is_worth_it(
+            min(reading.left_s() for reading in self._prefill),
+            self._decode[engine].left_s(),
+            self._speed.takes(self._prompts[request]),
+            self._requests[engine],
+        )
 
     def prefill_reads(self, now: float, request: int, engine: int) -> None:
         self._now = now

@@ -6,26 +6,18 @@ longer than most others need not wait for that too: of them is what the slowest 
 
 from __future__ import annotations
 
-from collections import deque
-
-_KEPT = 128  # requests
-_MOST = 0.9
+from disagg.router.slowest import Slowest
 
 
 class Holding:
     """Of one router process."""
 
     def __init__(self, hold_s: float) -> None:
-        self._hold_s = hold_s
-        self._waited: deque[float] = deque(maxlen=_KEPT)
+        self._hold_s, self._slowest = hold_s, Slowest()
 
     def of(self, waited_s: float) -> float:
         """Seconds, of the first token of a request that came so long ago: none if that is longer
         than nine of ten waited lately."""
-        if not self._hold_s:
-            return 0.0
-        before = sorted(self._waited)
-        self._waited.append(waited_s)
-        if before and waited_s > before[int(_MOST * len(before))]:
+        if not self._hold_s or self._slowest.has(waited_s):
             return 0.0
         return self._hold_s

@@ -27,6 +27,7 @@ from disagg.router.events import Plain, Watcher
 from disagg.router.first_token import Begun
 from disagg.router.fits import Fits
 from disagg.router.health import Health
+from disagg.router.helping import Helping
 from disagg.router.holding import Holding
 from disagg.router.metrics import RouterMetrics
 from disagg.router.pairing import Pairer, RequestInfo
@@ -80,6 +81,8 @@ class Service:
             settings.pairing.first_token == "prefill" and connector == "disagg"
         )
         self._holding = Holding(settings.pairing.first_token_hold_s)
+        share = settings.pairing.prefill_wait_share
+        self._helping = None if share is None else Helping(share)
         self._topology = topology
         self.adapters = Adapters(
             client, health, settings.limits.first_byte_timeout_s, self.engines_changed
@@ -316,12 +319,14 @@ class Service:
     def _prefill_is_busy(self, request: RequestInfo, seat: Seat) -> bool:
         """Whether the prompt would come to its turn so much sooner where it is decoded that this
         is worth what all who are there (itself among them) wait while it is read."""
-        share = self._settings.pairing.prefill_wait_share
-        if share is None:
+        if self._helping is None:
             return False
-        sooner = self._pairer.wait_s("prefill", request) - self._traffic.reading_s(seat.engine)
-        takes = self._traffic.takes_s(self._to_read(request, seat))
-        return sooner > share * takes * self._traffic.requests(seat.engine)
+        return self._helping.is_worth_it(
+            self._pairer.wait_s("prefill", request),
+            self._traffic.reading_s(seat.engine),
+            self._traffic.takes_s(self._to_read(request, seat)),
+            self._traffic.requests(seat.engine),
+        )
 
     def _prefix_keys(self, request: RequestInfo) -> list[int]:
         return request.prefix_keys if self._settings.pairing.local_prefill_tokens else []

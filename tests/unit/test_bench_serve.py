@@ -366,6 +366,7 @@ def plan(**changes: Any) -> serve.Plan:
         "first_token_hold_s": 0.0,
         "batched_tokens": None,
         "decode_batched_tokens": None,
+        "prefill_seqs": None,
         "seed": 1,
     }
     return serve.Plan(**(settings | changes))

@@ -35,7 +35,7 @@ ALLOWED = {
         "planning", "dashboards", "options",
     },
     # The router's own estimate of who waits how long, with a clock of the simulation's.
-    "planning": {"errors", "config_file", "router.holding", "router.reading"},
+    "planning": {"errors", "config_file", "router.helping", "router.holding", "router.reading"},
     "options": set[str](),
     "dashboards": {"errors"},
     "transport": {"errors", "keepalive"},
