@@ -332,6 +332,7 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     actor_named(served, "SupervisorActor").kill()
     decode.kill()
     served.until_shown("the supervisor died")
+    scaling = order(served, "scale", "prefill=1")
     served.until_shown("the supervisor is back")
     served.until_shown("engine decode-0 died")
     first = served.text.index("engine decode-0 died")
@@ -343,6 +344,8 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     served.until_shown("engine prefill-0 died: vLLM's engine process made no progress for 20 s")
     for name in ("prefill-0", "decode-0"):
         served.until_shown(f"{name} is back")
+    said = scaling.communicate(timeout=60)[0]
+    assert scaling.returncode == 0, f"whoever asks meanwhile is heard later: {said}"
     before = handed_over(port)
     complete(port, "of another prompt than before ")
     assert handed_over(port) == before + 1
