@@ -86,8 +86,9 @@ class Engine:
 
     @property
     def held(self) -> Held:
-        """It, for someone else."""
-        return Held(self.spec, self.actor, self.preferred_node, self.served, self.deaths)
+        """It, for someone else, who must not hold deaths of long ago against one that served."""
+        deaths = 0 if self.served else self.deaths
+        return Held(self.spec, self.actor, self.preferred_node, self.served, deaths)
 
     def home(self) -> EngineHome | None:
         """Where it runs, if it runs already."""

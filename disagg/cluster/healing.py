@@ -132,7 +132,7 @@ class Healer:
             outcome = outcome_of(place.engine, ref)
             if isinstance(outcome, EngineInfo):
                 place.engine.serves(outcome)
-                place.why, place.up_at, place.deaths = None, time.monotonic(), 0
+                place.why, place.up_at = None, time.monotonic()
         self._tell_router()
 
     def awaited(self) -> list[Any]:

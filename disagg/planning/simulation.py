@@ -142,8 +142,13 @@ class _Help:
     def is_wanted(self, now: float, request: int, engine: int) -> bool:
         """From this decode engine, where the request has its seat."""
         self._now = now
+        wait_s = math.inf
+        for reading in self._prefill:  # maybe thousands, of which the first is idle
+            wait_s = min(wait_s, reading.left_s())
+            if not wait_s:
+                break
         return self._helping.is_worth_it(
-            min(reading.left_s() for reading in self._prefill),
+            wait_s,
             self._decode[engine].left_s(),
             self._speed.takes(self._prompts[request]),
             self._requests[engine],
