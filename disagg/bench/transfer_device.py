@@ -99,7 +99,7 @@ class DeviceEnd(End):
 
     def _stream(self) -> Stream:
         if self._opened_stream is None:
-            self._opened_stream = self.device.stream()
+            self._opened_stream = self.device.stream(launches=False)
         self.device.use()
         return self._opened_stream
 

@@ -28,6 +28,10 @@ class Places:
     shared: bool  # whether both use one device
 
 
+# Both ends are on this machine.
+_LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
+
+
 def require() -> None:
     """Raise `ConfigError` where no GPU can be measured."""
     if not torch.cuda.is_available():
@@ -44,8 +48,8 @@ def choose(device: str) -> Places:
     if device == "cpu":
         return Places(Place("cpu"), Place("cpu"), shared=True)
     if torch.cuda.device_count() > 1:
-        return Places(Place("cuda:0"), Place("cuda:1"), shared=False)
+        return Places(Place("cuda:0", _LOOPBACK), Place("cuda:1", _LOOPBACK), shared=False)
     # NCCL refuses two ranks on one GPU unless it takes them for two hosts. It then goes over the
     # network, which on one machine is sockets.
-    hosts = [{"NCCL_HOSTID": f"disagg-bench-{end}"} for end in ("out", "in")]
+    hosts = [_LOOPBACK | {"NCCL_HOSTID": f"disagg-bench-{end}"} for end in ("out", "in")]
     return Places(Place("cuda:0", hosts[0]), Place("cuda:0", hosts[1]), shared=True)

@@ -30,7 +30,7 @@ from disagg.transport import named
 from disagg.transport.base import Deadline, Event, FetchJob
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.device import moves
-from disagg.transport.device.base import Device, Memory, Pinned, Wait
+from disagg.transport.device.base import Device, Memory, Wait
 from disagg.transport.device.staging import Staging
 from disagg.transport.mapped import GONE, TOKEN_BYTES, Mapped, Offer
 from disagg.transport.processes import start_time
@@ -114,11 +114,10 @@ def _write(staging: Staging, address: int, content: bytes) -> None:
     """Put these bytes on the device; when it returns, other processes can read them."""
     deadline = Deadline.after(_TOKEN_S)
     with staging.sending.take(deadline) as slot:
-        pinned = staging.device.pinned(len(content))
-        pinned.array[:] = np.frombuffer(content, np.uint8)
+        pinned = slot.pinned[0]
+        pinned.array[: len(content)] = np.frombuffer(content, np.uint8)
         slot.stream.copy(address, pinned.address, len(content))
         Wait(deadline).until(slot.stream.record().is_done)
-        pinned.free()  # not after an error: it may still be read
 
 
 class CudaIpcReceiver:
@@ -130,7 +129,6 @@ class CudaIpcReceiver:
         self._cache, self._staging = cache, staging
         self._reasons = named.Reasons(NAME)
         self._producers: dict[bytes, Mapped] = {}
-        self._buffers: list[Pinned] = []
         self._watch = Watch("disagg-cuda-ipc-watch")
         self._ends: set[int] = set()  # pidfds that are watched
         self._lock = threading.Lock()
@@ -180,8 +178,6 @@ class CudaIpcReceiver:
             for producer in self._producers.values():
                 producer.let_go()
             self._producers = {}
-            for buffer in self._buffers:
-                buffer.free()
 
     def _problem(self, offer: bytes) -> str | None:
         """Why this producer cannot be read; None if a read of it succeeded."""
@@ -232,17 +228,12 @@ class CudaIpcReceiver:
 
     def _token(self, producer: Mapped, staging: Staging) -> bytes:
         """What lies where its token should be, read as blocks are."""
-        wait = Wait(Deadline.after(_TOKEN_S), producer.look)
-        with self._lock:
-            buffer = self._buffers.pop() if self._buffers else staging.device.pinned(TOKEN_BYTES)
-        slots = staging.receiving
+        wait, slots = Wait(Deadline.after(_TOKEN_S), producer.look), staging.receiving
         with producer.reading(), slots.take(wait.deadline, wait.look) as slot:
-            slot.stream.copy(buffer.address, producer.token_address(), TOKEN_BYTES)
+            pinned = slot.pinned[0]
+            slot.stream.copy(pinned.address, producer.token_address(), TOKEN_BYTES)
             wait.until(slot.stream.record().is_done)
-        found = buffer.array.tobytes()
-        with self._lock:
-            self._buffers.append(buffer)  # not after an error: it may still be written to
-        return found
+            return pinned.array[:TOKEN_BYTES].tobytes()
 
     def _notice_end(self, producer: Mapped) -> None:
         """Let go of it when its process ends. Raises `PeerLost` if it has ended by now."""

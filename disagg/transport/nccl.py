@@ -7,8 +7,9 @@ gathers one while the one before is sent, the consumer receives one while the on
 scattered. What is gathered and scattered lies in the worker's staging memory, never in more.
 
 Joining takes some tenths of a second. It is done when two workers first meet, and again after an
-error, each time a bit later; in between other transports are used. A side whose peer ends learns it
-by the connection, whether a fetch is under way or not, and gives the communicator's memory back.
+error; where it failed, or blocks stood still, later each time, and other transports are used. A
+side whose peer ends learns it by the connection, whether a fetch is under way or not, and gives the
+communicator's memory back.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from dataclasses import dataclass
 import msgspec
 
 from disagg.errors import DataCorrupt, PeerLost, TransferError
+from disagg.transport import nccl_lane
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.channel import Channel, tune
 from disagg.transport.device import moves
-from disagg.transport.device.base import Communicators
+from disagg.transport.device.base import Communicators, Wait
 from disagg.transport.device.staging import Staging
 from disagg.transport.listener import Listener
 from disagg.transport.nccl_lane import Lane, Pull, Sending
@@ -232,6 +234,9 @@ class NcclReceiver:
         if staged.size != move.size:
             raise DataCorrupt(f"{staged.size} bytes where {move.size} were due", reason="nccl_size")
         assert self._staging is not None
+        # First, so that no send or receive waits on either GPU for the end of a step of ours.
+        if job.after is not None:
+            Wait(job.deadline).until(job.after.is_done)
         with (
             self._lane(staged.at, job.deadline) as lane,
             # Before the producer takes its own: who sends then never waits for who receives.
@@ -243,7 +248,8 @@ class NcclReceiver:
                 raise _NoSuchFetch("the producer has no such fetch")
             if sending != move.size:
                 raise DataCorrupt(f"{sending} bytes where {move.size} were due", "nccl_size")
-            lane.receive(slot, move, job.deadline, job.after)
+            lane.receive(slot, move, job.deadline)
+        self._peer(staged.at).pauses = 0
         return move.size
 
     def close(self) -> None:
@@ -275,8 +281,10 @@ class NcclReceiver:
                 yield lane
             except _NoSuchFetch:
                 raise
-            except BaseException:
+            except BaseException as error:
                 peer.close()
+                if isinstance(error, TransferError) and error.reason == nccl_lane.STALLED:
+                    peer.pause()
                 raise
             finally:
                 if peer.lane is not None:
@@ -309,7 +317,6 @@ class NcclReceiver:
         except TransferError:
             peer.pause()
             raise
-        peer.pauses = 0
         logger.info("joined %s:%d over NCCL", at.host, at.port)
         return lane
 
@@ -345,7 +352,7 @@ class _Peer:
             lane.close()
 
     def pause(self) -> None:
-        """Joining failed: the next try comes later than the last one did."""
+        """It failed: the next try comes later than the last one did."""
         seconds = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self.pauses)
         self.pauses += 1
         self._not_before = time.monotonic() + seconds
@@ -355,7 +362,7 @@ class _Peer:
         left = self._not_before - time.monotonic()
         if left > 0:
             raise TransferError(
-                f"NCCL could not be joined {self.pauses} times, not tried for {left:.0f} s more",
+                f"NCCL failed {self.pauses} times in a row, not tried for {left:.0f} s more",
                 reason="nccl_paused",
             )
 

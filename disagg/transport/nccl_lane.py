@@ -14,6 +14,7 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -31,11 +32,15 @@ from disagg.transport.wire import decode, encode
 logger = logging.getLogger(__name__)
 
 HELLO = "disagg-nccl/1"
+STALLED = "nccl_stalled"
 # Chunks given to the device ahead of what it has done: enough that it never waits for the host,
 # few enough that the host never waits in CUDA's own queue.
 _AHEAD = 2 * DEPTH
 _TOKEN = 16
 _SETTLE_S = 5.0
+# What waits for a peer takes a part of the GPU, and CUDA may have the model's own work wait behind
+# it. A chunk takes milliseconds. The producer waits twice as long: the consumer is to know why.
+_STALL_S = 3.0
 
 _Size = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -80,7 +85,7 @@ class Lane:
     ) -> None:
         self._staging, self.channel = staging, channel
         self._communicator, self.chunk = communicator, chunk
-        self._wire = staging.device.stream()
+        self._wire = staging.device.stream(launches=False)
         self._closing = threading.Lock()
         self._closed = False
 
@@ -150,7 +155,7 @@ class Lane:
 
     def _exchange(self, slot: Slot, token: bytes, wait: Wait, *, sends: bool) -> bytes:
         """The first bytes: they show that the way works, and make NCCL connect."""
-        memory, host = slot.chunks[0].address, self._staging.pinned(slot)[0]
+        memory, host = slot.chunks[0].address, slot.pinned[0]
         with self._using(slot):
             if sends:
                 host.array[:_TOKEN] = np.frombuffer(token, np.uint8)
@@ -171,7 +176,7 @@ class Lane:
             wait = Wait(deadline, self._look_for_end)
             slot.stream.load(move)
             sent: list[Event] = []
-            for chunk, at in self._chunks(slot, move, sent, wait):
+            for chunk, at in self._chunks(slot, move, sent, wait, 2 * _STALL_S):
                 if len(sent) >= DEPTH:
                     slot.stream.wait(sent[-DEPTH])
                 slot.stream.launch(chunk, to_shift=at - chunk.at)
@@ -181,26 +186,23 @@ class Lane:
             # NCCL's work ends without bytes when it fails; only its state tells.
             self._communicator.check()
 
-    def receive(self, slot: Slot, move: Move, deadline: Deadline, after: Event | None) -> None:
-        """Fill a selection, behind `after`; when it returns or raises, nothing writes to it."""
+    def receive(self, slot: Slot, move: Move, deadline: Deadline) -> None:
+        """Fill a selection; when it returns or raises, nothing writes to it."""
         with self._using(slot):
             wait = Wait(deadline, self._look)
             slot.stream.load(move)
             filled: list[Event] = []
-            for chunk, at in self._chunks(slot, move, filled, wait):
+            for chunk, at in self._chunks(slot, move, filled, wait, _STALL_S):
                 if len(filled) >= DEPTH:
                     self._wire.wait(filled[-DEPTH])
                 self._communicator.receive(at, chunk.size, self._wire, wait)
-                # Here, not on the stream: what waits there can't be taken back at the deadline.
-                if after is not None:
-                    wait.until(after.is_done)
                 slot.stream.wait(self._wire.record())
                 slot.stream.launch(chunk, from_shift=at - chunk.at)
                 filled.append(slot.stream.record())
             self._look()  # the same, and whether the producer was there to the end
 
     def _chunks(
-        self, slot: Slot, move: Move, done: list[Event], wait: Wait
+        self, slot: Slot, move: Move, done: list[Event], wait: Wait, patience: float
     ) -> Iterator[tuple[Chunk, int]]:
         """Each chunk and the address of its buffer, once few enough are under way; ends when
         all of them are done."""
@@ -212,10 +214,10 @@ class Lane:
             )
         for number, chunk in enumerate(move.chunks(self.chunk)):
             if number >= _AHEAD:
-                wait.until(done[number - _AHEAD].is_done)
+                _await(done[number - _AHEAD], wait, patience)
             yield chunk, slot.chunks[number % DEPTH].address
-        if done:
-            wait.until(done[-1].is_done)
+        for event in done[-_AHEAD:]:
+            _await(event, wait, patience)
 
     @contextlib.contextmanager
     def _using(self, slot: Slot) -> Iterator[None]:
@@ -278,3 +280,14 @@ class Lane:
         self._quieten()
         self._wire.close()
         self.channel.close()
+
+
+def _await(chunk: Event, wait: Wait, patience: float) -> None:
+    """Wait for a chunk. Raises `TransferError` (reason STALLED) if it takes longer than that."""
+    soon = Deadline(min(wait.deadline.at, time.monotonic() + patience))
+    try:
+        Wait(soon, wait.look).until(chunk.is_done)
+    except PeerLost as error:
+        if error.reason != "deadline" or soon.at == wait.deadline.at:
+            raise
+        raise TransferError(f"no block came or went for {patience:g} s", STALLED) from error

@@ -33,7 +33,7 @@ from disagg.transport.device import base
 from disagg.transport.device.moves import Chunk, Move
 
 _SOURCE = Path(__file__).with_name("host_kernel.cpp")
-_KERNEL = Path(base.__file__).with_name("move.cu")
+KERNEL = Path(base.__file__).with_name("move.cu")
 # Few threads: each of them costs a loop here.
 GRID, THREADS = 3, 8
 
@@ -44,7 +44,7 @@ COMPILER = shutil.which("g++")
 def library() -> Any:
     """The kernel as a shared library, built once for all processes."""
     assert COMPILER is not None
-    digest = hashlib.sha256(_SOURCE.read_bytes() + _KERNEL.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(_SOURCE.read_bytes() + KERNEL.read_bytes()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"disagg-tests-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     built = folder / f"move-{digest}.so"
@@ -59,7 +59,7 @@ def library() -> Any:
             "-shared",
             "-fPIC",
         ]
-        command = [COMPILER, *flags, f'-DMOVE="{_KERNEL}"', "-o", str(fresh), str(_SOURCE)]
+        command = [COMPILER, *flags, f'-DMOVE="{KERNEL}"', "-o", str(fresh), str(_SOURCE)]
         subprocess.run(command, check=True, timeout=120)
         fresh.rename(built)
     found = ctypes.CDLL(str(built))
@@ -135,7 +135,7 @@ class HostDevice:
     def pinned(self, size: int) -> _Memory:
         return _Memory(np.empty(size, np.uint8), lambda: None)
 
-    def stream(self) -> HostStream:
+    def stream(self, launches: bool = True) -> HostStream:
         return HostStream()
 
     def export(self, address: int) -> base.Exported:

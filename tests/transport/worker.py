@@ -101,6 +101,9 @@ class Worker:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        if setup.device == "cuda":
+            # NCCL refuses two ranks on one GPU unless it takes their processes for two hosts.
+            os.environ |= {"NCCL_HOSTID": f"test-{os.getpid()}", "NCCL_SOCKET_IFNAME": "lo"}
         self.cache, self.staging = _cache(setup)
         self.layers = tuple(region.name for region in self.cache.regions)
         storage = Storage(setup.folder, 4 << 30)

@@ -112,6 +112,7 @@ class OffloadWorker:
             sends=True,
             receives=True,
             blocks=per,
+            pinned=False,  # the tiers' own memory is
             setting="kv_connector_extra_config.staging_bytes",
         )
         if self._staging is not None:

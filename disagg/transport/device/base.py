@@ -148,8 +148,8 @@ class Device(Protocol):
     def pinned(self, size: int) -> Pinned:
         """Allocate page-locked memory."""
 
-    def stream(self) -> Stream:
-        """A stream of our own."""
+    def stream(self, launches: bool = True) -> Stream:
+        """A stream of our own; `launches`: whether it ever loads and launches moves."""
 
     def export(self, address: int) -> Exported:
         """Name the allocation that holds this address.

@@ -24,13 +24,14 @@ from disagg.transport.device.base import (
     Pinned,
     Stream,
 )
-from disagg.transport.device.moves import Chunk, Move
+from disagg.transport.device.moves import WORDS, Chunk, Move
 
 _KERNEL = Path(__file__).with_name("move.cu")
-_WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 _THREADS = 512
 # One thread block's part of a row: all its threads, four words each.
 _PART_BYTES = _THREADS * 16 * 4
+# Tables of 15,000 blocks and 100 layers: fetches larger than that are few.
+_TABLE_BYTES = 256 << 10
 _LAZY_PEER_ACCESS = 1
 _PORTABLE = 1
 _ANY_DIRECTION = 4
@@ -80,9 +81,9 @@ class CudaDevice:
             address = _cupy().cuda.runtime.hostAlloc(size, _PORTABLE)
         return _Pinned(address, size)
 
-    def stream(self) -> Stream:
+    def stream(self, launches: bool = True) -> Stream:
         with _checked("a stream"):
-            return _Stream(self.processors)
+            return _Stream(self.processors, _TABLE_BYTES if launches else 0)
 
     def export(self, address: int) -> Exported:
         with _checked("this allocation cannot be shared (expandable segments, a pool?)"):
@@ -107,7 +108,7 @@ class CudaDevice:
         with _checked("an event on the model's stream"):
             event = _cupy().cuda.Event(disable_timing=True)
             model = torch.cuda.current_stream(self._index).cuda_stream
-            event.record(_cupy().cuda.ExternalStream(model))
+            _cupy().cuda.runtime.eventRecord(event.ptr, model)
         return _Event(event)
 
 
@@ -145,18 +146,19 @@ class _Event:
 
 
 class _Stream:
-    """Tables are kept in one piece of device memory that grows in the stream's own order."""
+    """Its tables lie in device memory, written by way of pinned memory of the same size."""
 
-    def __init__(self, processors: int) -> None:
+    def __init__(self, processors: int, table_bytes: int) -> None:
         cupy = _cupy()
         self._cupy, self._processors = cupy, processors
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._tables, self._capacity = 0, 0
-        self._upload: _Pinned | None = None
+        self._rooms: list[tuple[_Memory, _Pinned]] = []
         self._uploaded: Any = None
         self._move: Move | None = None
         self._at: list[int] = []
-        kernel(16)  # compiled now, not amid the first fetch
+        if table_bytes:
+            kernels()
+            self._room(table_bytes)
 
     @property
     def handle(self) -> int:
@@ -166,14 +168,16 @@ class _Stream:
         tables = [move.table, move.from_units, move.to_units]
         sizes = [0 if one is None else -(-one.nbytes // 16) * 16 for one in tables]
         with _checked("tables of a move"):
-            upload = self._room(sum(sizes))
+            if self._uploaded is not None:
+                self._uploaded.synchronize()  # passed long ago: it is behind one small copy
+            memory, upload = self._room(sum(sizes))
             at, addresses = 0, list[int]()
             for one, size in zip(tables, sizes, strict=True):
-                addresses.append(0 if one is None else self._tables + at)
+                addresses.append(0 if one is None else memory.address + at)
                 if one is not None:
                     upload.array[at : at + one.nbytes] = one.reshape(-1).view(np.uint8)
                 at += size
-            self._copy(self._tables, upload.address, at)
+            self._copy(memory.address, upload.address, at)
             self._uploaded = self._cupy.cuda.Event(disable_timing=True)
             self._uploaded.record(self._stream)
         self._move, self._at = move, addresses
@@ -199,7 +203,7 @@ class _Stream:
             np.int64(to_shift),
         )
         with _checked("moving blocks"), self._stream:
-            kernel(move.word)((grid,), (_THREADS,), arguments)
+            kernels()[move.word]((grid,), (_THREADS,), arguments)
 
     def copy(self, to: int, source: int, size: int) -> None:
         with _checked("copying bytes"):
@@ -217,31 +221,23 @@ class _Stream:
             self._stream.wait_event(event.inner)
 
     def close(self) -> None:
-        with _checked("giving tables back"):
-            if self._tables:
-                self._cupy.cuda.runtime.freeAsync(self._tables, self.handle)
-            if self._upload is not None:
-                self._upload.free()
-        self._tables, self._upload, self._move = 0, None, None
+        rooms, self._rooms, self._move = self._rooms, [], None
+        for memory, upload in rooms:
+            memory.free()
+            upload.free()
 
     def _copy(self, to: int, source: int, size: int) -> None:
         runtime = self._cupy.cuda.runtime
         runtime.memcpyAsync(to, source, size, _ANY_DIRECTION, self.handle)
 
-    def _room(self, size: int) -> _Pinned:
-        """Room for tables of this size; the tables before them are no longer needed."""
-        if self._uploaded is not None:
-            self._uploaded.synchronize()  # passed long ago: it is behind one small copy
-        if self._upload is None or size > self._capacity:
-            runtime, capacity = self._cupy.cuda.runtime, max(1 << 16, 2 * size)
-            if self._upload is not None:
-                self._upload.free()
-                runtime.freeAsync(self._tables, self.handle)
-            self._upload, self._capacity = None, 0
-            self._tables = runtime.mallocAsync(capacity, self.handle)
-            address = runtime.hostAlloc(capacity, _PORTABLE)
-            self._upload, self._capacity = _Pinned(address, capacity), capacity
-        return self._upload
+    def _room(self, size: int) -> tuple[_Memory, _Pinned]:
+        """Room for tables of this size. What was too small is kept: to free it, CUDA would wait
+        for all that runs on the device."""
+        if not self._rooms or self._rooms[-1][0].size < size:
+            runtime, room = self._cupy.cuda.runtime, max(_TABLE_BYTES, 2 * size)
+            memory = _Memory(runtime.malloc(room), room, runtime.free)
+            self._rooms.append((memory, _Pinned(runtime.hostAlloc(room, _PORTABLE), room)))
+        return self._rooms[-1]
 
 
 def _cupy() -> Any:
@@ -252,11 +248,24 @@ def _cupy() -> Any:
 
 
 @once
-def kernel(word: int) -> Any:
-    """The kernel for words of so many bytes, compiled for the GPU at hand."""
-    module = _cupy().RawModule(code=_KERNEL.read_text(), options=(f"-DWORD={_WORDS[word]}",))
+def kernels() -> dict[int, Any]:
+    """The kernel for each width of word, compiled and loaded for the GPU at hand.
+
+    CUDA loads a function when it is first launched and may wait for all that runs on the device
+    then: amid fetches that can be NCCL, which waits for a peer that waits likewise.
+    """
+    cupy = _cupy()
+    module = cupy.RawModule(code=_KERNEL.read_text())
     with _checked("the kernel"):
-        return module.get_function("move_rows")
+        found = {word: module.get_function(f"move_rows_{word}") for word in WORDS}
+        null, none = np.uintp(0), np.int64(0)
+        no_rows = (null, null, null, np.int32(1), none, none, np.int32(1), none, none)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            for kernel in found.values():
+                kernel((1,), (32,), no_rows)
+        stream.synchronize()
+    return found
 
 
 def _allocation(address: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from disagg.transport.blocks import BlockCache, Ints, Selection
 # side that is read, the same of the side that is written, pieces of an inner axis, bytes of a
 # piece, bytes of a row.
 COLUMNS = 13
-_WORDS = (16, 8, 4, 2, 1)
+WORDS = (16, 8, 4, 2, 1)
 _MAX_UNITS = 2**31 - 1
 
 Units = npt.NDArray[np.int32]
@@ -179,12 +179,12 @@ def _move(cache: BlockCache, selection: Selection, source: _Side, target: _Side)
             inner = [0 if axis < 0 else strides[axis] for _, axis in axes]
             row[at : at + 5] = (side.base[number], strides[0], strides[1], *inner)
         row[10:] = axes[1][0], piece, rows[number]
-    word = math.gcd(*np.delete(table, 10, axis=1).reshape(-1).tolist(), _WORDS[0])
+    word = math.gcd(*np.delete(table, 10, axis=1).reshape(-1).tolist(), WORDS[0])
     return Move(
         table,
         source.units,
         target.units,
         selection.count,
         np.array(rows, np.int64),
-        next(size for size in _WORDS if word % size == 0),
+        next(size for size in WORDS if word % size == 0),
     )

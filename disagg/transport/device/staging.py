@@ -42,7 +42,8 @@ _LOOK_S = 0.05
 
 @dataclass
 class Slot:
-    """What one fetch uses: DEPTH `chunks` of device memory, and as many `pinned` ones."""
+    """What one fetch uses: DEPTH `chunks` of device memory, and as many `pinned` ones if fetches
+    go through host memory."""
 
     stream: Stream
     chunks: list[Memory]
@@ -156,11 +157,14 @@ class Slots:
 
 
 class Staging:
-    """The slots of one worker: `staging_bytes` of device memory, and as much pinned at most.
+    """The slots of one worker: `staging_bytes` of device memory, and as much `pinned`.
+
+    All is allocated here, for CUDA may wait for all that runs on the device to allocate or free
+    something: amid fetches that can be NCCL, which waits for a peer that waits likewise.
 
     Raises `ConfigError`, which names the `setting`, if that is less than two chunks for each
-    direction, `TransferError` if the device has less. A chunk holds at least so many `blocks` of
-    any layer, so every row of the cache.
+    direction, `TransferError` if there is less. A chunk holds at least so many `blocks` of any
+    layer, so every row of the cache.
     """
 
     def __init__(
@@ -172,6 +176,7 @@ class Staging:
         sends: bool = True,
         receives: bool = True,
         blocks: int = 1,
+        pinned: bool = True,
         setting: str = SETTING,
     ) -> None:
         directions = int(sends) + int(receives)
@@ -189,8 +194,8 @@ class Staging:
         self.device = device
         device.use()
         count = share // (DEPTH * self.chunk_bytes)
-        self.sending = self._slots(count if sends else 0)
-        self.receiving = self._slots(count if receives else 0)
+        self.sending = self._slots(count if sends else 0, pinned)
+        self.receiving = self._slots(count if receives else 0, pinned)
 
     @property
     def device_bytes(self) -> int:
@@ -217,13 +222,12 @@ class Staging:
         """
         move, wait = moves.gather(cache, blocks), Wait(deadline, look)
         with self.sending.take(deadline, look) as slot:
-            pinned = self.pinned(slot)
             slot.stream.load(move)
             under_way: deque[tuple[Chunk, Bytes, Event]] = deque()
             for number, chunk in enumerate(move.chunks(self.chunk_bytes)):
                 if len(under_way) == DEPTH:
                     yield from self._next(under_way, wait)
-                memory, host = slot.chunks[number % DEPTH], pinned[number % DEPTH]
+                memory, host = slot.chunks[number % DEPTH], slot.pinned[number % DEPTH]
                 slot.stream.launch(chunk, to_shift=memory.address - chunk.at)
                 slot.stream.copy(host.address, memory.address, chunk.size)
                 under_way.append((chunk, host.array, slot.stream.record()))
@@ -245,13 +249,12 @@ class Staging:
         """
         move, wait = moves.scatter(cache, blocks), Wait(deadline)
         with self.receiving.take(deadline) as slot:
-            pinned = self.pinned(slot)
             slot.stream.load(move)
             copied: deque[Event] = deque()
             for number, chunk in enumerate(move.chunks(self.chunk_bytes)):
                 if len(copied) == DEPTH:
                     wait.until(copied.popleft().is_done)
-                memory, host = slot.chunks[number % DEPTH], pinned[number % DEPTH]
+                memory, host = slot.chunks[number % DEPTH], slot.pinned[number % DEPTH]
                 yield host.array[: chunk.size]
                 # Here, not on the stream: what waits there can't be taken back at the deadline.
                 if after is not None:
@@ -270,18 +273,13 @@ class Staging:
         yield host[: chunk.size]
         under_way.popleft()
 
-    def _slots(self, count: int) -> Slots:
+    def _slots(self, count: int, pinned: bool) -> Slots:
         slots = []
         for _ in range(count):
             chunks = [self.device.memory(self.chunk_bytes) for _ in range(DEPTH)]
-            slots.append(Slot(self.device.stream(), chunks))
+            host = [self.device.pinned(self.chunk_bytes) for _ in range(DEPTH * pinned)]
+            slots.append(Slot(self.device.stream(), chunks, host))
         return Slots(self.device, slots)
-
-    def pinned(self, slot: Slot) -> list[Pinned]:
-        """A slot's pinned chunks; made when they are first asked for."""
-        while len(slot.pinned) < DEPTH:
-            slot.pinned.append(self.device.pinned(self.chunk_bytes))
-        return slot.pinned
 
 
 def open_staging(
@@ -291,6 +289,7 @@ def open_staging(
     sends: bool,
     receives: bool,
     blocks: int = 1,
+    pinned: bool = True,
     setting: str = SETTING,
 ) -> Staging | None:
     """The slots of a worker whose cache is on a device; None for one in host memory.
@@ -307,6 +306,7 @@ def open_staging(
             sends=sends,
             receives=receives,
             blocks=blocks,
+            pinned=pinned,
             setting=setting,
         )
     except TransferError as error:

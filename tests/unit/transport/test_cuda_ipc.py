@@ -142,7 +142,7 @@ def test_no_offer_of_what_cannot_be_shared(caplog: pytest.LogCaptureFixture) -> 
     assert device.memory_in_use == before
 
 
-@pytest.mark.parametrize("broken", ["memory", "pinned", "second-export"])
+@pytest.mark.parametrize("broken", ["memory", "second-export"])
 def test_no_offer_from_a_device_without_room(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     cache, device = host_device.make(SHAPE, SEED)
     staging = Staging(device, cache, 4 << 20)

@@ -16,7 +16,7 @@ import pytest
 from transport import caches
 from transport.caches import Shape
 from transport.host_communicator import FAIL, Failures, HostCommunicators
-from transport.host_device import COMPILER, HostDevice
+from transport.host_device import COMPILER, HostDevice, HostStream
 from transport.worker import Order, Setup, Worker, wait_until
 
 from disagg.errors import DataCorrupt, PeerLost, PeerRefused, TransferError
@@ -300,7 +300,56 @@ def test_a_deadline_amid_a_fetch_frees_both_sides(worker: MakeWorker) -> None:
     assert is_right(producer, consumer, [6])
 
 
-def _wire_of(consumer: Worker) -> object:
+def test_blocks_that_stand_still_go_another_way(
+    worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before the deadline; and NCCL is not tried again at once."""
+    monkeypatch.setattr(nccl_lane, "_STALL_S", 0.2)
+    producer, consumer = worker(also=("tcp",)), worker(empty=True, also=("tcp",))
+    assert fetch(producer, consumer, 0, [1]) == "nccl"
+    (peer,) = receiver_of(consumer)._peers.values()
+
+    def stalled(lease: int) -> str:
+        blocked = threading.Event()
+        _wire_of(consumer).add(lambda: blocked.wait(10))
+        threading.Timer(1.0, blocked.set).start()
+        return fetch(producer, consumer, lease, [2, 7], seconds=20)
+
+    assert stalled(1) == "tcp"
+    assert (peer.lane, peer.pauses) == (None, 1)
+    assert fetch(producer, consumer, 2, [3]) == "tcp"
+    peer._not_before = time.monotonic()
+    assert receiver_of(consumer).usable(sender_of(producer).offer())  # joined, not trusted yet
+    assert stalled(3) == "tcp"
+    assert (peer.lane, peer.pauses) == (None, 2)
+    peer._not_before = time.monotonic()
+    assert fetch(producer, consumer, 4, [4]) == "nccl"
+    assert peer.pauses == 0
+    assert is_right(producer, consumer, [1, 2, 3, 4, 7])
+
+
+def test_nothing_is_asked_for_before_blocks_may_be_written(worker: MakeWorker) -> None:
+    """What is sent or received would wait on both GPUs for a step of the consumer's model."""
+    producer, consumer = worker(), worker(empty=True)
+    fetch(producer, consumer, 0, [1])
+    sender, gate = sender_of(producer), device_of(consumer).stream()
+    opened = threading.Event()
+    gate.add(lambda: opened.wait(10))
+    job = FetchJob(consumer.cache.whole([2]), Deadline.after(10), gate.record())
+    staged = sender.send(producer.cache.whole([2]), b"", Deadline.after(10))
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receiver_of(consumer).receive, job, staged)
+        time.sleep(0.2)
+        assert not receiving.done()
+        assert [one.lane for one in sender._fetches.values()] == [None]
+        assert not receiver_of(consumer)._peers[sender._offer].busy.locked()  # type: ignore[index]
+        opened.set()
+        assert receiving.result(5) == consumer.cache.num_bytes(job.blocks)
+    assert is_right(producer, consumer, [1, 2])
+    gate.close()
+
+
+def _wire_of(consumer: Worker) -> HostStream:
     (peer,) = receiver_of(consumer)._peers.values()
     assert peer.lane is not None
     return peer.lane._wire
