@@ -7,6 +7,7 @@ appear in the arguments: vLLM logs them.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +141,22 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
             POLL_SLEEP_ENV: POLL_SLEEP_US,
             FORK_ENV: "1",
         }
+    else:
+        env |= {name: v for name, v in _gpu_env(spec).items() if name not in os.environ}
     args = deployment.args(spec.role)
     if str(args.get("prefix_caching_hash_algo")).startswith("xxhash"):
         env["PYTHONHASHSEED"] = "0"  # else each engine hashes otherwise, and no block is found
     given = {SECRET_ENV: spec.secret, KEY_ENV: spec.engine_key}
     return env | deployment.engine.env | pool.env | given
+
+
+def _gpu_env(spec: EngineSpec) -> dict[str, str]:
+    # Streams beyond so many share the GPU's queues, where a transfer that waits for its peer would
+    # have others wait behind it. CUDA's own number is 8, and its most 32.
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    if spec.loopback:
+        env["NCCL_SOCKET_IFNAME"] = "lo"  # all on this machine: nobody else need reach NCCL
+    return env
 
 
 def _model_args(deployment: Deployment) -> dict[str, Any]:
