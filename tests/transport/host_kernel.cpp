@@ -1,8 +1,8 @@
 // The kernels of disagg/transport/device/move.cu as host code: one thread after the other.
 
 struct int2 { int x, y; };
-struct uint2 { unsigned x, y; };
-struct uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct Dim { unsigned x; };
 
 static thread_local Dim blockIdx, threadIdx, blockDim, gridDim;
