@@ -10,7 +10,8 @@ It must never keep a dead producer's memory mapped: until we let go, the GPU has
 the engine that is started anew does not fit. And it must never unmap what a kernel still reads: the
 fault would end this whole process's use of its GPU. Nor does it ever wait for the whole device.
 
-That what was read was still the lease's needs no proof here, as with process memory (see there).
+The lease is read from the producer's board, as with process memory; if that cannot be, the producer
+is asked, and what was read then needs no proof here, as there.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from disagg.errors import DataCorrupt, PeerLost, TransferError
 from disagg.transport import named
 from disagg.transport.base import Deadline, Event, FetchJob
 from disagg.transport.blocks import BlockCache, Selection
+from disagg.transport.board import Board
 from disagg.transport.device import moves
 from disagg.transport.device.base import Device, Memory, Wait
 from disagg.transport.device.staging import Staging
 from disagg.transport.mapped import GONE, TOKEN_BYTES, Mapped, Offer
+from disagg.transport.posted import BoardReceiver, open_board, posting
 from disagg.transport.processes import start_time
 from disagg.transport.watch import Watch
+from disagg.transport.yama import Readers
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +56,21 @@ class CudaIpcSender:
 
     name = NAME
 
-    def __init__(self, cache: BlockCache, staging: Staging | None) -> None:
+    def __init__(
+        self, cache: BlockCache, staging: Staging | None, board: Board | None = None
+    ) -> None:
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._staging, self._offer = staging, b""
+        self._staging, self._board, self._offer = staging, board, b""
         self._probe: Memory | None = None
+        self._readers: Readers | None = None
         if staging is None:
             return
         try:
             self._offer = self._export(cache, staging)
+            self._readers = Readers()
         except (TransferError, OSError) as error:
             logger.info("%s is not offered: %s", NAME, error)
-            self.close()
+            self._take_back()
 
     def offer(self) -> bytes:
         """Empty where nobody could read this cache: host memory, or what cannot be shared."""
@@ -75,6 +83,13 @@ class CudaIpcSender:
         """Nothing was staged."""
 
     def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+        if self._readers is not None:
+            self._readers.close()
+        self._take_back()
+
+    def _take_back(self) -> None:
         probe, self._probe = self._probe, None
         if probe is None or self._staging is None:
             return
@@ -106,6 +121,7 @@ class CudaIpcSender:
                 allocations=[(handle, size) for handle, (_, size) in allocations.items()],
                 regions=np.column_stack([where, named.geometry(cache)]).tobytes(),
                 token_at=token_at,
+                posting=posting(self._board),
             )
         )
 
@@ -120,13 +136,14 @@ def _write(staging: Staging, address: int, content: bytes) -> None:
         Wait(deadline).until(slot.stream.record().is_done)
 
 
-class CudaIpcReceiver:
+class CudaIpcReceiver(BoardReceiver[Mapped]):
     """Reads into the cache: one kernel, no staging."""
 
     name, one_sided = NAME, True
 
     def __init__(self, cache: BlockCache, staging: Staging | None) -> None:
-        self._cache, self._staging = cache, staging
+        super().__init__(cache)
+        self._staging = staging
         self._reasons = named.Reasons(NAME)
         self._producers: dict[bytes, Mapped] = {}
         self._watch = Watch("disagg-cuda-ipc-watch")
@@ -144,6 +161,20 @@ class CudaIpcReceiver:
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
         producer, theirs = named.decode(answer, self._producers, self._cache, job.blocks)
+        return self._copy(producer, theirs, job)
+
+    def close(self) -> None:
+        """Forget the producers; those that are being read, when that has ended."""
+        with self._lock:
+            for end in list(self._ends):
+                if self._watch.remove(end):
+                    os.close(end)
+            self._watch.close()
+            for producer in self._producers.values():
+                producer.let_go()
+            self._producers, self._offered = {}, {}
+
+    def _copy(self, producer: Mapped, theirs: Selection, job: FetchJob) -> int:
         assert self._staging is not None
         slots, wait = self._staging.receiving, Wait(job.deadline, producer.look)
         # The slot is given back first, and that only when its work has ended.
@@ -168,17 +199,6 @@ class CudaIpcReceiver:
                 wait.until(event.is_done)
         return move.size
 
-    def close(self) -> None:
-        """Forget the producers; those that are being read, when that has ended."""
-        with self._lock:
-            for end in list(self._ends):
-                if self._watch.remove(end):
-                    os.close(end)
-            self._watch.close()
-            for producer in self._producers.values():
-                producer.let_go()
-            self._producers = {}
-
     def _problem(self, offer: bytes) -> str | None:
         """Why this producer cannot be read; None if a read of it succeeded."""
         if self._staging is None:
@@ -200,7 +220,9 @@ class CudaIpcReceiver:
             with self._lock:
                 if not producer.proven:
                     self._notice_end(producer)
+                    producer.board = open_board(NAME, theirs.pid, theirs.posting)
                     producer.proven = True
+                self._offered[offer] = producer
         finally:
             if not producer.proven:
                 producer.let_go()
@@ -213,6 +235,9 @@ class CudaIpcReceiver:
                 if known.gone or not known.offer.is_alive():
                     known.let_go()
                     self._producers.pop(token)
+            for offered, known in list(self._offered.items()):
+                if known.gone:
+                    self._offered.pop(offered)
             producer = self._producers.get(offer.token)
             if producer is None:
                 producer = Mapped(offer, device)

@@ -15,6 +15,7 @@ import numpy as np
 from disagg.errors import PeerLost, TransferError
 from disagg.transport import named
 from disagg.transport.device.base import Device, Memory
+from disagg.transport.posted import Posting, RemoteBoard
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,14 @@ class Offer(named.Origin, frozen=True):
     allocations: list[tuple[bytes, int]]
     regions: bytes
     token_at: tuple[int, int]
+    posting: Posting | None = None
 
 
 class Mapped:
     """A producer's memory as it is mapped here, and the geometry of its cache.
 
     `proven`: its token was read, and its end will be noticed. `gone`: it is not read any more.
+    `board`: its leases', once it is proven and unless it is to be asked for them.
     """
 
     def __init__(self, offer: Offer, device: Device) -> None:
@@ -49,6 +52,7 @@ class Mapped:
             if number < 0 or not 0 <= offset <= offer.allocations[number][1] - size:
                 raise ValueError("what lies outside of its allocation")
         self.proven = self.gone = False
+        self.board: RemoteBoard | None = None
         self._mapped: list[Memory] = []
         self._reads = 0
         self._lock = threading.Lock()

@@ -12,39 +12,30 @@ producer, or the blocks still its lease's: pids are used again, leases run out. 
 `Release` is answered on the connection that the producer itself opened, and only while it lives and
 keeps the lease; until then nothing that was read is believed (see base.py).
 
-Who may read is the kernel's decision: the same user, and what Yama says. Where its
-ptrace_scope is 1, a process may be read by its ancestors and by one other that it names. We
-name PR_SET_PTRACER_ANY: the probe precedes every fetch, so that no consumer is known yet, and
-there are several at once. This gives this one process, while the transport is open, what scope
-0 gives to all; other users stay shut out. Scopes 2 and 3 are left as they are: the probe fails
-there, and another transport is taken.
+Who may read is the kernel's decision: the same user, and what Yama says (yama.py).
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import ctypes
 import itertools
 import logging
-import os
 import secrets
 import threading
-from collections.abc import Iterator
 from concurrent.futures import wait
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from disagg.errors import DataCorrupt, TransferError
-from disagg.transport import board, named
-from disagg.transport.base import Deadline, FetchJob, OneSidedReceiver
+from disagg.errors import DataCorrupt
+from disagg.transport import named
+from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.beside import Helpers, cores
 from disagg.transport.blocks import BlockCache, Ints, Selection
-from disagg.transport.hazards import RemoteHazards
-from disagg.transport.process_vm import Pieces, is_supported, libc_function, peek, read_span
-from disagg.transport.protocol import Part
+from disagg.transport.board import Board
+from disagg.transport.posted import BoardReceiver, Posting, open_board, posting
+from disagg.transport.process_vm import Pieces, is_supported, peek, read_span
+from disagg.transport.yama import Readers
 
 logger = logging.getLogger(__name__)
 
@@ -52,21 +43,15 @@ NAME = "process_memory"
 # One core does not fill the memory's bandwidth, and more than a few take it from the model.
 _MOST_LANES = 4
 _LANE_BYTES = 8 << 20
-_PR_SET_PTRACER = 0x59616D61
-_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class _Offer(named.Origin, frozen=True):
     """Which process, and where its cache lies. `regions`: int64 [regions, 8], each its address,
-    shape [B, H, N, C] and strides of B, H and N. `token` lies at `token_at`. `board`: the address
-    of its leases' board, 0 if there is none; `hazards`: its file of their slots."""
+    shape [B, H, N, C] and strides of B, H and N. `token` lies at `token_at`."""
 
     token_at: int
     regions: bytes
-    board: int = 0
-    board_token: bytes = b""
-    hazards: int = -1
+    posting: Posting | None = None
 
 
 class ProcessMemorySender:
@@ -74,26 +59,23 @@ class ProcessMemorySender:
 
     name = NAME
 
-    def __init__(self, cache: BlockCache, posted: board.Board | None = None) -> None:
-        self._cache, self._board = cache, posted
+    def __init__(self, cache: BlockCache, board: Board | None = None) -> None:
+        self._cache, self._board = cache, board
         self._token = secrets.token_bytes(16)
         self._probe = np.frombuffer(self._token, np.uint8).copy()
-        self._named_readers = cache.on_host and _ptrace_scope() == 1 and _let_anyone_read()
+        self._readers = Readers() if cache.on_host else None
 
     def offer(self) -> bytes:
         """Empty where nobody could read this cache: device memory, or no Linux."""
         if not self._cache.on_host or not is_supported():
             return b""
         rows = np.column_stack([_addresses(self._cache), named.geometry(self._cache)])
-        posted = self._board if self._board and self._board.hazards else None
         return msgspec.msgpack.encode(
             _Offer.here(
                 token=self._token,
                 token_at=self._probe.ctypes.data,
                 regions=rows.tobytes(),
-                board=posted.address if posted else 0,
-                board_token=posted.token if posted else b"",
-                hazards=posted.hazards.fd if posted and posted.hazards else -1,
+                posting=posting(self._board),
             )
         )
 
@@ -107,8 +89,8 @@ class ProcessMemorySender:
         self._probe[:] = 0  # who still holds the offer finds out
         if self._board is not None:
             self._board.close()
-        if self._named_readers:
-            _prctl(_PR_SET_PTRACER, ctypes.c_ulong(0))
+        if self._readers is not None:
+            self._readers.close()
 
 
 def _spans(total: int, lanes: int) -> list[tuple[int, int]]:
@@ -126,25 +108,10 @@ class _Remote:
 
     def __init__(self, offer: _Offer) -> None:
         self.pid, self.is_alive = offer.pid, offer.is_alive
-        self.board, self.board_token = offer.board, offer.board_token
-        self.hazards = _hazards(offer)
+        self.board = open_board(NAME, offer.pid, offer.posting)
         rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 8)
         self.addresses = rows[:, 0]
         self.cache = named.unbacked(rows[:, 1:])
-
-    def peek(self, at: int, length: int) -> bytes:
-        """Of its memory."""
-        return peek(self.pid, at, length)
-
-
-def _hazards(offer: _Offer) -> RemoteHazards | None:
-    if not offer.board:
-        return None
-    try:
-        return RemoteHazards(offer.pid, offer.hazards, offer.board_token)
-    except TransferError as error:
-        logger.info("%s: its leases are asked for: %s", NAME, error)
-        return None
 
 
 def _addresses(cache: BlockCache) -> Ints:
@@ -161,16 +128,15 @@ class _Prepared(threading.local):
         return last[1] if last is not None and last[0] is job else None
 
 
-class ProcessMemoryReceiver(OneSidedReceiver):
+class ProcessMemoryReceiver(BoardReceiver[_Remote]):
     """Reads into the cache: one copy, no staging."""
 
     name, one_sided = NAME, True
 
     def __init__(self, cache: BlockCache) -> None:
-        self._cache = cache
+        super().__init__(cache)
         self._addresses = _addresses(cache)
         self._remotes: dict[bytes, _Remote] = {}
-        self._offered: dict[bytes, _Remote] = {}
         self._reasons = named.Reasons(NAME)
         self._lanes = min(_MOST_LANES, cores())
         self._helpers = Helpers(self._lanes - 1 or 1, "disagg-read")
@@ -187,33 +153,7 @@ class ProcessMemoryReceiver(OneSidedReceiver):
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
         remote, theirs = named.decode(answer, self._remotes, self._cache, job.blocks)
-        return self._copy(remote, theirs, job, self._prepared.take(job) or self._near(job))
-
-    @contextlib.contextmanager
-    def reading(self, offer: bytes, slot: int, lease: int) -> Iterator[board.Posted | None]:
-        remote = self._offered.get(offer)
-        if remote is None or remote.hazards is None or not remote.hazards.have(slot, lease):
-            yield None
-            return
-        with remote.hazards.naming(slot, lease):
-            yield board.look_up(remote.peek, remote.board, remote.board_token, lease)
-
-    def read(self, offer: bytes, posted: board.Posted, part: Part, job: FetchJob) -> int | None:
-        remote = self._offered.get(offer)
-        if remote is None:
-            return None  # it is dead, and was forgotten
-        try:
-            theirs = remote.cache.within(
-                posted.block_ids, part.unit, part.spans, part.heads, part.regions
-            )
-        except ValueError:
-            return None
-        named.compare(self._cache, job.blocks, remote.cache, theirs)
-        return self._copy(remote, theirs, job, self._near(job))
-
-    def still_there(self, offer: bytes, posted: board.Posted) -> bool:
-        remote = self._offered.get(offer)
-        return remote is not None and board.still_there(remote.peek, posted)
+        return self._copy(remote, theirs, job)
 
     def close(self) -> None:
         """Forget the producers."""
@@ -221,7 +161,8 @@ class ProcessMemoryReceiver(OneSidedReceiver):
         self._offered.clear()
         self._helpers.close()
 
-    def _copy(self, remote: _Remote, theirs: Selection, job: FetchJob, near: Pieces) -> int:
+    def _copy(self, remote: _Remote, theirs: Selection, job: FetchJob) -> int:
+        near = self._prepared.take(job) or self._near(job)
         far = Pieces.of(remote.cache, remote.addresses, theirs)
         if job.blocks.unit != theirs.unit or near.per_region != far.per_region:
             raise DataCorrupt("the two sides do not mean the same selection", reason="range")
@@ -260,7 +201,7 @@ class ProcessMemoryReceiver(OneSidedReceiver):
         if problem is not None:
             return problem
         remote = _Remote(theirs)
-        if remote.peek(theirs.token_at, len(theirs.token)) != theirs.token:
+        if peek(theirs.pid, theirs.token_at, len(theirs.token)) != theirs.token:
             return "another process has the producer's pid"
         self._remotes[theirs.token] = self._offered[offer] = remote
         for kept in (self._remotes, self._offered):
@@ -268,25 +209,3 @@ class ProcessMemoryReceiver(OneSidedReceiver):
                 if not known.is_alive():
                     kept.pop(key, None)
         return None
-
-
-# ---- the operating system -------------------------------------------------------------------
-
-
-def _let_anyone_read() -> bool:
-    if _prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY) == 0:
-        return True
-    logger.info("cannot name readers to Yama: %s", os.strerror(ctypes.get_errno()))
-    return False
-
-
-def _prctl(option: int, value: ctypes.c_ulong) -> int:
-    call = libc_function("prctl", ctypes.c_int, ctypes.c_int, *[ctypes.c_ulong] * 4)
-    return -1 if call is None else call(option, value, 0, 0, 0)
-
-
-def _ptrace_scope() -> int:
-    try:
-        return int(_PTRACE_SCOPE.read_text())
-    except (OSError, ValueError):
-        return 0  # no Yama in this kernel

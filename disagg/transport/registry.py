@@ -35,7 +35,7 @@ def make_sender(name: TransportName, cache: BlockCache, means: Means) -> Sender:
         case "cuda_ipc":
             from disagg.transport.cuda_ipc import CudaIpcSender
 
-            return CudaIpcSender(cache, means.staging)
+            return CudaIpcSender(cache, means.staging, means.board)
         case "nccl":
             from disagg.transport.nccl import NcclSender
 

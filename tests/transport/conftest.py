@@ -12,22 +12,27 @@ import torch
 from transport.caches import PLAIN, Shape
 from transport.host_device import COMPILER
 from transport.pairs import MakePair, Pair, Start
-from transport.worker import Remote, Setup, Worker
+from transport.worker import ASKED, Remote, Setup, Worker
 
 from disagg.transport.names import TransportName
 
 # Transport -> the kinds of memory that it moves; standin: host memory in the place of a GPU's;
-# asked: host memory whose leases are not posted, so that the producer is asked each time.
+# ASKED: of leases that are not posted, so that the producer is asked each time.
 KINDS: dict[TransportName, tuple[str, ...]] = {
-    "cuda_ipc": ("cuda", "standin"),
+    "cuda_ipc": ("cuda", "standin", "standin" + ASKED),
     "nccl": ("cuda", "standin"),
-    "process_memory": ("cpu", "asked"),
+    "process_memory": ("cpu", "cpu" + ASKED),
     "tcp": ("cpu", "cuda", "standin"),
     "shared_storage": ("cpu", "cuda", "standin"),
 }
 Way = tuple[TransportName, str]
-# Of these only what lies before the wire differs, which `test_staged.py` tries each time.
-LATER: set[Way] = {("tcp", "standin"), ("shared_storage", "standin")}
+# Of these only what lies before the wire differs, which `test_staged.py` tries each time; of the
+# last, what differs between others that are tried.
+LATER: set[Way] = {
+    ("tcp", "standin"),
+    ("shared_storage", "standin"),
+    ("cuda_ipc", "standin" + ASKED),
+}
 WAYS = [
     pytest.param(way, id="-".join(way), marks=[pytest.mark.slow] if way in LATER else [])
     for way in ((name, kind) for name, kinds in KINDS.items() for kind in kinds)
@@ -37,7 +42,7 @@ WAYS = [
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The stand-in is no matter of speed, and large amounts take long with it."""
     for item in items:
-        if "standin-256MiB" in item.name:
+        if "standin" in item.name and "256MiB" in item.name:
             item.add_marker(pytest.mark.slow)
 
 
@@ -46,7 +51,7 @@ def way(request: pytest.FixtureRequest) -> Way:
     chosen: Way = request.param
     if chosen[1] == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
-    if chosen[1] == "standin" and COMPILER is None:
+    if chosen[1].startswith("standin") and COMPILER is None:
         pytest.skip("needs g++ to run the kernel on the host")
     return chosen
 

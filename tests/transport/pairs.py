@@ -9,7 +9,7 @@ from typing import Any
 
 from transport import caches
 from transport.caches import Shape
-from transport.worker import Order, Remote, Worker, wait_until
+from transport.worker import ASKED, Order, Remote, Worker, wait_until
 
 from disagg.transport import handoff
 from disagg.transport import protocol as p
@@ -27,7 +27,8 @@ class Pair:
     def unasked(self) -> bool:
         """Whether the consumer reads without a word from the producer."""
         setup = self.producer.setup
-        return setup.transport == "process_memory" and setup.device == "cpu"
+        boards = setup.transport in ("process_memory", "cuda_ipc")
+        return boards and not setup.device.endswith(ASKED)
 
     def is_over(self, when: str) -> bool:
         """Whether the producer did all of its part by then, so that nothing hangs on it."""

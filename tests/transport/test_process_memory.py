@@ -256,33 +256,6 @@ def test_deadline_is_looked_at_between_calls(monkeypatch: pytest.MonkeyPatch) ->
     assert error.value.reason == "deadline"
 
 
-@pytest.mark.parametrize("scope", ["0", "1", "2", "nonsense", None])
-def test_yama(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, scope: str | None) -> None:
-    """Readers are named where, and only where, that makes the difference; and unnamed again."""
-    file = tmp_path / "ptrace_scope"
-    if scope is not None:
-        file.write_text(scope + "\n")
-    asked: list[tuple[int, int]] = []
-
-    def prctl(option: int, value: Any) -> int:
-        asked.append((option, value.value))
-        return 0
-
-    monkeypatch.setattr(process_memory, "_PTRACE_SCOPE", file)
-    monkeypatch.setattr(process_memory, "_prctl", prctl)
-    sender, _ = ends()
-    sender.close()
-    everyone = (1 << 64) - 1
-    named = [(0x59616D61, everyone), (0x59616D61, 0)]
-    assert asked == (named if scope == "1" else [])
-
-
-def test_a_kernel_without_yama_refuses_and_that_is_fine() -> None:
-    if process_memory._PTRACE_SCOPE.exists():
-        pytest.skip("this kernel has Yama")
-    assert process_memory._let_anyone_read() is False
-
-
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4])
 @pytest.mark.parametrize("total", [1, 31, 16 << 20, (16 << 20) + 5])
 def test_lanes_read_every_byte_once(total: int, lanes: int) -> None:

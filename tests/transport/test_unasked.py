@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from transport import caches
 from transport.caches import PLAIN, Shape
+from transport.host_device import COMPILER
 from transport.pairs import Pair
 from transport.worker import Order, Remote, Setup, Worker, wait_until
 
@@ -22,19 +23,31 @@ from disagg.transport import protocol as p
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.client import Endpoint
 from disagg.transport.hazards import RemoteHazards
-from disagg.transport.process_memory import ProcessMemoryReceiver
+from disagg.transport.names import TransportName
+from disagg.transport.posted import BoardReceiver
 
 ROWS = 1024
 LARGE = Shape(blocks=64, heads=2, tokens=64, content=128, layers=4)  # 4 MiB
 
 
+@pytest.fixture(params=["process_memory", "cuda_ipc"])
+def transport(request: pytest.FixtureRequest) -> TransportName:
+    if request.param == "cuda_ipc" and COMPILER is None:
+        pytest.skip("needs g++ to run the kernel on the host")
+    found: TransportName = request.param
+    return found
+
+
 @pytest.fixture
-def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(
+    transport: TransportName, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Pair]:
     shape = getattr(request, "param", PLAIN)
     folder = tmp_path / "storage"
     folder.mkdir(mode=0o700)
-    producer = Remote(Setup("process_memory", "cpu", shape, 1, folder))
-    consumer = Worker(Setup("process_memory", "cpu", shape, None, folder))
+    device = "standin" if transport == "cuda_ipc" else "cpu"
+    producer = Remote(Setup(transport, device, shape, 1, folder))
+    consumer = Worker(Setup(transport, device, shape, None, folder))
     yield Pair(producer, consumer, shape)
     consumer.close()
     producer.close()
@@ -43,7 +56,7 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
 def offer_of(pair: Pair) -> bytes:
     """Of the producer, from a connection of the consumer's that stays open."""
     with pair.consumer.peers.connection(pair.producer.endpoint, Deadline.after(5)) as connection:
-        offer = connection.welcome.offers["process_memory"]
+        offer = connection.welcome.offers[pair.producer.setup.transport]
         assert pair.consumer.receiver.usable(offer)
         return offer
 
@@ -64,21 +77,21 @@ def test_blocks_that_are_given_to_others_while_they_are_read(
     """Again and again. Who says that it reads them reads no others, whatever became of the lease;
     and who does not, or is not waited for any more, sees that it is gone."""
     receiver, blocks = pair.consumer.receiver, list(range(0, 64, 2))
-    assert isinstance(receiver, ProcessMemoryReceiver)
+    assert isinstance(receiver, BoardReceiver)
     job = FetchJob(pair.consumer.cache.whole(blocks), Deadline.after(30))
     part, seen = p.Part(64, ((0, len(blocks)),)), Counter[str]()
     with pair.consumer.peers.connection(pair.producer.endpoint, Deadline.after(50)) as connection:
-        offer, slot = connection.welcome.offers["process_memory"], connection.welcome.slot
+        offer, slot = connection.welcome.offers[receiver.name], connection.welcome.slot
         assert receiver.usable(offer)
-        remote = receiver._offered[offer]
-        assert remote.hazards is not None
+        remote = receiver._offered[offer].board
+        assert remote is not None
         pair.producer.start("churn", 40.0, blocks, stop := tmp_path / "stop")
         began = time.monotonic()
         while (passed_s := time.monotonic() - began) < 3 or (passed_s < 30 and len(seen) < 3):
-            for lease in numbers(remote.pid, remote.board):
+            for lease in numbers(remote.pid, remote.at.address):
                 said = remote.hazards.naming(slot, lease) if says_so else contextlib.nullcontext()
                 with said:
-                    posted = board.look_up(remote.peek, remote.board, remote.board_token, lease)
+                    posted = board.look_up(remote.peek, remote.at.address, remote.at.token, lease)
                     if posted is None:
                         seen["gone before"] += 1
                         continue
@@ -183,7 +196,7 @@ def test_without_slots_it_is_asked_for(
 def test_a_producer_that_dies_before_it_hears(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read while it lived is right, and stays so."""
     receiver = pair.consumer.receiver
-    assert isinstance(receiver, ProcessMemoryReceiver)
+    assert isinstance(receiver, BoardReceiver)
     looks = receiver.still_there
 
     def and_then_dies(*args: object) -> bool:

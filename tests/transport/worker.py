@@ -35,6 +35,7 @@ from disagg.transport.registry import Means, make_receivers, make_senders
 from disagg.transport.server import ControlServer
 from disagg.transport.shared_storage import Storage
 
+ASKED = "-asked"
 FINGERPRINT = {"model": "tiny"}
 SECRET = b"correct horse"
 
@@ -108,7 +109,7 @@ class Worker:
         self.layers = tuple(region.name for region in self.cache.regions)
         storage = Storage(setup.folder, 4 << 30)
         self.leases = LeaseTable(setup.use_limit_s)
-        board = None if setup.device == "asked" else self.leases.board
+        board = None if setup.device.endswith(ASKED) else self.leases.board
         means = Means("127.0.0.1", SECRET, storage, self.staging, board)
         names = (setup.transport, *setup.also)
         self.senders = make_senders(names, self.cache, means)
@@ -217,11 +218,10 @@ class Worker:
 
 def _cache(setup: Setup) -> tuple[BlockCache, Staging | None]:
     """The cache, and what transports need beside it if it is on a device."""
-    if setup.device == "standin":
+    if setup.device.startswith("standin"):
         cache, device = host_device.make(setup.shape, setup.seed)
         return cache, Staging(device, cache, setup.staging_bytes)
-    device = "cpu" if setup.device == "asked" else setup.device
-    found = caches.make(setup.shape, setup.seed, device)
+    found = caches.make(setup.shape, setup.seed, setup.device.removesuffix(ASKED))
     return found, open_staging(found, setup.staging_bytes, sends=True, receives=True)
 
 
