@@ -1,4 +1,4 @@
-"""What one launch of the kernel copies: tables worked out once for a fetch, and its chunks.
+"""What one launch of the kernel copies: its tables, and the chunks of a fetch.
 
 A selection's rows are numbered region by region, unit by unit: row = region * units + unit. Their
 bytes in this order are the wire order that all transports share. Pure arithmetic: nothing here
@@ -8,7 +8,8 @@ touches memory, so it holds on any machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,6 +65,8 @@ class Move:
 
         Raises `ValueError` if a single row is larger.
         """
+        if self.units and self.size <= limit:
+            return [self.whole]
         found: list[Chunk] = []
         first = rows = at = size = 0
         for region, row in enumerate(self.row_bytes.tolist()):
@@ -89,17 +92,51 @@ class _Side:
 
     base: list[int]
     strides: list[tuple[int, int, int, int]]
-    units: Units | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Route:
+    """A move of any blocks: all but its units. `wire`: the column of a chunk's bases, which are
+    those of one unit of each region; None between two caches."""
+
+    table: Ints
+    wire: int | None
+    row_bytes: Ints
+    word: int
+
+    def move(self, count: int, from_units: Units | None, to_units: Units | None) -> Move:
+        if count > _MAX_UNITS:
+            raise ValueError(f"{count} units are more than {_MAX_UNITS}")
+        table = self.table
+        if self.wire is not None:
+            table = table.copy()
+            table[:, self.wire] *= count
+        return Move(table, from_units, to_units, count, self.row_bytes, self.word)
+
+
+# Worked out once for a cache: to look at each region takes longer than to copy some of its blocks.
+_routes: weakref.WeakKeyDictionary[BlockCache, dict[Hashable, _Route]] = weakref.WeakKeyDictionary()
+_MOST_ROUTES = 64
 
 
 def gather(cache: BlockCache, selection: Selection) -> Move:
     """From blocks to chunks."""
-    return _move(cache, selection, _cache(cache, selection), _wire(cache, selection))
+
+    def make() -> _Route:
+        return _route(cache, selection, _of_cache(cache, selection), _of_wire(cache, selection), 5)
+
+    route = _known(cache, ("gather", *_kind(selection)), make)
+    return route.move(selection.count, _units(cache, selection), None)
 
 
 def scatter(cache: BlockCache, selection: Selection) -> Move:
     """From chunks to blocks."""
-    return _move(cache, selection, _wire(cache, selection), _cache(cache, selection))
+
+    def make() -> _Route:
+        return _route(cache, selection, _of_wire(cache, selection), _of_cache(cache, selection), 0)
+
+    route = _known(cache, ("scatter", *_kind(selection)), make)
+    return route.move(selection.count, None, _units(cache, selection))
 
 
 def across(
@@ -113,9 +150,45 @@ def across(
 
     Raises `ValueError` unless both selections mean the same bytes.
     """
-    if (mine.unit, mine.count) != (its.unit, its.count) or _rows(ours, mine) != _rows(theirs, its):
+
+    def make() -> _Route:
+        if _rows(ours, mine) != _rows(theirs, its):
+            raise ValueError("the two sides do not mean the same selection")
+        return _route(ours, mine, _of_cache(theirs, its, addresses), _of_cache(ours, mine), None)
+
+    if (mine.unit, mine.count) != (its.unit, its.count):
         raise ValueError("the two sides do not mean the same selection")
-    return _move(ours, mine, _cache(theirs, its, addresses), _cache(ours, mine))
+    key = (weakref.ref(ours), tuple(addresses), *_kind(mine), *_kind(its))
+    route = _known(theirs, key, make)
+    return route.move(mine.count, _units(theirs, its), _units(ours, mine))
+
+
+def _known(cache: BlockCache, key: Hashable, make: Callable[[], _Route]) -> _Route:
+    routes = _routes.setdefault(cache, {})
+    found = routes.get(key)
+    if found is None:
+        if len(routes) >= _MOST_ROUTES:
+            routes.clear()
+        found = routes[key] = make()
+    return found
+
+
+def _kind(selection: Selection) -> tuple[Hashable, ...]:
+    """Of a selection, what its route depends on."""
+    return selection.unit, selection.heads, selection.regions
+
+
+def _units(cache: BlockCache, selection: Selection) -> Units:
+    """In which block, and where in it, each unit lies."""
+    per_block = cache.block_size // selection.unit
+    ids = np.asarray(selection.block_ids, dtype=np.int32)
+    found = np.zeros((selection.count, 2), np.int32)
+    if per_block == 1:
+        found[:, 0] = ids[selection.first : selection.first + selection.count]
+        return found
+    units = np.arange(selection.first, selection.first + selection.count)
+    found[:, 0], found[:, 1] = ids[units // per_block], units % per_block
+    return found
 
 
 def _rows(cache: BlockCache, selection: Selection) -> list[int]:
@@ -123,7 +196,7 @@ def _rows(cache: BlockCache, selection: Selection) -> list[int]:
     return [cache.row_bytes(index, selection) for index in cache.covered(selection)]
 
 
-def _cache(
+def _of_cache(
     cache: BlockCache, selection: Selection, addresses: Sequence[int] | None = None
 ) -> _Side:
     first = selection.heads[0] if selection.heads else 0
@@ -134,15 +207,11 @@ def _cache(
         address = addresses[index] if addresses is not None else region.memory.data_ptr()
         base.append(address + first * head)
         strides.append((block, selection.unit * token, head, token))
-    per_block = cache.block_size // selection.unit
-    units = np.arange(selection.first, selection.first + selection.count)
-    ids = np.asarray(selection.block_ids, dtype=np.int64)
-    where = np.stack([ids[units // per_block], units % per_block], axis=1)
-    return _Side(base, strides, np.ascontiguousarray(where, dtype=np.int32))
+    return _Side(base, strides)
 
 
-def _wire(cache: BlockCache, selection: Selection) -> _Side:
-    """Row after row from the wire's byte 0 on."""
+def _of_wire(cache: BlockCache, selection: Selection) -> _Side:
+    """Row after row from the wire's byte 0 on, as if each region had one."""
     base, strides, at = [], [], 0
     for index in cache.covered(selection):
         region = cache.regions[index]
@@ -154,13 +223,13 @@ def _wire(cache: BlockCache, selection: Selection) -> _Side:
             head, token = selection.unit * content, content
         base.append(at)
         strides.append((row, 0, head, token))
-        at += row * selection.count
-    return _Side(base, strides, None)
+        at += row
+    return _Side(base, strides)
 
 
-def _move(cache: BlockCache, selection: Selection, source: _Side, target: _Side) -> Move:
-    if selection.count > _MAX_UNITS:
-        raise ValueError(f"{selection.count} units are more than {_MAX_UNITS}")
+def _route(
+    cache: BlockCache, selection: Selection, source: _Side, target: _Side, wire: int | None
+) -> _Route:
     rows = _rows(cache, selection)
     table = np.zeros((len(rows), COLUMNS), np.int64)
     for number, index in enumerate(cache.covered(selection)):
@@ -180,11 +249,6 @@ def _move(cache: BlockCache, selection: Selection, source: _Side, target: _Side)
             row[at : at + 5] = (side.base[number], strides[0], strides[1], *inner)
         row[10:] = axes[1][0], piece, rows[number]
     word = math.gcd(*np.delete(table, 10, axis=1).reshape(-1).tolist(), WORDS[0])
-    return Move(
-        table,
-        source.units,
-        target.units,
-        selection.count,
-        np.array(rows, np.int64),
-        next(size for size in WORDS if word % size == 0),
+    return _Route(
+        table, wire, np.array(rows, np.int64), next(size for size in WORDS if word % size == 0)
     )
