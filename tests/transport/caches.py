@@ -81,9 +81,12 @@ def untouched(cache: BlockCache, but: Sequence[int]) -> bool:
 
 
 def fill(cache: BlockCache, block_ids: Sequence[int], value: int) -> None:
-    """What an engine does to blocks it got back: writes other things into them."""
+    """What an engine does to blocks it got back: writes other things into them. They are there
+    when it returns."""
     for region in cache.regions:
         region.memory[list(block_ids)] = value
+    if cache.regions[0].memory.is_cuda:
+        torch.cuda.synchronize()
 
 
 def num_bytes(shape: Shape) -> int:

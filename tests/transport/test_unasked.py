@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transport import caches
 from transport.caches import PLAIN, Shape
 from transport.host_device import COMPILER
@@ -23,29 +24,27 @@ from disagg.transport import protocol as p
 from disagg.transport.base import Deadline, FetchJob
 from disagg.transport.client import Endpoint
 from disagg.transport.hazards import RemoteHazards
-from disagg.transport.names import TransportName
 from disagg.transport.posted import BoardReceiver
 
 ROWS = 1024
 LARGE = Shape(blocks=64, heads=2, tokens=64, content=128, layers=4)  # 4 MiB
 
 
-@pytest.fixture(params=["process_memory", "cuda_ipc"])
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    if request.param == "cuda_ipc" and COMPILER is None:
-        pytest.skip("needs g++ to run the kernel on the host")
-    found: TransportName = request.param
+@pytest.fixture
+def shape(request: pytest.FixtureRequest) -> Shape:
+    found: Shape = getattr(request, "param", PLAIN)
     return found
 
 
-@pytest.fixture
-def pair(
-    transport: TransportName, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Pair]:
-    shape = getattr(request, "param", PLAIN)
+@pytest.fixture(params=["process_memory-cpu", "cuda_ipc-standin", "cuda_ipc-cuda"])
+def pair(tmp_path: Path, request: pytest.FixtureRequest, shape: Shape) -> Iterator[Pair]:
+    transport, device = request.param.split("-")
+    if device == "standin" and COMPILER is None:
+        pytest.skip("needs g++ to run the kernel on the host")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
     folder = tmp_path / "storage"
     folder.mkdir(mode=0o700)
-    device = "standin" if transport == "cuda_ipc" else "cpu"
     producer = Remote(Setup(transport, device, shape, 1, folder))
     consumer = Worker(Setup(transport, device, shape, None, folder))
     yield Pair(producer, consumer, shape)
@@ -70,7 +69,7 @@ def numbers(pid: int, board: int) -> list[int]:
 
 
 @pytest.mark.parametrize("says_so", [True, False])
-@pytest.mark.parametrize("pair", [LARGE], indirect=True)
+@pytest.mark.parametrize("shape", [LARGE], indirect=True)
 def test_blocks_that_are_given_to_others_while_they_are_read(
     pair: Pair, tmp_path: Path, says_so: bool
 ) -> None:
