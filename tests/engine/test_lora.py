@@ -149,6 +149,37 @@ def test_one_is_loaded_by_all(
         assert engines.first.post("/v1/completions", body).status_code == 404
 
 
+def test_one_is_loaded_again_in_place(
+    engines: Engines, prompt: Prompt, model: Path, adapters: Path
+) -> None:
+    """Into engines that go on. What a lease holds of the old weights is of no use to the new."""
+    where, both = adapters / "d", (engines.first, engines.second)
+    asked = {"lora_name": "d", "lora_path": str(where)}
+    write_adapter(model, where, 11)
+    for server in both:
+        assert server.post("/v1/load_lora_adapter", asked).status_code == 200
+    before, after = prompt(700), prompt(700)
+    early = engines.first.prefill(before, model="d")
+    old = ask(engines.first, "d", before, cache_salt="old weights")
+    shutil.rmtree(where)
+    write_adapter(model, where, 12)
+    for server in both:
+        answer = server.post("/v1/load_lora_adapter", asked | {"load_inplace": True})
+        assert answer.status_code == 200, answer.text
+
+    loaded = engines.second.metric("disagg_handoffs_total", **LOADED)
+    params = engines.first.prefill(after, model="d")
+    handed = ask(engines.second, "d", after, kv_transfer_params=params)
+    assert handed == ask(engines.first, "d", after, cache_salt="new weights")
+    assert engines.second.metric("disagg_handoffs_total", **LOADED) == loaded + 1
+
+    failed = engines.second.metric("disagg_kv_load_failures_total", reason="prompt_mismatch")
+    handed = ask(engines.second, "d", before, kv_transfer_params=early)
+    assert handed == ask(engines.first, "d", before, cache_salt="new weights") != old
+    now = engines.second.metric("disagg_kv_load_failures_total", reason="prompt_mismatch")
+    assert now == failed + 1
+
+
 def test_other_weights_in_the_same_place(
     engines: Engines, prompt: Prompt, model: Path, adapters: Path
 ) -> None:
