@@ -50,11 +50,11 @@ class DeviceEnd(End):
         return name
 
     def join(self, identity: bytes, rank: int) -> str:
-        """Be one of the two ranks of NCCL; returns its version."""
+        """Be one of the two ranks of NCCL, as it is by default; returns its version."""
         if self._communicators is None:
             self._communicators = self.device.communicators()
         wait = Wait(_deadline())
-        self._communicator = self._communicators.join(identity, rank, wait)
+        self._communicator = self._communicators.join(identity, rank, wait, bounded=False)
         return self._communicators.version
 
     def close(self) -> None:

@@ -50,7 +50,9 @@ class HostCommunicators:
         self._listening[identity] = sock
         return identity
 
-    def join(self, identity: bytes, rank: int, wait: Wait) -> HostCommunicator:
+    def join(
+        self, identity: bytes, rank: int, wait: Wait, *, bounded: bool = True
+    ) -> HostCommunicator:
         if FAIL.joins:
             FAIL.joins -= 1
             raise TransferError("this join fails on purpose", reason="nccl")

@@ -132,8 +132,11 @@ class Communicators(Protocol):
     def new_id(self) -> bytes:
         """Names a communicator to be; the process that asks for it becomes rank 0."""
 
-    def join(self, identity: bytes, rank: int, wait: Wait) -> Communicator:
-        """Join the one so named. Raises `TransferError` (reason "nccl"), `PeerLost`."""
+    def join(self, identity: bytes, rank: int, wait: Wait, *, bounded: bool = True) -> Communicator:
+        """Join the one so named; `bounded`: it takes no more of the GPU than a transport may.
+
+        Raises `TransferError` (reason "nccl"), `PeerLost`.
+        """
 
 
 class Device(Protocol):

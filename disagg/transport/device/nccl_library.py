@@ -70,12 +70,13 @@ class NcclCommunicators:
         _check(self._nccl, self._nccl.ncclGetUniqueId(ctypes.byref(identity)))
         return bytes(identity)
 
-    def join(self, identity: bytes, rank: int, wait: Wait) -> Communicator:
+    def join(self, identity: bytes, rank: int, wait: Wait, *, bounded: bool = True) -> Communicator:
         if len(identity) != ctypes.sizeof(_UniqueId):
             raise TransferError(f"an NCCL id of {len(identity)} bytes", reason="nccl")
         self._device.use()
+        least, most = (1, CHANNELS) if bounded else (_UNDEFINED, _UNDEFINED)
         config = _Config(
-            ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, 1, CHANNELS, None,
+            ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, least, most, None,
             _UNDEFINED,
         )  # fmt: skip
         handle = ctypes.c_void_p()
