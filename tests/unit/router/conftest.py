@@ -52,8 +52,9 @@ class Loop:
 
 @dataclass
 class FakeEngine:
-    """status, first_byte_s, gate (it answers when set), chunks, chunk_s, cut_after, refusing (by
-    path), adapters (that it says it was asked to load): how it behaves. Change them at any time."""
+    """status, first_byte_s, gate (it answers when set), chunks, chunk_s, padding (bytes of a
+    comment with each chunk), cut_after, refusing (by path), adapters (that it says it was asked to
+    load): how it behaves. Change them at any time."""
 
     role: Role
     status: int = 200
@@ -61,6 +62,7 @@ class FakeEngine:
     gate: threading.Event | None = None
     chunks: int = 3
     chunk_s: float = 0.0
+    padding: int = 0
     cut_after: int | None = None
     params: Any = field(default_factory=lambda: PARAMS)
     hand_overs: dict[str, int] = field(default_factory=dict)
@@ -154,7 +156,8 @@ class FakeEngine:
                 assert request.transport is not None
                 request.transport.abort()
                 return answer
-            await answer.write(event(number))
+            comment = b":" * self.padding + b"\n" if self.padding else b""
+            await answer.write(comment + event(number))
             await asyncio.sleep(self.chunk_s)
         await answer.write(LAST.get(request.path, b"data: [DONE]\n\n"))
         return answer
