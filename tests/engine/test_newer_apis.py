@@ -78,6 +78,16 @@ def streamed(url: str, path: str, body: dict[str, Any]) -> Any:
     return names, text, without_own(last)
 
 
+def nearly(content: Any) -> Any:
+    """The same but for the last digits of log probabilities: what is computed in one step more or
+    less is rounded otherwise on some CPUs."""
+    if isinstance(content, dict):
+        return {key: nearly(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return type(content)(nearly(each) for each in content)
+    return pytest.approx(content, abs=1e-3) if isinstance(content, float) else content
+
+
 @pytest.mark.parametrize("ask", [whole, streamed])
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 def test_as_one_engine_answers(
@@ -91,7 +101,7 @@ def test_as_one_engine_answers(
         )
         before = moved(fleet)
         got = ask(url, path, body)
-        assert got == ask(fleet.single.url, path, body), more
+        assert got == nearly(ask(fleet.single.url, path, body)), more
         if TEXT in json.dumps(more) and more.get("temperature", 0) >= 0:
             assert moved(fleet) > before, more
 
