@@ -181,7 +181,9 @@ class TransferSection(Section):
     )
     storage: StorageSection = StorageSection()
     staging_bytes: int = Field(
-        64 << 20, gt=0, description="On GPUs: device memory set aside for transfers, of each rank"
+        64 << 20,
+        gt=0,
+        description="On GPUs: set aside for transfers, of each rank; as much of the host is pinned",
     )
     lease_s: float = Field(30.0, gt=0, le=3600)
     load_deadline_s: float = Field(30.0, gt=0, le=3600)

@@ -35,7 +35,7 @@ class ConnectorSettings(BaseModel):
     storage_max_bytes: int = Field(8 << 30, gt=0)
     storage_fsync: bool = False
     staging_bytes: int = Field(
-        64 << 20, gt=0, description="On GPUs: device memory set aside for transfers"
+        64 << 20, gt=0, description="On GPUs: device memory for transfers; as much is pinned"
     )
     lease_s: float = Field(30.0, gt=0)
     load_deadline_s: float = Field(30.0, gt=0)

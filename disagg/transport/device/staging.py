@@ -311,6 +311,7 @@ def open_staging(
         )
     except TransferError as error:
         raise ConfigError(
-            f"{setting}: {staging_bytes} — cannot be had on the device: {error}; cupy comes with "
-            "`pip install disagg[gpu]`, memory with a lower gpu_memory_utilization"
+            f"{setting}: {staging_bytes} — cannot be had: {error}; cupy comes with `pip install "
+            "disagg[gpu]`, memory of the GPU with a lower gpu_memory_utilization, pinned memory of "
+            f"the host with a lower {setting}"
         ) from error
