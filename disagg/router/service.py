@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 from starlette.datastructures import Headers
@@ -143,7 +144,7 @@ class Service:
         raw = upstream.to_engine(headers.raw, record.id, record.trace)
         sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]
         limit = self._settings.limits.first_byte_timeout_s
-        path = URL(target, encoded=True).path
+        path = unquote(target.partition("?")[0])  # of `//[` URL would make a host, and fail
         if method == "POST" and path in everywhere.PATHS:
             engines = self._topology.engines
             answer = await everywhere.ask(self.client, engines, target, data, sent, limit)
