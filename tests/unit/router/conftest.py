@@ -93,7 +93,7 @@ class FakeEngine:
         app.router.add_get("/cut", self._cut)
         app.router.add_get("/empty", self._empty)
         app.router.add_route("*", "/{rest:.*}", self._other)
-        self.runner = web.AppRunner(app, handler_cancellation=True)
+        self.runner = web.AppRunner(app, handler_cancellation=True, auto_decompress=False)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
         await site.start()
@@ -198,7 +198,7 @@ class FakeEngine:
         if request.path in self.refusing:
             status, content = self.refusing[request.path]
             return web.json_response(content, status=status)
-        text = await request.text()
+        text = (await request.read()).decode(errors="replace")
         seen = {"path": request.path_qs, "method": request.method, "text": text}
         return web.json_response(seen, status=200 if request.path != "/v1/missing" else 404)
 
