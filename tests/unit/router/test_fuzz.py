@@ -144,17 +144,13 @@ def in_flight(setup: Setup) -> float:
 
 @pytest.fixture
 def setup(make: Make, caplog: pytest.LogCaptureFixture) -> Iterator[Setup]:
-    """A router that still serves after all that a test does to it, and has not stumbled."""
+    """A router that still serves after all that a test does to it, and has not stumbled; nor have
+    the engines over what it sent them."""
     setup = make()
     yield setup
     assert client().post(f"{setup.url}/v1/completions", content=BODY).status_code == 200
     assert wait_for(lambda: in_flight(setup) == 0, WAIT_S)
-    # aiohttp is what the fake engines are made of.
-    stumbled = [
-        record
-        for record in caplog.get_records("call")
-        if record.exc_info and record.name != "aiohttp.server"
-    ]
+    stumbled = [record for record in caplog.get_records("call") if record.exc_info]
     assert not stumbled, "\n".join(map(logging.Formatter().format, stumbled))
 
 
@@ -301,7 +297,7 @@ def test_any_header(setup: Setup, path: str) -> None:
     body = BODY.replace(b"true", b"false")
 
     @bounded(200)
-    @given(fields=st.lists(FIELD, max_size=4))
+    @given(fields=st.lists(FIELD, max_size=4, unique_by=lambda field: field[0]))
     def check(fields: list[tuple[str, bytes]]) -> None:
         said = [f"{name}: {value.decode('latin-1')}" for name, value in fields]
         answer = exchange(setup, posting(body, path, "connection: close", *said))
