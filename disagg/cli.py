@@ -54,7 +54,8 @@ def main() -> None:
 @app.command()
 def serve(file: File) -> None:
     """Run a deployment in the foreground, on this machine or on the Ray cluster it belongs to."""
-    from disagg import checks, config
+    from disagg import config
+    from disagg.preflight import checks
 
     deployment = config.load(file)
     _warn(checks.check(deployment))
@@ -69,8 +70,9 @@ def check(
     """Check a file against this machine, start nothing, and print what would run."""
     import yaml
 
-    from disagg import checks, config
-    from disagg.resolved import resolve
+    from disagg import config
+    from disagg.preflight import checks
+    from disagg.preflight.resolved_plan import resolve
 
     deployment = config.load(file)
     _warn(checks.check(deployment))
@@ -155,7 +157,7 @@ def make_model(
     max_position_embeddings: Annotated[int, typer.Option(help="Longest context.")] = 32768,
 ) -> None:
     """Write a small random-weight Qwen3 checkpoint that vLLM loads; no model hub is asked."""
-    from disagg import checkpoint
+    from disagg.testing import checkpoint
 
     made = checkpoint.make_model(
         folder,
@@ -305,7 +307,7 @@ def scale(
     Exit status 0 when they are there, 2 if it was refused.
     """
     replicas = import_module("disagg.config").replicas_of(counts)
-    run = import_module("disagg.cluster.orders").scale
+    run = import_module("disagg.cluster.commands").scale
     raise typer.Exit(run(replicas, name=name, address=address, wait=wait))
 
 
@@ -316,11 +318,12 @@ def apply(file: File, address: Address = None, wait: Wait = True) -> None:
     Exit status 0 when all engines are replaced, 1 if one did not start and all was taken back, 2
     if the file is wrong or changes what needs a new start.
     """
-    from disagg import checks, config
+    from disagg import config
+    from disagg.preflight import checks
 
     deployment = config.load(file)
     _warn(checks.check(deployment, running=True))
-    run = import_module("disagg.cluster.orders").apply
+    run = import_module("disagg.cluster.commands").apply
     raise typer.Exit(run(deployment, address=address, wait=wait))
 
 
@@ -361,7 +364,7 @@ def dashboard(
 def demo() -> None:
     """Show it all: serve a small model, hand caches over, and compare with a single engine."""
     _unwind_on_sigterm()
-    raise typer.Exit(import_module("disagg.bench.demo").run())
+    raise typer.Exit(import_module("disagg.testing.demo").run())
 
 
 @app.command(context_settings=_PASS_ON)

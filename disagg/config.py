@@ -2,8 +2,8 @@
 
 Imports neither torch, vLLM nor Ray, so that reading a file costs milliseconds, and must never
 decide what needs the machine: ports, folders' rights and vLLM's own argument names are
-checked in `disagg.checks`, secrets are read in `disagg.credentials`. Unknown keys are refused;
-nothing wrong becomes a default.
+checked in `disagg.preflight.checks`, secrets are read in `disagg.credentials`. Unknown keys are
+refused; nothing wrong becomes a default.
 
 A relative path in the file is taken from the folder in which `disagg` was started, as one on
 the command line is. Loading makes it absolute, because engines run in other folders.

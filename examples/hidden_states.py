@@ -45,7 +45,7 @@ def main() -> int:
 
 def small_model(path: Path) -> str:
     """Random weights, the same every time."""
-    from disagg.checkpoint import make_model
+    from disagg.testing.checkpoint import make_model
 
     make_model(path)
     return str(path)

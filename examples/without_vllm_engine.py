@@ -32,10 +32,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.utils import allocate_kv_cache
 from xxhash import xxh3_128_hexdigest
 
-from disagg.checkpoint import make_model
-from disagg.connector.connector import DisaggConnector
-from disagg.connector.lifecycle import Lifecycle
-from disagg.connector.messages import Grant, Load, StepReport, StepWork, WorkerAddress
+from disagg.connector.handoff.connector import DisaggConnector
+from disagg.connector.handoff.messages import Grant, Load, StepReport, StepWork, WorkerAddress
+from disagg.connector.model_runner import Lifecycle
+from disagg.testing.checkpoint import make_model
 
 TOKENS, LAYERS = 128, 8
 BLOCK_BYTES = 4 << 20

@@ -31,7 +31,7 @@ def handoff(
     json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
 ) -> None:
     """Decode's first token: handed over, from its own prefix cache, by peers, computed."""
-    from disagg.bench import handoff as bench
+    from disagg.bench.first_token import handoff as bench
 
     counts = [int(length) for length in lengths.split(",")]
     (way,) = _transports(transport)
@@ -58,7 +58,7 @@ def offload(
     json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
 ) -> None:
     """First token of a prompt in the engine's cache, in host memory, in files, and computed."""
-    from disagg.bench import offload as bench
+    from disagg.bench.first_token import offload as bench
 
     counts, names = _numbers(lengths), [name for name in peers.split(",") if name]
     raise typer.Exit(
@@ -85,7 +85,7 @@ def speeds(
     note: Annotated[str, typer.Option(help="Goes into the file.")] = "",
 ) -> None:
     """How fast engines compute prompts, make tokens and hand over: the file of disagg plan."""
-    from disagg.bench import speeds as bench
+    from disagg.bench.speeds import run as bench
 
     plan = bench.Plan(
         lengths=_numbers(lengths),
@@ -118,9 +118,9 @@ def predicted(
     json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
 ) -> None:
     """What disagg plan foretells of one load, and what real engines do with it: the error."""
-    from disagg.bench import predicted as bench
-    from disagg.bench.serve_trace import parse_mix
-    from disagg.bench.speeds import Plan
+    from disagg.bench.serve.trace import parse_mix
+    from disagg.bench.speeds import predicted as bench
+    from disagg.bench.speeds.run import Plan
 
     measuring = Plan(
         lengths=[128, 512, 1000, 2000, 4000],
@@ -162,7 +162,7 @@ def soak(
     sabotage: Annotated[bool, typer.Option(help="Cut sockets, stop workers all the while.")] = True,
 ) -> None:
     """Many requests with leaving clients: no wrong token, no lease, block or file left."""
-    from disagg.bench import soak as bench
+    from disagg.chaos import soak as bench
 
     wanted = transports or (None if config else ON_CPU)
     names = _transports(wanted) if wanted else None
@@ -179,7 +179,7 @@ def heal(
     nodes: Annotated[int, typer.Option(help="Ray nodes; of three or more, one dies too.")] = 1,
 ) -> None:
     """Kill engines and the router under load: who notices, and when all is whole again."""
-    from disagg.bench import heal as bench
+    from disagg.chaos import heal as bench
 
     raise typer.Exit(bench.run(clients, rounds, nodes))
 
@@ -193,7 +193,7 @@ def scale(
     half: Annotated[float, typer.Option(help="Seconds that they stay, and stay away.")] = 100.0,
 ) -> None:
     """Scale up, down, and replace all engines under load: nobody may notice."""
-    from disagg.bench import scale as bench
+    from disagg.chaos import scale as bench
 
     raise typer.Exit(bench.run_waves(clients, waves, half) if waves else bench.run(clients))
 
@@ -211,7 +211,7 @@ def router(
     json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
 ) -> None:
     """What a router costs: none, ours and vllm-router, in front of fake engines."""
-    from disagg.bench import router as bench
+    from disagg.bench.router import run as bench
 
     plan = bench.Plan(
         requests=requests,
@@ -235,7 +235,7 @@ def router_faults(
     json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
 ) -> None:
     """The router in front of engines that fail on purpose: right, or one error, in time."""
-    from disagg.bench import router_faults as bench
+    from disagg.chaos import router_faults as bench
 
     raise typer.Exit(bench.run(requests, clients, seed, first_token, json_path=json))
 
@@ -279,9 +279,9 @@ def serve(
     json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
 ) -> None:
     """One open load on two plain engines, and on a prefill and a decode engine: goodput."""
-    from disagg.bench import serve as bench
-    from disagg.bench.serve_score import Targets
-    from disagg.bench.serve_trace import parse_mix
+    from disagg.bench.serve import run as bench
+    from disagg.bench.serve.score import Targets
+    from disagg.bench.serve.trace import parse_mix
 
     plan = bench.Plan(
         ways=[name for name in ways.split(",") if name],
@@ -336,8 +336,8 @@ def transfer(
     json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
 ) -> None:
     """Whole fetches over each transport, beside what bounds them and NIXL. No engine, no Ray."""
-    from disagg.bench import transfer as bench
-    from disagg.bench.transfer_plan import Plan
+    from disagg.bench.transfer import run as bench
+    from disagg.bench.transfer.plan import Plan
 
     plan = Plan.of(
         device,

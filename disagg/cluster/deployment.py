@@ -16,15 +16,15 @@ from pathlib import Path
 
 from disagg import credentials
 from disagg.cluster import pools, ray_session
-from disagg.cluster.folders import PortLock, RunFolder, sweep, user_folder
-from disagg.cluster.owner import Owner
-from disagg.cluster.router_life import Router, RouterSpec, bad_port
+from disagg.cluster.driver import Owner
+from disagg.cluster.router_handle import Router, RouterSpec, bad_port
+from disagg.cluster.run_folder import PortLock, RunFolder, sweep, user_folder
 from disagg.cluster.signals import StopSignals, kept
-from disagg.cluster.supervision import Inheritance
+from disagg.cluster.supervisor.loop import Inheritance
 from disagg.config import Deployment, RouterSection
 from disagg.engine.spec import EngineInfo
 from disagg.errors import StartupError
-from disagg.router.server import url_of
+from disagg.router.server.server import url_of
 
 
 class RunningDeployment:

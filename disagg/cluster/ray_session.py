@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from disagg.cluster.folders import RunFolder, sweep
+from disagg.cluster.run_folder import RunFolder, sweep
 from disagg.cluster.signals import Interrupted
 from disagg.errors import StartupError
 

@@ -18,8 +18,8 @@ from disagg.config import RouterSection
 from disagg.credentials import ApiKey
 from disagg.engine.ray_metrics import RayMetrics
 from disagg.engine.spec import EngineInfo
-from disagg.router.processes import Processes, claim, open_server
-from disagg.router.server import RouterPlan, RouterServer, settle
+from disagg.router.processes.parent import Processes, claim, open_server
+from disagg.router.server.server import RouterPlan, RouterServer, settle
 from disagg.router.topology import EngineEndpoint
 
 

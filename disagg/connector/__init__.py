@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from disagg.connector.connector import DisaggConnector
+    from disagg.connector.handoff.connector import DisaggConnector
     from disagg.connector.hidden_states.connector import HiddenStatesConnector
 
 __all__ = ["DisaggConnector", "HiddenStatesConnector"]
@@ -19,7 +19,7 @@ __all__ = ["DisaggConnector", "HiddenStatesConnector"]
 
 def __getattr__(name: str) -> object:
     if name == "DisaggConnector":
-        from disagg.connector.connector import DisaggConnector
+        from disagg.connector.handoff.connector import DisaggConnector
 
         return DisaggConnector
     if name == "HiddenStatesConnector":

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from disagg.config import Deployment
-from disagg.engine.forking import FORK_ENV
-from disagg.engine.polling import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.engine.spec import EngineSpec
+from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV, POLL_SLEEP_US
+from disagg.engine.vllm_patches.fork_workers import FORK_ENV
 
 SECRET_ENV = "DISAGG_SECRET"
 KEY_ENV = "VLLM_API_KEY"  # vLLM's own

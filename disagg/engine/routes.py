@@ -20,10 +20,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from disagg.engine.args import KEY_ENV
 from disagg.errors import TransferError
 from disagg.identity.model import model_fields
-from disagg.transport.base import Deadline
-from disagg.transport.handoff import release_everywhere
-from disagg.transport.secret import read_secret
-from disagg.transport.ticket import verify
+from disagg.transport.control.secret import read_secret
+from disagg.transport.control.ticket import verify
+from disagg.transport.deadline import Deadline
+from disagg.transport.fetch import release_everywhere
 
 RELEASE_S = 5.0
 # Asked by who watches engines. They tell of them, and compute nothing.

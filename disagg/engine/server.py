@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from disagg.engine.pulse import HealthOfPulse, Pulse
+from disagg.engine.liveness import HealthOfPulse, Pulse
 
 if TYPE_CHECKING:
     import uvicorn

@@ -2,9 +2,9 @@
 
 The way of a request is the router's: a decode engine is drawn, then, unless its prompt is short,
 a prefill engine, each the less loaded of two drawn at random (`least_loaded` in
-`disagg/router/pairing.py`: prompt tokens of the requests in flight and 256 for each); the prompt
-is computed, handed over, and decoded. Without prefill engines decode computes every prompt. What
-`Routing` says beyond that is done as the router does it.
+`disagg/router/pairing/policies.py`: prompt tokens of the requests in flight and 256 for each); the
+prompt is computed, handed over, and decoded. Without prefill engines decode computes every prompt.
+What `Routing` says beyond that is done as the router does it.
 One seed gives one result. Must never look at the real clock.
 """
 
@@ -24,9 +24,9 @@ from disagg.planning.outcome import Floats, Gaps, Outcome, Targets, missed
 from disagg.planning.prefill_engine import PrefillEngine
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
-from disagg.router.helping import Helping
-from disagg.router.holding import Holding
-from disagg.router.reading import Reading, Speed
+from disagg.router.pairing.first_token_hold import Holding
+from disagg.router.pairing.local_prefill import Helping
+from disagg.router.pairing.prefill_backlog import Reading, Speed
 
 # What a request costs besides its prompt, in prompt tokens, as the router counts.
 _REQUEST_TOKENS = 256

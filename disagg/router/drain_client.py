@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from disagg.errors import ConfigError, DisaggError
-from disagg.router.drain import PATH
+from disagg.router.server.drain import PATH
 
 ANSWER_S = 10.0
 POLL_S = 0.2

@@ -13,9 +13,9 @@ import uvloop
 from disagg import credentials
 from disagg.config import ConnectorName, Role, RouterSection
 from disagg.errors import ConfigError, DisaggError
-from disagg.router.app import create_app
-from disagg.router.processes import claim, open_server
-from disagg.router.server import RouterPlan, RouterServer, bind, settle, url_of
+from disagg.router.processes.parent import claim, open_server
+from disagg.router.server.app import create_app
+from disagg.router.server.server import RouterPlan, RouterServer, bind, settle, url_of
 from disagg.router.topology import EngineEndpoint
 
 __all__ = ["RouterServer", "bind", "create_app", "run"]

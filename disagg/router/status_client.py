@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from disagg.errors import ConfigError, DisaggError
-from disagg.router.status import PATH
+from disagg.router.server.status import PATH
 
 ANSWER_S = 10.0
 

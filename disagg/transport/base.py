@@ -34,35 +34,15 @@ garbage, which the caller must not use.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from disagg.errors import PeerLost
 from disagg.transport.blocks import Selection
-from disagg.transport.board import Posted
+from disagg.transport.deadline import Deadline, Event
 from disagg.transport.protocol import Part
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """A moment on this process's monotonic clock that a wait must not pass."""
-
-    at: float
-
-    @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """The moment `seconds` from now."""
-        return cls(time.monotonic() + seconds)
-
-    def left(self) -> float:
-        """Seconds left; raises `PeerLost` when there are none."""
-        left = self.at - time.monotonic()
-        if left <= 0:
-            raise PeerLost("deadline passed", reason="deadline")
-        return left
 
 
 @dataclass(frozen=True)
@@ -75,13 +55,6 @@ class FetchJob:
     blocks: Selection
     deadline: Deadline
     after: Event | None = None
-
-
-class Event(Protocol):
-    """A point of a device's stream."""
-
-    def is_done(self) -> bool:
-        """Whether the stream has passed it. Raises `TransferError` if work before it failed."""
 
 
 class Sender(Protocol):
@@ -144,3 +117,12 @@ class OneSidedReceiver(ABC):
     @abstractmethod
     def still_there(self, offer: bytes, posted: Posted) -> bool:
         """Whether the lease kept its blocks all the time since it was looked up."""
+
+
+class Posted(NamedTuple):
+    """A lease as it stood on a board. `head`: as it was read, int64 [lease + 1, count, checksum];
+    `at`: its address. `block_ids`: as in `Lease`."""
+
+    head: bytes
+    at: int
+    block_ids: Sequence[int]

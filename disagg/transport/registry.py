@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from disagg.transport.base import Receiver, Sender
 from disagg.transport.blocks import BlockCache
-from disagg.transport.board import Board
 from disagg.transport.device.staging import Staging
 from disagg.transport.names import TransportName
+from disagg.transport.one_sided.lease_board import Board
 from disagg.transport.shared_storage import Storage
 
 
@@ -33,19 +33,19 @@ def make_sender(name: TransportName, cache: BlockCache, means: Means) -> Sender:
     """The producer's end."""
     match name:
         case "cuda_ipc":
-            from disagg.transport.cuda_ipc import CudaIpcSender
+            from disagg.transport.one_sided.cuda_ipc import CudaIpcSender
 
             return CudaIpcSender(cache, means.staging, means.board)
         case "nccl":
-            from disagg.transport.nccl import NcclSender
+            from disagg.transport.nccl.nccl import NcclSender
 
             return NcclSender(cache, means.staging, means.host, means.secret)
         case "process_memory":
-            from disagg.transport.process_memory import ProcessMemorySender
+            from disagg.transport.one_sided.process_memory import ProcessMemorySender
 
             return ProcessMemorySender(cache, means.board)
         case "tcp":
-            from disagg.transport.tcp import TcpSender
+            from disagg.transport.tcp.tcp import TcpSender
 
             return TcpSender(cache, means.host, means.secret, staging=means.staging)
         case "shared_storage":
@@ -58,19 +58,19 @@ def make_receiver(name: TransportName, cache: BlockCache, means: Means) -> Recei
     """The consumer's end."""
     match name:
         case "cuda_ipc":
-            from disagg.transport.cuda_ipc import CudaIpcReceiver
+            from disagg.transport.one_sided.cuda_ipc import CudaIpcReceiver
 
             return CudaIpcReceiver(cache, means.staging)
         case "nccl":
-            from disagg.transport.nccl import NcclReceiver
+            from disagg.transport.nccl.nccl import NcclReceiver
 
             return NcclReceiver(cache, means.staging, means.secret)
         case "process_memory":
-            from disagg.transport.process_memory import ProcessMemoryReceiver
+            from disagg.transport.one_sided.process_memory import ProcessMemoryReceiver
 
             return ProcessMemoryReceiver(cache)
         case "tcp":
-            from disagg.transport.tcp import TcpReceiver
+            from disagg.transport.tcp.tcp import TcpReceiver
 
             return TcpReceiver(cache, means.secret, staging=means.staging)
         case "shared_storage":

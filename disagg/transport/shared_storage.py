@@ -33,10 +33,11 @@ import numpy as np
 import xxhash
 
 from disagg.errors import DataCorrupt, TransferError
-from disagg.transport.base import Deadline, FetchJob
+from disagg.transport.base import FetchJob
 from disagg.transport.blocks import ITEM_BYTES, BlockCache, Bytes, Selection
+from disagg.transport.deadline import Deadline
 from disagg.transport.device.staging import Staging
-from disagg.transport.processes import start_time
+from disagg.transport.host.process_identity import start_time
 
 NAME = "shared_storage"
 _Pieces: TypeAlias = Generator[list[Bytes], None, None]
@@ -243,11 +244,6 @@ def sweep(folder: Path, max_age_s: float = _MAX_AGE_S) -> int:
             _unlink(path)
             removed += 1
     return removed
-
-
-def default_folder(temporary: str) -> Path:
-    """This user's own folder in the system's temporary one."""
-    return Path(temporary) / f"disagg-{os.getuid()}"
 
 
 def free_bytes(folder: Path) -> int:

@@ -24,9 +24,9 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from cluster.hosts import Host, Hosts, why_not
-from disagg.bench.http import client
-from disagg.bench.vllm_server import CPU_ENV
-from disagg.checkpoint import make_model
+from disagg.testing.checkpoint import make_model
+from disagg.testing.http import client
+from disagg.testing.vllm_server import CPU_ENV
 
 WHY_NOT = why_not()
 pytestmark = [

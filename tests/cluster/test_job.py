@@ -18,9 +18,9 @@ import ray
 import yaml
 
 from cluster.titles import title
-from disagg.bench.ray_nodes import RayNodes
-from disagg.bench.vllm_server import free_port
-from disagg.checkpoint import make_model
+from disagg.testing.checkpoint import make_model
+from disagg.testing.ray_nodes import RayNodes
+from disagg.testing.vllm_server import free_port
 
 START_S, GONE_S = 240, 30
 

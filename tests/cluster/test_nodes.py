@@ -9,10 +9,10 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from disagg.bench.ray_nodes import ADDRESS_ENV, RayNodes
 from disagg.cluster import placing, pools
 from disagg.config import Deployment
 from disagg.engine.spec import EngineSpec
+from disagg.testing.ray_nodes import ADDRESS_ENV, RayNodes
 
 pytestmark = pytest.mark.timeout(180)
 

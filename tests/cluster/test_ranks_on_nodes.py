@@ -17,14 +17,14 @@ import pytest
 import ray
 from ray.util.state import list_actors
 
-from disagg.bench.http import client
-from disagg.bench.ray_nodes import RayNodes
-from disagg.bench.vllm_server import CPU_ENV
-from disagg.checkpoint import make_model
 from disagg.cluster import placing, pools
 from disagg.cluster.engines import why_ended
 from disagg.config import Deployment
 from disagg.engine.spec import EngineInfo, EngineSpec
+from disagg.testing.checkpoint import make_model
+from disagg.testing.http import client
+from disagg.testing.ray_nodes import RayNodes
+from disagg.testing.vllm_server import CPU_ENV
 from engine.waiting import eventually
 
 pytestmark = pytest.mark.timeout(420)

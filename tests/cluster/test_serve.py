@@ -33,7 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.browser import CHROMIUM, browser
 from cluster.titles import title
-from disagg.checkpoint import make_model
+from disagg.testing.checkpoint import make_model
 
 START_S = 240
 STOP_S = 15

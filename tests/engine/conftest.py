@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import pytest
 
-from disagg.bench.http import client
-from disagg.bench.vllm_server import VllmServer
-from disagg.checkpoint import make_model
 from disagg.config import RouterSection
 from disagg.router.main import RouterServer, bind, create_app
 from disagg.router.topology import EngineEndpoint
-from engine.forks import Zygote
+from disagg.testing.checkpoint import make_model
+from disagg.testing.http import client
+from disagg.testing.vllm_server import VllmServer
+from engine.forked_servers import ForkServer
 
 # Short, so that tests can see leases end; long enough for the slowest prefill.
 LEASE_S = 8.0
@@ -160,9 +160,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vllm_server() -> Iterator[Callable[..., VllmServer]]:
     """A `VllmServer` that starts in seconds."""
-    zygote = Zygote()
-    yield partial(VllmServer, start=zygote.start)
-    zygote.stop()
+    fork_server = ForkServer()
+    yield partial(VllmServer, start=fork_server.start)
+    fork_server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from disagg.bench.http import client
+from disagg.testing.http import client
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "Where do the blocks go when the prompt was read? " * 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-from disagg.bench.vllm_server import VllmServer
+from disagg.testing.vllm_server import VllmServer
 
 
 def core_of(engine: VllmServer) -> psutil.Process:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from disagg.bench.http import client
-from disagg.bench.vllm_server import VllmServer, token_ids
+from disagg.testing.http import client
+from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import begun, routed
 from engine.streams import Streamed, stream
 from engine.waiting import eventually

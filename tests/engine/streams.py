@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from disagg.bench.http import client
+from disagg.testing.http import client
 
 
 @dataclass

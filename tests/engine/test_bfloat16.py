@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.bench.vllm_server import VllmServer, token_ids
-from disagg.connector.params import TICKET
+from disagg.connector.handoff.kv_transfer_params import TICKET
 from disagg.identity.weights import checkpoint
-from disagg.transport import handoff, ticket
-from disagg.transport.base import Deadline, FetchJob
+from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.transport import fetch
+from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Region
-from disagg.transport.client import Peers
+from disagg.transport.control import ticket
+from disagg.transport.control.client import Peers
+from disagg.transport.deadline import Deadline
 from disagg.transport.protocol import Part
 from disagg.transport.shared_storage import SharedStorageReceiver, Storage
 from engine.conftest import Fleet, running, transfer
@@ -88,8 +90,8 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
         job = FetchJob(cache.whole(range(blocks)), Deadline.after(30))
         part = Part(BLOCK, ((0, blocks),))
         layers = [f"{region.name}@0 BF16[{CONTENT}]" for region in cache.regions]
-        wanted = handoff.Wanted(grant.endpoints[0], grant.lease, part, layers)
-        handoff.fetch(peers, wanted, job, [receiver])
+        wanted = fetch.Wanted(grant.endpoints[0], grant.lease, part, layers)
+        fetch.fetch(peers, wanted, job, [receiver])
     finally:
         peers.close()
     return [region.memory for region in cache.regions]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from disagg.bench.vllm_server import VllmServer, completion, token_ids
-from disagg.router.legs import REMOTE_DECODE
+from disagg.router.api.bodies import REMOTE_DECODE
+from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from engine.conftest import Fleet
 from engine.waiting import eventually
 

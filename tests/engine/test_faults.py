@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.bench.vllm_server import token_ids
+from disagg.testing.vllm_server import token_ids
 from engine.conftest import Fleet
 from engine.waiting import eventually
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from disagg.router.migration import watched
+from disagg.router.request.stream_state import watched
 from engine.conftest import Fleet, routed
-from engine.cutting import cutting
+from engine.cut_proxy import cut_streams
 from engine.fields import CHAT, COMPLETION, cases, differing, numbered, streamed
 
 ENGINES = ("producer", "consumer", "single")
@@ -25,7 +25,7 @@ def test_as_one_engine_answers(fleet: Fleet, path: str, first: str) -> None:
     wrong: list[str] = []
     pairing = {"first_token": first, "local_prefill_tokens": 0, "decode": "round_robin"}
     with (
-        cutting([fleet.consumer.url, fleet.producer.url]) as (decodes, cuts),
+        cut_streams([fleet.consumer.url, fleet.producer.url]) as (decodes, cuts),
         routed([fleet.producer], decodes, pairing=pairing, migration_limit=MOST_CUTS) as url,
     ):
 

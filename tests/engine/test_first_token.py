@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from disagg.bench.http import client
+from disagg.testing.http import client
 from engine.conftest import Fleet, begun, routed
 from engine.streams import Streamed, stream
 from engine.waiting import eventually

@@ -18,13 +18,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from disagg.bench.http import client
-from disagg.bench.vllm_server import VllmServer, completion, token_ids
 from disagg.connector.hidden_states import (
     HiddenStatesError,
     cleanup_hidden_states,
     load_hidden_states,
 )
+from disagg.testing.http import client
+from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from engine.waiting import eventually
 
 LAYERS = [0, 1, 2, 4]  # the embeddings and the last layer's output among them

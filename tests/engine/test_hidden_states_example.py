@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.bench.vllm_server import CPU_ENV
+from disagg.testing.vllm_server import CPU_ENV
 
 ROOT = Path(__file__).parents[2]
 

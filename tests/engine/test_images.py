@@ -24,9 +24,9 @@ from transformers.models.blip_2 import (
 )
 from transformers.models.llama import LlamaConfig
 
-from disagg.bench.http import client
-from disagg.bench.vllm_server import REMOTE_DECODE, VllmServer
-from disagg.checkpoint_tokenizer import write_tokenizer
+from disagg.testing.http import client
+from disagg.testing.tokenizer import write_tokenizer
+from disagg.testing.vllm_server import REMOTE_DECODE, VllmServer
 from engine.conftest import beside, routed, running, tiers, transfer
 from engine.waiting import eventually
 from engine.windows import SIZES, VOCABULARY

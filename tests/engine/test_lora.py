@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from disagg.bench.http import client
-from disagg.bench.vllm_server import VllmServer, completion, token_ids
+from disagg.testing.http import client
+from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from engine.conftest import beside, routed, running, tiers, transfer
 from engine.waiting import eventually
 

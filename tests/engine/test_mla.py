@@ -1,7 +1,7 @@
 """MLA: one latent of every token for all heads, which each tensor parallel rank keeps whole.
 
 The two engines are these tests' own, of one rank and of two. What transformers computes is the
-reference: vLLM 0.32 alone answers otherwise on a CPU (disagg/engine/rotations.py).
+reference: vLLM 0.32 alone answers otherwise on a CPU (disagg/engine/vllm_patches/mla_rotary.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v2 import DeepseekV2Config
 
-from disagg.bench.vllm_server import VllmServer, token_ids
+from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import running, transfer
 from engine.windows import SIZES, make
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers.models.phi3 import Phi3Config
 
-from disagg.bench.vllm_server import VllmServer, token_ids
+from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import running, transfer
 from engine.windows import BLOCK, GROUP_BYTES, SIZES, WINDOW, make, make_windows
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from disagg.bench.http import client
+from disagg.testing.http import client
 from engine.conftest import Fleet, routed
 
 ENGINES = ("producer", "consumer", "single")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from disagg.bench.vllm_server import completion, token_ids
+from disagg.testing.vllm_server import completion, token_ids
 from engine.conftest import LEASE_S, Fleet
 from engine.waiting import eventually
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.bench.vllm_server import VllmServer, token_ids
+from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import Fleet, beside, running, tiers, transfer
 from engine.ranks import check_streams, check_tiers
 from engine.waiting import eventually

@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from disagg.bench.http import client
-from disagg.bench.vllm_server import completion, free_port, token_ids
+from disagg.testing.http import client
+from disagg.testing.vllm_server import completion, free_port, token_ids
 from engine.conftest import LEASE_S, Fleet, routed
 from engine.waiting import eventually
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import psutil
 from rich.console import Console
 
-from disagg.bench import soak
-from disagg.bench.sabotage import Saboteur
-from disagg.bench.vllm_server import VllmServer
+from disagg.chaos import soak
+from disagg.chaos.sabotage import Saboteur
+from disagg.testing.vllm_server import VllmServer
 from engine.conftest import Fleet, routed
 
 ENGINES = ("producer", "tcp", "files", "single")

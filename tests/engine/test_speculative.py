@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
-from disagg.bench.vllm_server import VllmServer, token_ids
+from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import Fleet, beside, running, tiers, transfer
 from engine.waiting import eventually
 

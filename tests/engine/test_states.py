@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from disagg.bench.vllm_server import VllmServer, completion, token_ids
 from disagg.errors import StartupError
-from disagg.router.legs import PARAMS, REMOTE_DECODE_AND_TOKEN
+from disagg.router.api.bodies import PARAMS, REMOTE_DECODE_AND_TOKEN
+from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from engine.conftest import begun, beside, routed, running, tiers, transfer
+from engine.engines_with_tiers import ANSWER, EnginesWithTiers
 from engine.streams import Streamed, stream
 from engine.test_soak import check_under_sabotage
-from engine.tiered import ANSWER, Tiered
 from engine.waiting import eventually
 from engine.windows import PAGE, STATES, make_gated_deltas, make_states
 
@@ -195,14 +195,14 @@ def test_a_stream_that_begins_at_prefill(three: Three, prompt: Prompt, length: i
 
 
 @pytest.fixture
-def tiered(three: Three) -> Tiered:
+def tiered(three: Three) -> EnginesWithTiers:
     if not three.tiered:
         pytest.skip("without tiers")
-    return Tiered(three.single, three.prefill, three.decode, PAGE)
+    return EnginesWithTiers(three.single, three.prefill, three.decode, PAGE)
 
 
 @pytest.mark.parametrize("length", [257, 640, 3000])
-def test_what_tiers_keep(tiered: Tiered, prompt: Prompt, length: int) -> None:
+def test_what_tiers_keep(tiered: EnginesWithTiers, prompt: Prompt, length: int) -> None:
     """All blocks of attention, and of each state that behind the last full one."""
     full, all_full = (length - 1) // BLOCK, (length + ANSWER - 1) // BLOCK
     loads = full + STATES, all_full + STATES
@@ -210,7 +210,9 @@ def test_what_tiers_keep(tiered: Tiered, prompt: Prompt, length: int) -> None:
     tiered.check_what_is_loaded(prompt, length, full * BLOCK, kept, loads)
 
 
-def test_tiers_beside_the_hand_over_and_under_pressure(tiered: Tiered, prompt: Prompt) -> None:
+def test_tiers_beside_the_hand_over_and_under_pressure(
+    tiered: EnginesWithTiers, prompt: Prompt
+) -> None:
     tiered.check_under_pressure(prompt)
 
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from put_together import PutTogether
+from assembled_stream import AssembledStream
 
-from disagg.bench.http import client
-from disagg.bench.vllm_server import VllmServer
+from disagg.testing.http import client
+from disagg.testing.vllm_server import VllmServer
 from engine.conftest import Fleet, routed
 from engine.processes import core_of
 from engine.streams import Streamed, events_of, stream
@@ -147,7 +147,7 @@ def test_all_streams_end_as_undisturbed(fleet: Fleet, dying: str, heir: str, wha
         assert one.finish == ["length"]
         one.check(reference)
     for at, each in enumerate(told):
-        got, wanted = (PutTogether.of(b"".join(one)) for one in (each, whole[at // 2]))
+        got, wanted = (AssembledStream.of(b"".join(one)) for one in (each, whole[at // 2]))
         assert got.fields == wanted.fields, anew[at]
         assert got.once == wanted.once, anew[at]
         assert got.numbers == [*range(len(got.numbers))]

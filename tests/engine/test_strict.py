@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from disagg.bench.vllm_server import completion, token_ids
+from disagg.testing.vllm_server import completion, token_ids
 from engine.conftest import Fleet
 from engine.waiting import eventually
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from disagg.bench.vllm_server import VllmServer, token_ids
+from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import Fleet, beside, running, tiers, transfer
 from engine.waiting import eventually
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from disagg.bench.vllm_server import VllmServer
+from disagg.testing.vllm_server import VllmServer
 from engine.conftest import beside, running, tiers, transfer
-from engine.tiered import ANSWER, Prompt, Tiered
+from engine.engines_with_tiers import ANSWER, EnginesWithTiers, Prompt
 from engine.windows import BLOCK, GROUP_BYTES, WINDOW, make_windows
 
 GROUPS, WINDOWED = 3, 2
@@ -22,7 +22,7 @@ ARGS = ("--max-model-len", "4096", "--num-gpu-blocks-override", "128")
 @pytest.fixture(scope="module")
 def engines(
     vllm_server: Callable[..., VllmServer], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Tiered]:
+) -> Iterator[EnginesWithTiers]:
     model = tmp_path_factory.mktemp("model") / "windows"
     make_windows(model)
     folder, logs = str(tmp_path_factory.mktemp("tiers")), tmp_path_factory.mktemp("logs")
@@ -36,7 +36,7 @@ def engines(
     )
     servers = server("plain", None), server("first", both), server("second", both)
     with running(servers):
-        yield Tiered(*servers, GROUP_BYTES)
+        yield EnginesWithTiers(*servers, GROUP_BYTES)
 
 
 def needed(full: int) -> int:
@@ -46,11 +46,11 @@ def needed(full: int) -> int:
 
 
 @pytest.mark.parametrize("length", [129, 640, 3001])
-def test_answers_and_what_is_loaded(engines: Tiered, prompt: Prompt, length: int) -> None:
+def test_answers_and_what_is_loaded(engines: EnginesWithTiers, prompt: Prompt, length: int) -> None:
     full, all_full = (length - 1) // BLOCK, (length + ANSWER - 1) // BLOCK
     loads = needed(full), needed(all_full)
     engines.check_what_is_loaded(prompt, length, full * BLOCK, GROUPS * all_full, loads)
 
 
-def test_beside_the_hand_over_and_under_pressure(engines: Tiered, prompt: Prompt) -> None:
+def test_beside_the_hand_over_and_under_pressure(engines: EnginesWithTiers, prompt: Prompt) -> None:
     engines.check_under_pressure(prompt)

@@ -1,7 +1,7 @@
 """Many loads at once of a model of windows alone, in a cache that holds hardly any of them.
 
 vLLM by itself lets more loads begin than can be finished, and nobody runs any more: see
-disagg/connector/room.py.
+disagg/connector/load_admission.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from disagg.bench.vllm_server import VllmServer, token_ids
+from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import running, tiers
 from engine.processes import core_of
 from engine.waiting import eventually

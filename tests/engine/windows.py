@@ -11,7 +11,7 @@ from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.granitemoehybrid import GraniteMoeHybridConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 
-from disagg.checkpoint_tokenizer import write_tokenizer
+from disagg.testing.tokenizer import write_tokenizer
 
 VOCABULARY, WINDOW, BLOCK = 4096, 256, 128
 GROUP_BYTES = 2 * 2 * BLOCK * 2 * 64 * 4  # layers of a group, KV heads, tokens, K and V, dim, float
@@ -26,7 +26,7 @@ SIZES = {
 
 
 def make(config: PretrainedConfig, folder: Path) -> None:
-    """A checkpoint whose answers depend on every token: see disagg/checkpoint.py."""
+    """A checkpoint whose answers depend on every token: see disagg/testing/checkpoint.py."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config)
     for name, weights in model.named_parameters():

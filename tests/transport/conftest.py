@@ -16,22 +16,22 @@ from transport.worker import ASKED, Remote, Setup, Worker
 
 from disagg.transport.names import TransportName
 
-# Transport -> the kinds of memory that it moves; standin: host memory in the place of a GPU's;
+# Transport -> the kinds of memory that it moves; emulated: host memory in the place of a GPU's;
 # ASKED: of leases that are not posted, so that the producer is asked each time.
 KINDS: dict[TransportName, tuple[str, ...]] = {
-    "cuda_ipc": ("cuda", "standin", "standin" + ASKED),
-    "nccl": ("cuda", "standin"),
+    "cuda_ipc": ("cuda", "emulated", "emulated" + ASKED),
+    "nccl": ("cuda", "emulated"),
     "process_memory": ("cpu", "cpu" + ASKED),
-    "tcp": ("cpu", "cuda", "standin"),
-    "shared_storage": ("cpu", "cuda", "standin"),
+    "tcp": ("cpu", "cuda", "emulated"),
+    "shared_storage": ("cpu", "cuda", "emulated"),
 }
 Way = tuple[TransportName, str]
 # Of these only what lies before the wire differs, which `test_staged.py` tries each time; of the
 # last, what differs between others that are tried.
 LATER: set[Way] = {
-    ("tcp", "standin"),
-    ("shared_storage", "standin"),
-    ("cuda_ipc", "standin" + ASKED),
+    ("tcp", "emulated"),
+    ("shared_storage", "emulated"),
+    ("cuda_ipc", "emulated" + ASKED),
 }
 WAYS = [
     pytest.param(way, id="-".join(way), marks=[pytest.mark.slow] if way in LATER else [])
@@ -42,7 +42,7 @@ WAYS = [
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The stand-in is no matter of speed, and large amounts take long with it."""
     for item in items:
-        if "standin" in item.name and "256MiB" in item.name:
+        if "emulated" in item.name and "256MiB" in item.name:
             item.add_marker(pytest.mark.slow)
 
 
@@ -51,7 +51,7 @@ def way(request: pytest.FixtureRequest) -> Way:
     chosen: Way = request.param
     if chosen[1] == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
-    if chosen[1].startswith("standin") and COMPILER is None:
+    if chosen[1].startswith("emulated") and COMPILER is None:
         pytest.skip("needs g++ to run the kernel on the host")
     return chosen
 

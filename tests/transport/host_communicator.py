@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from transport.host_device import HostStream
 
 from disagg.errors import TransferError
-from disagg.transport.channel import shut
+from disagg.transport.control.channel import shut
 from disagg.transport.device.base import Stream, Wait
 
 _PIECE = 1 << 20

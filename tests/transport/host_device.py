@@ -27,10 +27,10 @@ import torch
 from transport import caches
 
 from disagg.errors import TransferError
-from disagg.transport.base import Event
 from disagg.transport.blocks import BlockCache, Bytes, Region
+from disagg.transport.deadline import Event
 from disagg.transport.device import base
-from disagg.transport.device.moves import Chunk, Move
+from disagg.transport.device.copy_plan import Chunk, Move
 
 _SOURCE = Path(__file__).with_name("host_kernel.cpp")
 KERNEL = Path(base.__file__).with_name("move.cu")

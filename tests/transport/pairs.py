@@ -11,7 +11,7 @@ from transport import caches
 from transport.caches import Shape
 from transport.worker import ASKED, Order, Remote, Worker, wait_until
 
-from disagg.transport import handoff
+from disagg.transport import fetch as handoff
 from disagg.transport import protocol as p
 
 

@@ -16,7 +16,8 @@ from transport.worker import Act, Order, Remote, is_stopped, wait_until
 
 from disagg.errors import PeerLost, TransferError
 from disagg.transport import protocol as p
-from disagg.transport.base import Deadline, FetchJob
+from disagg.transport.base import FetchJob
+from disagg.transport.deadline import Deadline
 
 KILL, STOP, CONTINUE = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 # Takes tens of milliseconds to move: signals sent meanwhile come in the middle.

@@ -18,15 +18,17 @@ import pytest
 import torch
 from transport import caches
 from transport.caches import Shape
-from transport.nobody import REFUSED, look_as_nobody
 from transport.offers import changed, gone
+from transport.other_user import REFUSED, look_as_another_user
 from transport.worker import CONTEXT
 
 from disagg.errors import DataCorrupt, PeerLost, TransferError
-from disagg.transport import process_memory, process_vm
-from disagg.transport.base import Deadline, FetchJob
+from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Region, Selection
-from disagg.transport.process_memory import ProcessMemoryReceiver, ProcessMemorySender
+from disagg.transport.deadline import Deadline
+from disagg.transport.host import process_vm
+from disagg.transport.one_sided import process_memory
+from disagg.transport.one_sided.process_memory import ProcessMemoryReceiver, ProcessMemorySender
 
 SHAPE = Shape(blocks=40, heads=4, layout="BLNHC")
 
@@ -88,7 +90,7 @@ def test_another_users_process_is_not_usable() -> None:
     if os.getuid() != 0:
         pytest.skip("needs another user")
     sender, _ = ends()
-    child = CONTEXT.Process(target=look_as_nobody, args=(sender.offer(), SHAPE), daemon=True)
+    child = CONTEXT.Process(target=look_as_another_user, args=(sender.offer(), SHAPE), daemon=True)
     child.start()
     child.join(20)
     assert child.exitcode == REFUSED

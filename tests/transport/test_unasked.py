@@ -19,12 +19,14 @@ from transport.pairs import Pair
 from transport.worker import Order, Remote, Setup, Worker, wait_until
 
 from disagg.errors import LeaseGone, PeerLost, TransferError
-from disagg.transport import board, hazards, process_vm
 from disagg.transport import protocol as p
-from disagg.transport.base import Deadline, FetchJob
-from disagg.transport.client import Endpoint
-from disagg.transport.hazards import RemoteHazards
-from disagg.transport.posted import BoardReceiver
+from disagg.transport.base import FetchJob
+from disagg.transport.control.client import Endpoint
+from disagg.transport.deadline import Deadline
+from disagg.transport.host import process_vm
+from disagg.transport.one_sided import hazard_pointers, lease_board
+from disagg.transport.one_sided.hazard_pointers import RemoteHazards
+from disagg.transport.one_sided.remote_lease_board import BoardReceiver
 
 ROWS = 1024
 LARGE = Shape(blocks=64, heads=2, tokens=64, content=128, layers=4)  # 4 MiB
@@ -36,10 +38,10 @@ def shape(request: pytest.FixtureRequest) -> Shape:
     return found
 
 
-@pytest.fixture(params=["process_memory-cpu", "cuda_ipc-standin", "cuda_ipc-cuda"])
+@pytest.fixture(params=["process_memory-cpu", "cuda_ipc-emulated", "cuda_ipc-cuda"])
 def pair(tmp_path: Path, request: pytest.FixtureRequest, shape: Shape) -> Iterator[Pair]:
     transport, device = request.param.split("-")
-    if device == "standin" and COMPILER is None:
+    if device == "emulated" and COMPILER is None:
         pytest.skip("needs g++ to run the kernel on the host")
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
@@ -90,7 +92,9 @@ def test_blocks_that_are_given_to_others_while_they_are_read(
             for lease in numbers(remote.pid, remote.at.address):
                 said = remote.hazards.naming(slot, lease) if says_so else contextlib.nullcontext()
                 with said:
-                    posted = board.look_up(remote.peek, remote.at.address, remote.at.token, lease)
+                    posted = lease_board.look_up(
+                        remote.peek, remote.at.address, remote.at.token, lease
+                    )
                     if posted is None:
                         seen["gone before"] += 1
                         continue
@@ -180,7 +184,7 @@ def test_without_slots_it_is_asked_for(
     if why == "all taken":
         monkeypatch.setattr(RemoteHazards, "have", lambda *_: False)
     else:
-        monkeypatch.setattr(hazards, "_BYTES", 1 << 30)
+        monkeypatch.setattr(hazard_pointers, "_BYTES", 1 << 30)
     offer_of(pair)
     pair.producer.call("grant", 0, [1, 2, 3])
     pair.producer.signal(signal.SIGSTOP)

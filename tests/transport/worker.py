@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 from transport import caches, host_device
 
-from disagg.transport import handoff
+from disagg.transport import fetch as handoff
 from disagg.transport import protocol as p
-from disagg.transport.base import Deadline, FetchJob, OneSidedReceiver, Receiver
+from disagg.transport.base import FetchJob, OneSidedReceiver, Posted, Receiver
 from disagg.transport.blocks import BlockCache, Selection
-from disagg.transport.board import Posted
-from disagg.transport.client import Endpoint, Peers
+from disagg.transport.control.client import Endpoint, Peers
+from disagg.transport.control.lease import LeaseTable
+from disagg.transport.control.server import ControlServer
+from disagg.transport.deadline import Deadline
 from disagg.transport.device.staging import Staging, open_staging
-from disagg.transport.lease import LeaseTable
-from disagg.transport.names import PREFERENCE, TransportName
+from disagg.transport.names import TransportName
 from disagg.transport.registry import Means, make_receivers, make_senders
-from disagg.transport.server import ControlServer
 from disagg.transport.shared_storage import Storage
 
 ASKED = "-asked"
@@ -42,8 +42,17 @@ SECRET = b"correct horse"
 # Processes come from one that has imported torch already, so that each costs no seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "numpy.random"]
-    + [f"disagg.transport.{name}" for name in ("server", "handoff", *PREFERENCE)]
+    [
+        "torch",
+        "numpy.random",
+        "disagg.transport.control.server",
+        "disagg.transport.fetch",
+        "disagg.transport.nccl.nccl",
+        "disagg.transport.one_sided.cuda_ipc",
+        "disagg.transport.one_sided.process_memory",
+        "disagg.transport.shared_storage",
+        "disagg.transport.tcp.tcp",
+    ]
 )
 
 
@@ -218,7 +227,7 @@ class Worker:
 
 def _cache(setup: Setup) -> tuple[BlockCache, Staging | None]:
     """The cache, and what transports need beside it if it is on a device."""
-    if setup.device.startswith("standin"):
+    if setup.device.startswith("emulated"):
         cache, device = host_device.make(setup.shape, setup.seed)
         return cache, Staging(device, cache, setup.staging_bytes)
     found = caches.make(setup.shape, setup.seed, setup.device.removesuffix(ASKED))

@@ -265,7 +265,7 @@ def test_a_drain_that_cannot_be_asked_for_is_one_line(
 
 
 def test_demo_exits_with_its_own_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_module(monkeypatch, "disagg.bench.demo", run=lambda: 1)
+    replace_module(monkeypatch, "disagg.testing.demo", run=lambda: 1)
     assert status_of(monkeypatch, "demo") == 1
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unit.router.conftest import certificate
 
 from disagg import credentials
 from disagg.config import Deployment, RouterSection
 from disagg.credentials import ApiKey
 from disagg.errors import ConfigError
-
-from .router.conftest import certificate
 
 
 def deployment_with(**sections: Any) -> Deployment:

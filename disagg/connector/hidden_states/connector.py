@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from disagg.connector.halves import TwoHalves
+from disagg.connector.base import TwoHalves
 from disagg.connector.hidden_states.checks import find_place
 from disagg.connector.hidden_states.messages import StepWork, WriterAddress
 from disagg.connector.hidden_states.metrics import HiddenStatesPromMetrics, HiddenStatesStats

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disagg.connector.hidden_states import naming, promises
+from disagg.connector.hidden_states import naming, pending_writes
 from disagg.errors import HiddenStatesFailed, HiddenStatesLost, HiddenStatesTimeout
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _await(written: naming.Written, timeout: float | None) -> None:
     if path.exists():
         return  # it got its name when it was whole
     try:
-        kept = promises.wait(written.lock, written.number, timeout)
+        kept = pending_writes.wait(written.lock, written.number, timeout)
     except (FileNotFoundError, NotADirectoryError):
         kept = True  # no writer, or no folder: what is there now is all there will be
     if not kept:
@@ -86,7 +86,7 @@ def _await(written: naming.Written, timeout: float | None) -> None:
     reason = _reason(written.error)
     if reason is not None:
         raise HiddenStatesFailed(f"{path}: could not be written: {reason}")
-    if promises.is_alive(written.lock):
+    if pending_writes.is_alive(written.lock):
         raise HiddenStatesFailed(
             f"{path}: is not there, though its writer is done with it: it was removed already, "
             "or neither it nor the reason could be written; the engine's log says which"

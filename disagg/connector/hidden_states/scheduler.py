@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from disagg.connector.geometry import NULL_BLOCK
 from disagg.connector.hidden_states import naming
 from disagg.connector.hidden_states.messages import StepWork, WriterAddress
 from disagg.connector.hidden_states.writer import Save
+from disagg.connector.kv_cache_layout import NULL_BLOCK
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from disagg.errors import ConfigError
-from disagg.transport.shared_storage import default_folder
+from disagg.transport.host.private_folder import default_folder
 
 # What vLLM's ExampleHiddenStatesConnector knows beyond, and why it isn't here.
 _NOT_OURS = {

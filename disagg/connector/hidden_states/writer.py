@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import torch
 
-from disagg.connector.hidden_states import naming, promises, tensor_file
+from disagg.connector.hidden_states import naming, pending_writes, tensor_file
 from disagg.connector.hidden_states.device import DeviceBlocks
 from disagg.errors import HiddenStatesFailed
 from disagg.transport.blocks import copy_alone
@@ -71,8 +71,8 @@ class HiddenStatesWriter:
         self.folder, self.life = folder, naming.new_life()
         self._blocks = blocks
         self._layer_ids = ",".join(map(str, layer_ids))
-        self._promises = promises.Promises(folder, self.life)
-        promises.sweep(folder)
+        self._promises = pending_writes.Promises(folder, self.life)
+        pending_writes.sweep(folder)
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(num_threads):
             self._buffers.put(blocks.new_buffer())
@@ -173,7 +173,7 @@ class HiddenStatesWriter:
         shown = save.request_id[:_LONGEST_ID].encode("utf-8", "replace").decode()
         metadata = {"format": "pt", "request_id": shown, "layer_ids": self._layer_ids}
         head = tensor_file.header(specs, metadata)
-        promises.make_folder(self.folder)
+        pending_writes.make_folder(self.folder)
         temporary = naming.temporary_path(self.folder, self.life, target.number)
         buffer = self._buffers.get()
         try:

@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from disagg.connector import geometry, states
-from disagg.connector.halves import TwoHalves
+from disagg.connector import kv_cache_layout, recurrent_state
+from disagg.connector.base import TwoHalves
 from disagg.connector.offload import setup
 from disagg.connector.offload.messages import OffloadWork
 from disagg.connector.offload.metrics import OffloadPromMetrics, OffloadStats
@@ -149,10 +149,10 @@ class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
     # ---- worker side -----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        pages = states.pages_of(self._vllm_config, self._kv_cache_config)
-        cache = geometry.block_cache(kv_caches, pages)
+        pages = recurrent_state.pages_of(self._vllm_config, self._kv_cache_config)
+        cache = kv_cache_layout.block_cache(kv_caches, pages)
         if not pages:
-            geometry.check_block_size(self._kv_cache_config, cache)
+            kv_cache_layout.check_block_size(self._kv_cache_config, cache)
         self.worker.register(cache)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
-from disagg.connector.geometry import NULL_BLOCK, layer_specs
+from disagg.connector.kv_cache_layout import NULL_BLOCK, layer_specs
 from disagg.identity.weights import Adapters
 from disagg.store.base import Key
 

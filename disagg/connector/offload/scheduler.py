@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
-from disagg.connector.geometry import NULL_BLOCK
+from disagg.connector.kv_cache_layout import NULL_BLOCK
 from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.jobs import LoadJob, ReadJob, StoreJob, WriteJob
 from disagg.connector.offload.matching import Match, Matcher
@@ -34,7 +34,7 @@ from disagg.connector.offload.messages import (
 )
 from disagg.connector.offload.metrics import OffloadStats
 from disagg.connector.offload.settings import OffloadSettings
-from disagg.connector.states import page
+from disagg.connector.recurrent_state import page
 from disagg.store.base import BlockEvent, IndexStats, Key, Slot
 from disagg.store.directory_index import DirectoryIndex
 from disagg.store.host_index import HostIndex

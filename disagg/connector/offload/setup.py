@@ -11,11 +11,11 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from disagg.connector import geometry
+from disagg.connector import kv_cache_layout
 from disagg.connector.offload import groups
 from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.settings import OffloadSettings
-from disagg.connector.states import state_groups
+from disagg.connector.recurrent_state import state_groups
 from disagg.errors import ConfigError
 from disagg.identity.model import model_fields
 from disagg.store.base import Key
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig, stage: int = 0) -> None:
     """Raise `ConfigError` for engines whose blocks cannot be kept. `stage`: whose cache it is."""
-    geometry.check_supported(config, kv_cache)
+    kv_cache_layout.check_supported(config, kv_cache)
     layers = stages(config)
     if layers and not _are_alike(kv_cache, layers[stage]):
         raise ConfigError(
@@ -67,7 +67,7 @@ def stages(config: VllmConfig) -> list[int]:
 
 def _are_alike(kv_cache: KVCacheConfig, layers: int) -> bool:
     (group, *more) = kv_cache.kv_cache_groups
-    return not more and geometry.layer_specs(group) == [group.kv_cache_spec] * layers
+    return not more and kv_cache_layout.layer_specs(group) == [group.kv_cache_spec] * layers
 
 
 def block_bytes(kv_cache: KVCacheConfig, stages: Sequence[int] = ()) -> int:
@@ -77,7 +77,7 @@ def block_bytes(kv_cache: KVCacheConfig, stages: Sequence[int] = ()) -> int:
     if stages:
         return max(stages) * int(kv_cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
     return max(
-        sum(int(spec.page_size_bytes) for spec in geometry.layer_specs(group))
+        sum(int(spec.page_size_bytes) for spec in kv_cache_layout.layer_specs(group))
         for group in kv_cache.kv_cache_groups
     )
 
@@ -173,7 +173,7 @@ def fingerprint(
         "device": str(config.device_config.device_type),
     }
     algorithm = str(caching.prefix_caching_hash_algo)
-    seed = geometry.hash_seed(config, "of the directory")
+    seed = kv_cache_layout.hash_seed(config, "of the directory")
     return Fingerprint(fields, {"hash_algorithm": algorithm, "hash_seed": seed})
 
 
@@ -191,7 +191,7 @@ def _described(kv_cache: KVCacheConfig, stages: Sequence[int]) -> dict[str, str]
     kinds = zip(described, groups.read(kv_cache), strict=True)
     texts = [f"{text} {kind.window} {kind.local}" for text, kind in kinds]
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
-    states = [geometry.state_of(spec) for spec in specs if isinstance(spec, MambaSpec)]
+    states = [kv_cache_layout.state_of(spec) for spec in specs if isinstance(spec, MambaSpec)]
     return {"groups": ", ".join(texts), **({"states": ", ".join(states)} if states else {})}
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from disagg.connector.geometry import NULL_BLOCK
+from disagg.connector.kv_cache_layout import NULL_BLOCK
 from disagg.connector.offload.messages import (
     Done,
     Load,
@@ -37,11 +37,11 @@ from disagg.errors import TransferError
 from disagg.store.base import Key, Slot
 from disagg.store.directory import Directory
 from disagg.store.host_pool import HostPool
-from disagg.transport.base import Deadline, Event
 from disagg.transport.blocks import BlockCache, Bytes, copy_all, copy_alone, parts
-from disagg.transport.device.keeping import Keeper, Kept
+from disagg.transport.deadline import Deadline, Event
+from disagg.transport.device.offload_copy import Keeper, Kept
 from disagg.transport.device.staging import Staging, open_staging
-from disagg.transport.host_memory import collapse
+from disagg.transport.host.huge_pages import collapse
 
 logger = logging.getLogger(__name__)
 

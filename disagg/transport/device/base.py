@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from disagg.transport.base import Deadline, Event
-from disagg.transport.blocks import BlockCache, Bytes
-from disagg.transport.device.moves import Chunk, Move
+from disagg.transport.blocks import Bytes
+from disagg.transport.deadline import Deadline, Event
+from disagg.transport.device.copy_plan import Chunk, Move
 
 # What a wait sleeps at most between two looks.
 _LONGEST_NAP_S = 0.0005
@@ -169,10 +169,3 @@ class Device(Protocol):
 
     def model_fence(self) -> Event:
         """An event behind all that the model's stream of this thread was given so far."""
-
-
-def open_device(cache: BlockCache) -> Device:
-    """The GPU that holds this cache. Raises `TransferError` (reason "device") without cupy."""
-    from disagg.transport.device.cuda import CudaDevice
-
-    return CudaDevice.of(cache)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from disagg.errors import TransferError
-from disagg.transport.base import Event
 from disagg.transport.blocks import BlockCache, Bytes
+from disagg.transport.deadline import Event
 from disagg.transport.device.base import (
     Communicators,
     Exported,
@@ -24,7 +24,7 @@ from disagg.transport.device.base import (
     Pinned,
     Stream,
 )
-from disagg.transport.device.moves import WORDS, Chunk, Move
+from disagg.transport.device.copy_plan import WORDS, Chunk, Move
 
 _KERNEL = Path(__file__).with_name("move.cu")
 _THREADS = 512

@@ -16,19 +16,12 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from disagg.errors import ConfigError, PeerLost, TransferError
-from disagg.transport.base import Deadline, Event
 from disagg.transport.blocks import BlockCache, Bytes, Selection
-from disagg.transport.device import moves
-from disagg.transport.device.base import (
-    Device,
-    Memory,
-    Pinned,
-    Stream,
-    Wait,
-    look_at_nothing,
-    open_device,
-)
-from disagg.transport.device.moves import Chunk
+from disagg.transport.deadline import Deadline, Event
+from disagg.transport.device import copy_plan
+from disagg.transport.device.base import Device, Memory, Pinned, Stream, Wait, look_at_nothing
+from disagg.transport.device.copy_plan import Chunk
+from disagg.transport.device.open import open_device
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +213,7 @@ class Staging:
         if it is not read to its end; nothing of the cache is read after that. `look` is called
         during waits, to raise what ends them.
         """
-        move, wait = moves.gather(cache, blocks), Wait(deadline, look)
+        move, wait = copy_plan.gather(cache, blocks), Wait(deadline, look)
         with self.sending.take(deadline, look) as slot:
             slot.stream.load(move)
             under_way: deque[tuple[Chunk, Bytes, Event]] = deque()
@@ -247,7 +240,7 @@ class Staging:
         when the iterator has ended, all of it is there. To be closed if it is not read to its end;
         nothing is written to the blocks after that.
         """
-        move, wait = moves.scatter(cache, blocks), Wait(deadline)
+        move, wait = copy_plan.scatter(cache, blocks), Wait(deadline)
         with self.receiving.take(deadline) as slot:
             slot.stream.load(move)
             copied: deque[Event] = deque()

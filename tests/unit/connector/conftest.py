@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.checkpoint import make_model
+from disagg.testing.checkpoint import make_model
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
@@ -18,7 +18,7 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What vLLM's connectors ask for their rank, and a secret."""
     from unit.connector.modelless import one_rank
 
-    from disagg.transport.secret import SECRET_VARIABLE
+    from disagg.transport.control.secret import SECRET_VARIABLE
 
     with one_rank(tmp_path_factory.mktemp("distributed")), pytest.MonkeyPatch.context() as patch:
         patch.setenv(SECRET_VARIABLE, "correct horse")

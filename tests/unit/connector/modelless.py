@@ -57,7 +57,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from disagg.connector.lifecycle import Lifecycle
+from disagg.connector.model_runner import Lifecycle
 from disagg.connector.uniform_cache import allocate_uniform
 
 BLOCK, LAYERS, HEADS, HEAD_DIM = 32, 2, 2, 8

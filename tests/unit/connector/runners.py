@@ -19,7 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from disagg.connector.lifecycle import Lifecycle, LifecycleV2
+from disagg.connector.model_runner import Lifecycle, LifecycleV2
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from disagg.connector.geometry import block_cache
+from disagg.connector.kv_cache_layout import block_cache
 from disagg.connector.uniform_cache import allocate_uniform, uniform_layout
 
 BLOCKS, LAYERS = 7, 3

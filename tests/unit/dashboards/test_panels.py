@@ -12,7 +12,7 @@ from pathlib import Path
 import disagg
 from disagg.dashboards import grafana
 from disagg.dashboards.panels import VIA, rows
-from disagg.router.metrics import OF_VLLM, RouterMetrics
+from disagg.router.telemetry.metrics import OF_VLLM, RouterMetrics
 
 SELECTOR = re.compile(r'\{__name__=~"\$\{via\}([^"]+)", deployment=~"\$deployment"([^}]*)\}')
 # What a family's samples are called.
@@ -41,7 +41,7 @@ def emitted() -> dict[str, set[str]]:
     families = [
         *of_router(),
         ("disagg_router_engine_up", "gauge", OF_ENGINES),
-        *of_source(Path(disagg.__file__).parent / "connector/metrics.py"),
+        *of_source(Path(disagg.__file__).parent / "connector/handoff/metrics.py"),
         *of_source(Path(vllm.origin).parent / "v1/metrics/loggers.py"),
     ]
     return {

@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from unit.router.conftest import FakeEngine, Setup, wait_for
 
-from disagg.bench.http import client
-
-from .conftest import FakeEngine, Setup, wait_for
+from disagg.testing.http import client
 
 Make = Callable[..., Setup]
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from unit.router.conftest import Loop, Setup, leave
 
-from disagg.bench.http import client
-
-from .conftest import Loop, Setup, leave
+from disagg.testing.http import client
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 Make = Callable[..., Setup]

@@ -27,10 +27,9 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from unit.router.conftest import Setup, wait_for
 
-from disagg.bench.http import client
-
-from .conftest import Setup, wait_for
+from disagg.testing.http import client
 
 Make = Callable[..., Setup]
 WAIT_S = 5.0

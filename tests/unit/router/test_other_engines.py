@@ -9,15 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
+from unit.router.conftest import FakeEngine, Loop, Setup
+from unit.router.pairing.test_admission import until
 
-from disagg.bench.http import client
 from disagg.config import RouterSection
-from disagg.router.processes import Processes, claim
-from disagg.router.server import RouterPlan
+from disagg.router.processes.parent import Processes, claim
+from disagg.router.server.server import RouterPlan
 from disagg.router.topology import EngineEndpoint
-
-from .conftest import FakeEngine, Loop, Setup
-from .test_admission import until
+from disagg.testing.http import client
 
 Make = Callable[..., Setup]
 

@@ -22,10 +22,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from unit.router.conftest import FakeEngine, Loop, certificate
 
-from disagg.bench.http import client
-
-from .conftest import FakeEngine, Loop, certificate
+from disagg.testing.http import client
 
 START_S, END_S, POLL_S = 60.0, 30.0, 0.02
 STREAM = {"model": "m", "prompt": "x", "stream": True}

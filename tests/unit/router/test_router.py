@@ -12,13 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+from unit.router.conftest import LAST, PARAMS, Setup, event, leave, wait_for
 
-from disagg.bench.http import client
 from disagg.config import RouterSection
 from disagg.credentials import ApiKey
 from disagg.router.main import RouterServer, bind, create_app
-
-from .conftest import LAST, PARAMS, Setup, event, leave, wait_for
+from disagg.testing.http import client
 
 Make = Callable[..., Setup]
 
@@ -431,7 +430,7 @@ def test_a_defect_of_ours_is_an_openai_error(
     def broken(body: Any) -> None:
         raise ZeroDivisionError("of the test")
 
-    monkeypatch.setattr("disagg.router.legs.without_params", broken)
+    monkeypatch.setattr("disagg.router.api.bodies.without_params", broken)
     answer = post(setup, BODY)
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalServerError")
     assert "of the test" not in answer.text

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from disagg.errors import PeerLost
-from disagg.transport import client
-from disagg.transport.base import Deadline
-from disagg.transport.client import Common
+from disagg.transport.control import client
+from disagg.transport.control.client import Common
+from disagg.transport.deadline import Deadline
 
 
 def until(condition: Callable[[], bool]) -> None:

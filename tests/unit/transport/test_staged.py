@@ -15,13 +15,14 @@ from transport.caches import Shape
 from transport.host_device import COMPILER, HostStream
 
 from disagg.errors import PeerLost, TransferError
-from disagg.transport import tcp_wire
-from disagg.transport.base import Deadline, FetchJob
+from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache
+from disagg.transport.deadline import Deadline
 from disagg.transport.device import staging as staging_module
 from disagg.transport.device.staging import DEPTH, Staging
 from disagg.transport.shared_storage import SharedStorageReceiver, SharedStorageSender, Storage
-from disagg.transport.tcp import TcpReceiver, TcpSender
+from disagg.transport.tcp import messages as tcp_wire
+from disagg.transport.tcp.tcp import TcpReceiver, TcpSender
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to run the kernel on the host")
 

@@ -27,7 +27,7 @@ from disagg.connector.hidden_states import (
     cleanup_hidden_states,
     load_hidden_states,
     naming,
-    promises,
+    pending_writes,
 )
 from disagg.connector.hidden_states.device import DeviceBlocks
 from disagg.connector.hidden_states.writer import HiddenStatesWriter, Save
@@ -405,7 +405,7 @@ def test_a_damaged_file_is_an_error(desk: Desk, size: int) -> None:
 def test_lives_share_a_folder(tmp_path: Path) -> None:
     blocks = DeviceBlocks(caches("cpu")["LBNHC"], BLOCK_BYTES)
     one, other = Desk(tmp_path, blocks), Desk(tmp_path, blocks)
-    assert promises.is_alive(naming.lock_path(tmp_path, one.writer.life))  # not swept
+    assert pending_writes.is_alive(naming.lock_path(tmp_path, one.writer.life))  # not swept
     paths = [one.save(3, [1]), other.save(3, [2])]
     assert len({str(load_hidden_states(path)["hidden_states"]) for path in paths}) == 2
     one.writer.close(1)

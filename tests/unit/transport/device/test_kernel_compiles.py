@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transport import host_device
 
-from disagg.transport.device.moves import WORDS
+from disagg.transport.device.copy_plan import WORDS
 
 _FOUND = importlib.util.find_spec("nvidia")
 _ROOTS = [Path(at) for at in (_FOUND.submodule_search_locations or [])] if _FOUND else []

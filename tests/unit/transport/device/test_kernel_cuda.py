@@ -13,14 +13,14 @@ import pytest
 import torch
 from transport import caches
 from transport.caches import Shape
-from unit.transport.device.test_moves import LAYOUTS, SELECTIONS, SHAPE
+from unit.transport.device.test_copy_plan import LAYOUTS, SELECTIONS, SHAPE
 
-from disagg.transport.base import Deadline
 from disagg.transport.blocks import BlockCache, Region, Selection
-from disagg.transport.device import moves
+from disagg.transport.deadline import Deadline
+from disagg.transport.device import copy_plan
 from disagg.transport.device.base import Device, Stream, Wait
-from disagg.transport.device.keeping import Keeper, Kept
-from disagg.transport.device.moves import Move
+from disagg.transport.device.copy_plan import Move
+from disagg.transport.device.offload_copy import Keeper, Kept
 from disagg.transport.device.staging import Staging
 
 pytestmark = [
@@ -41,7 +41,7 @@ class Gpu:
         Wait(Deadline.after(30), lambda: None).until(self.stream.record().is_done)
 
     def gather(self, cache: BlockCache, selection: Selection, limit: int) -> np.ndarray:
-        move = moves.gather(cache, selection)
+        move = copy_plan.gather(cache, selection)
         found = np.full(move.size, caches.POISON, np.uint8)
         memory, host = self.device.memory(limit), self.device.pinned(limit)
         self.stream.load(move)
@@ -57,7 +57,7 @@ class Gpu:
     def scatter(
         self, cache: BlockCache, selection: Selection, data: np.ndarray, limit: int
     ) -> None:
-        move = moves.scatter(cache, selection)
+        move = copy_plan.scatter(cache, selection)
         memory, host = self.device.memory(limit), self.device.pinned(limit)
         self.stream.load(move)
         for chunk in move.chunks(limit):
@@ -152,7 +152,7 @@ def test_across_two_caches(gpu: Gpu, theirs: str, ours: str) -> None:
     consumer = make(replace(SHAPE, layout=ours, heads=2, tokens=4, blocks=20), None)
     its, mine = Selection([7, 0, 3], 4, 1, 5, (2, 4)), Selection([19, 3, 8, 0, 2], 4, 0, 5)
     addresses = [region.memory.data_ptr() for region in producer.regions]
-    gpu.run(moves.across(consumer, mine, producer, its, addresses))
+    gpu.run(copy_plan.across(consumer, mine, producer, its, addresses))
     for index in range(SHAPE.layers):
         sent, got = selected(producer, index, its), selected(consumer, index, mine)
         if producer.regions[index].is_token_major != consumer.regions[index].is_token_major:

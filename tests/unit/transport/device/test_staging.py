@@ -15,11 +15,11 @@ import pytest
 from transport import caches, host_device
 from transport.caches import Shape
 from transport.host_device import COMPILER, HostDevice, HostStream
-from unit.transport.device.test_moves import LAYOUTS, SELECTIONS, SHAPE, wire
+from unit.transport.device.test_copy_plan import LAYOUTS, SELECTIONS, SHAPE, wire
 
 from disagg.errors import ConfigError, PeerLost, TransferError
-from disagg.transport.base import Deadline, Event
 from disagg.transport.blocks import BlockCache, Selection
+from disagg.transport.deadline import Deadline, Event
 from disagg.transport.device import staging
 from disagg.transport.device.staging import DEPTH, Slots, Staging
 

@@ -1,0 +1,1 @@
+"""Decode's first token: after a handoff, from tiers, computed, and by peers."""

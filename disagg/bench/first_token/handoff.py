@@ -1,0 +1,301 @@
+"""`disagg bench handoff`: what a hand-over costs the decode engine's first token.
+
+All engines live for the whole run, and each repetition visits every way with a fresh prompt, so
+that drift of the machine falls on all alike; who is not measured is stopped meanwhile. The
+model's KV is 32 KiB a token (4 layers, 8 KV heads of 128, float32, which every CPU computes at
+speed). Times are of the decode leg alone, from its request to its first token, and of the
+prefill leg from request to answer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from disagg.bench.transfer import nixl
+from disagg.errors import ConfigError, StartupError
+from disagg.testing.checkpoint import make_model
+from disagg.testing.openai_stream import stream
+from disagg.testing.vllm_server import VllmServer, completion, free_port
+from disagg.transport.names import TransportName
+
+MODEL = Path(".cache/models/kv32k-float32")
+KV_BYTES_PER_TOKEN = 32 << 10
+# Prompts in one chunk: of a chunked one ExampleConnector stores a part, and its reader dies.
+_ARGS = ("--max-num-batched-tokens", "16384")
+_SHORT = (64, 256)  # not in the table: for the threshold of hand-overs that pay
+Samples = dict[tuple[int, str], list[float]]
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two engines and the connector between them. `hands_params`: NIXL's pull contract."""
+
+    name: str
+    config: dict[str, Any]
+    roles: tuple[str, str] = ("kv_both", "kv_both")
+    hands_params: bool = True
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def run(
+    lengths: Sequence[int],
+    repeats: int,
+    storage: Path,
+    *,
+    transport: TransportName,
+    peers: Sequence[str],
+    json_path: Path | None,
+) -> int:
+    """Measure and print. Returns the exit status."""
+    console = Console(highlight=False, soft_wrap=True)
+    make_model(MODEL, layers=4, hidden=256, kv_heads=8, head_dim=128)
+    with ExitStack() as stack:
+        own = tempfile.TemporaryDirectory(prefix="disagg-bench-", dir=storage)
+        folder = Path(stack.enter_context(own))
+        pairs = [_ours(transport, folder), *(_PEERS[name](folder) for name in peers)]
+        servers = _start(stack, pairs, console)
+        samples = _measure(pairs, servers, [*_SHORT, *lengths], repeats, folder, console)
+        memory = {name: _memory(server) for name, server in servers.items()}
+    names = [pair.name for pair in pairs[1:]]
+    rows = _report(samples, lengths, names)
+    meetings = {
+        way: round(statistics.median(seconds) * 1000, 1)
+        for (length, way), seconds in samples.items()
+        if length == 0
+    }
+    for name, sizes in memory.items():
+        console.print(f"{name}: {sizes}")
+    Console(width=max(console.width, 200), highlight=False).print(_table(rows, names, transport))
+    threshold = _threshold(samples, [*_SHORT, *lengths])
+    console.print(
+        f"up to about {threshold} tokens decode computes as fast as it takes them over: "
+        "router.pairing.local_prefill_tokens"
+    )
+    if json_path is not None:
+        result = {"rows": rows, "first_ms": meetings, "memory": memory}
+        json_path.write_text(json.dumps({**result, "local_prefill_tokens": threshold}, indent=2))
+    return 0
+
+
+def _threshold(samples: Samples, lengths: Sequence[int]) -> int:
+    """Where a straight line through the times of hand-overs crosses that of computing."""
+    slopes, heights = zip(
+        *(
+            statistics.linear_regression(
+                lengths, [statistics.median(samples[length, way]) for length in lengths]
+            )
+            for way in ("ours", "local")
+        ),
+        strict=True,
+    )
+    if slopes[1] <= slopes[0]:
+        return max(lengths)  # never worth it here
+    crossing: float = (heights[0] - heights[1]) / (slopes[1] - slopes[0])
+    return max(0, round(crossing))
+
+
+def _ours(transport: TransportName, folder: Path) -> Pair:
+    extra = {"storage_path": str(folder / "ours"), "transports": [transport]}
+    config = {
+        "kv_connector": "DisaggConnector",
+        "kv_connector_module_path": "disagg.connector",
+        "kv_connector_extra_config": extra,
+    }
+    secret = {"DISAGG_SECRET": "of this bench"}
+    return Pair("ours", config, ("kv_producer", "kv_consumer"), env=secret)
+
+
+def _example(folder: Path) -> Pair:
+    extra = {"shared_storage_path": str(folder / "example")}
+    config = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
+    return Pair("example", config, hands_params=False)
+
+
+def _nixl(folder: Path) -> Pair:
+    if importlib.util.find_spec("nixl") is None:
+        raise ConfigError(f"--peers: nixl — not installed; {nixl.INSTALL}")
+    config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+    # UCX's own choice of transports does not start its backend everywhere.
+    return Pair("nixl", config, env={"UCX_TLS": os.environ.get("UCX_TLS", "sm,self,tcp")})
+
+
+_PEERS: dict[str, Callable[[Path], Pair]] = {"example": _example, "nixl": _nixl}
+
+
+def _start(stack: ExitStack, pairs: Sequence[Pair], console: Console) -> dict[str, VllmServer]:
+    servers = {}
+    began = time.monotonic()
+    for pair in pairs:
+        for side, role in zip(("prefill", "decode"), pair.roles, strict=True):
+            name = f"{pair.name} {side}"
+            env = {"VLLM_CPU_KVCACHE_SPACE": "1", **pair.env}
+            env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+            config = {**pair.config, "kv_role": role}
+            server = VllmServer(name, MODEL.absolute(), None, config, _ARGS, env=env)
+            servers[name] = stack.enter_context(server)
+    console.print(f"starting {len(servers)} engines, which takes minutes on few cores")
+    for name, server in servers.items():
+        server.wait_ready()
+        console.print(f"{name} ready after {time.monotonic() - began:.0f} s")
+    return servers
+
+
+def _measure(
+    pairs: Sequence[Pair],
+    servers: dict[str, VllmServer],
+    lengths: Sequence[int],
+    repeats: int,
+    folder: Path,
+    console: Console,
+) -> Samples:
+    generator = random.Random(1)
+    samples: Samples = defaultdict(list)
+    for name, server in servers.items():
+        server.complete(_prompt(generator, 300))  # the first pass of an engine pays for set-up
+        if len(pairs) > 1:
+            server.pause()  # peers poll, and would take the cores from whoever's turn it is
+            console.print(f"{name} is warm")
+    _first_meeting(pairs, servers, generator, samples, console)
+    for length in lengths:
+        for number in range(repeats + 1):
+            taken: dict[str, float] = {}
+            for pair in pairs:
+                with _awake(servers, pair, alone=len(pairs) == 1):
+                    taken |= _one_round(pair, servers, generator, length)
+            if number:  # the first round warms connections and pages
+                for way, seconds in taken.items():
+                    samples[length, way].append(seconds)
+            console.print(
+                f"{length} tokens, {number}/{repeats}: "
+                + ", ".join(f"{way} {seconds * 1000:.0f} ms" for way, seconds in taken.items())
+            )
+            for file in (folder / "example").glob("*/*"):
+                file.unlink()  # this peer never removes its files, and this is memory
+    return samples
+
+
+def _first_meeting(
+    pairs: Sequence[Pair],
+    servers: dict[str, VllmServer],
+    generator: random.Random,
+    samples: Samples,
+    console: Console,
+) -> None:
+    """The first hand-over between two warm engines that never met, and the three after it."""
+    for pair in pairs:
+        with _awake(servers, pair, alone=len(pairs) == 1):
+            taken = [_one_round(pair, servers, generator, 300)[pair.name] for _ in range(4)]
+        samples[0, f"{pair.name} first"] = taken[:1]
+        samples[0, f"{pair.name} later"] = taken[1:]
+        shown = ", ".join(f"{seconds * 1000:.0f}" for seconds in taken)
+        console.print(f"{pair.name}: first hand-overs, 300 tokens: {shown} ms")
+
+
+@contextmanager
+def _awake(servers: dict[str, VllmServer], pair: Pair, *, alone: bool) -> Iterator[None]:
+    mine = [] if alone else [servers[f"{pair.name} {side}"] for side in ("prefill", "decode")]
+    for server in mine:
+        server.resume()
+    yield
+    for server in mine:
+        server.pause()
+
+
+def _one_round(
+    pair: Pair, servers: dict[str, VllmServer], generator: random.Random, length: int
+) -> dict[str, float]:
+    """prefill: request to answer. load: first token after the hand-over. floor: once more, from
+    the prefix cache. local: another prompt, computed here."""
+    prefill, decode = servers[f"{pair.name} prefill"], servers[f"{pair.name} decode"]
+    prompt = _prompt(generator, length)
+    extra = {}
+    began = time.monotonic()
+    if pair.hands_params:
+        extra = {"kv_transfer_params": prefill.prefill(prompt)}
+    else:
+        prefill.complete(prompt, max_tokens=1)
+    taken = {f"{pair.name} prefill": time.monotonic() - began}
+    taken[pair.name] = _first_token(decode, prompt, **extra)
+    taken[f"{pair.name} floor"] = _first_token(decode, prompt)
+    if pair.name == "ours":
+        taken["local"] = _first_token(decode, _prompt(generator, length))
+        taken["prefill alone"] = _without_connector(prefill, _prompt(generator, length))
+    return taken
+
+
+def _without_connector(server: VllmServer, prompt: list[int]) -> float:
+    """The same engine's answer to a prompt that is not handed over."""
+    began = time.monotonic()
+    server.complete(prompt, max_tokens=1)
+    return time.monotonic() - began
+
+
+def _first_token(server: VllmServer, prompt: list[int], **extra: Any) -> float:
+    body = {"model": "tiny", **completion(prompt, max_tokens=2, stream=True), **extra}
+    began, first = time.monotonic(), 0.0
+    try:
+        for event in stream(f"{server.url}/v1/completions", body):
+            if event.get("choices") and not first:
+                first = time.monotonic() - began
+    except RuntimeError as error:
+        raise StartupError(f"{server.name}: {error}", server.tail()) from error
+    return first
+
+
+def _prompt(generator: random.Random, length: int) -> list[int]:
+    return [generator.randrange(300, 1000) for _ in range(length)]
+
+
+def _memory(server: VllmServer) -> str:
+    assert server.process is not None
+    root = psutil.Process(server.process.pid)
+    sizes = [p.memory_info().rss / 2**20 for p in [root, *root.children(recursive=True)]]
+    return " + ".join(f"{size:.0f}" for size in sizes if size > 50) + " MiB resident"
+
+
+def _report(samples: Samples, lengths: Sequence[int], peers: Sequence[str]) -> list[Row]:
+    rows = []
+    for length in lengths:
+        median = {way: statistics.median(s) for (at, way), s in samples.items() if at == length}
+        row: Row = {f"{way} ms": round(seconds * 1000, 1) for way, seconds in median.items()}
+        row |= {"tokens": length, "MB": round(length * KV_BYTES_PER_TOKEN / 1e6, 1)}
+        row["excess ms"] = round((median["ours"] - median["ours floor"]) * 1000, 1)
+        row["ours/local"] = round(median["ours"] / median["local"], 3)
+        row["prefill/alone"] = round(median["ours prefill"] / median["prefill alone"], 3)
+        for peer in peers:
+            row[f"ours/{peer}"] = round(median["ours"] / median[peer], 3)
+        rows.append(row)
+    return rows
+
+
+def _table(rows: Sequence[Row], peers: Sequence[str], transport: str) -> Table:
+    table = Table(
+        title="First token of decode, median ms (float32, 32 KiB of KV a token, CPU); "
+        f"ours over {transport}"
+    )
+    columns = ["tokens", "MB", "ours floor ms", "ours ms", "excess ms", "local ms", "ours/local"]
+    for peer in peers:
+        columns += [f"{peer} floor ms", f"{peer} ms", f"ours/{peer}"]
+    columns += ["ours prefill ms", "prefill/alone"]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(f"{row[column]:g}" for column in columns))
+    return table

@@ -1,0 +1,1 @@
+"""The router's throughput against engines that cost nothing, beside other routers."""

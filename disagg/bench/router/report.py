@@ -1,0 +1,201 @@
+"""What `bench router` found: one row for each case and target, its ratios, and the tables.
+
+Rates and times are medians over the rounds, each ratio the median of the rounds' own ratios: what
+disturbs one round changes neither. CPU is the sum over all rounds, for it is counted in ticks
+too coarse for one of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from disagg.bench.router.fake_engine import CHUNKS
+
+MODES = ("stream", "whole")
+DIRECT, OURS, PEER = "direct", "ours", "vllm-router"
+WITH_TWO_PROCESSES, WITH_MIGRATION = "ours-2-processes", "ours-migration"
+TARGETS = (DIRECT, OURS, WITH_TWO_PROCESSES, WITH_MIGRATION, PEER)
+
+
+_MEASURES = ("requests_s", "first_p50", "cpu")
+
+
+class Case(NamedTuple):
+    """`mode`: of `MODES`."""
+
+    mode: str
+    clients: int
+
+
+class Sample(NamedTuple):
+    """One batch. Times in seconds; CPU seconds of all its requests."""
+
+    requests: int
+    wall: float
+    first_p50: float
+    first_p99: float
+    whole_p50: float
+    whole_p99: float
+    cpu_router: float
+    cpu_fakes: float
+    cpu_load: float
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return self.requests / self.wall
+
+
+# Of each round, in their order, by case and target.
+Samples = dict[tuple[Case, str], list[Sample]]
+
+# Heading, keys of a row, digits. Several values of one column are parted by strokes.
+_COLUMNS = (
+    ("requests/s", ("requests_s",), 0),
+    ("chunks/s", ("chunks_s",), 0),
+    ("first byte ms\np50 / p99", ("first_p50_ms", "first_p99_ms"), 2),
+    ("last byte ms\np50 / p99", ("whole_p50_ms", "whole_p99_ms"), 2),
+    (
+        "CPU ms a request\nrouter / fakes / load",
+        ("cpu_router_ms", "cpu_fakes_ms", "cpu_load_ms"),
+        2,
+    ),
+    ("router CPU s\na M chunks", ("cpu_s_per_million_chunks",), 1),
+    ("x peer: req/s\n/ first p50 / CPU", tuple(f"{m}_over_peer" for m in _MEASURES), 2),
+    ("x ours: req/s\n/ first p50 / CPU", tuple(f"{m}_over_ours" for m in _MEASURES), 2),
+)
+
+
+def rows(samples: Samples) -> list[dict[str, Any]]:
+    """All figures, by mode, clients and target."""
+    found = []
+    for case, name in sorted(samples, key=lambda key: (key[0], TARGETS.index(key[1]))):
+        mine = samples[case, name]
+        row = _row(case, name, mine)
+        row |= _ratios("peer", mine, samples.get((case, PEER)) if name.startswith(OURS) else None)
+        variant = name in (WITH_TWO_PROCESSES, WITH_MIGRATION)
+        row |= _ratios("ours", mine, samples.get((case, OURS)) if variant else None)
+        found.append(row)
+    return found
+
+
+def _row(case: Case, name: str, mine: Sequence[Sample]) -> dict[str, Any]:
+    requests = sum(sample.requests for sample in mine)
+    rate = _median(mine, lambda s: s.rate)
+    streams = case.mode == "stream"
+    router = sum(s.cpu_router for s in mine) / requests if name != DIRECT else None
+    return {
+        **case._asdict(),
+        "target": name,
+        "requests": requests,
+        "requests_s": round(rate, 1),
+        "chunks_s": round(rate * CHUNKS) if streams else None,
+        "first_p50_ms": _ms(_median(mine, lambda s: s.first_p50)),
+        "first_p99_ms": _ms(_median(mine, lambda s: s.first_p99)),
+        "whole_p50_ms": _ms(_median(mine, lambda s: s.whole_p50)),
+        "whole_p99_ms": _ms(_median(mine, lambda s: s.whole_p99)),
+        "cpu_router_ms": _ms(router),
+        "cpu_fakes_ms": _ms(sum(s.cpu_fakes for s in mine) / requests),
+        "cpu_load_ms": _ms(sum(s.cpu_load for s in mine) / requests),
+        "cpu_s_per_million_chunks": (
+            round(router / CHUNKS * 1e6, 2) if streams and router is not None else None
+        ),
+        "requests_s_by_round": [round(s.rate, 1) for s in mine],
+    }
+
+
+def _ratios(
+    name: str, mine: Sequence[Sample], theirs: Sequence[Sample] | None
+) -> dict[str, float | None]:
+    """Below 1 is better, but for requests a second."""
+    measures: dict[str, Callable[[Sample], float]] = {
+        "requests_s": lambda s: s.rate,
+        "first_p50": lambda s: s.first_p50,
+    }
+    ratios: dict[str, float | None] = {}
+    for measure, value in measures.items():
+        pairs = [value(a) / value(b) for a, b in zip(mine, theirs or (), strict=bool(theirs))]
+        ratios[f"{measure}_over_{name}"] = round(statistics.median(pairs), 3) if pairs else None
+    used = sum(s.cpu_router for s in theirs or ())
+    cpu = sum(s.cpu_router for s in mine)
+    ratios[f"cpu_over_{name}"] = round(cpu / used, 3) if used else None
+    return ratios
+
+
+def _median(mine: Sequence[Sample], value: Callable[[Sample], float]) -> float:
+    return statistics.median(value(sample) for sample in mine)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)
+
+
+# ---- tables --------------------------------------------------------------------------------
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """Print a table for each mode, then memory and what the figures mean."""
+    wide = Console(width=max(console.width, 170), highlight=False)
+    for mode in MODES:
+        mine = [row for row in report["rows"] if row["mode"] == mode]
+        if mine:
+            wide.print(_table(mode, mine, report["pace_ms"]))
+    for name, memory in report["memory_mb"].items():
+        wide.print(
+            f"{name}: processes: {memory['processes']}, resident MB: {memory['start']:g} at the "
+            f"start, {memory['most']:g} at most"
+        )
+    wide.print("\n" + _notes(report))
+
+
+def _table(mode: str, mine: Sequence[Mapping[str, Any]], pace_ms: float) -> Table:
+    shape = f"as {CHUNKS} events" if mode == "stream" else "in one piece"
+    pace = f", {pace_ms:g} ms a token" if pace_ms else ""
+    table = Table(title=f"Routers in front of fake engines, answers {shape}{pace}")
+    columns = [c for c in _COLUMNS if mode == "stream" or "chunks" not in c[0]]
+    table.add_column("clients", justify="right", no_wrap=True)
+    table.add_column("target", no_wrap=True)
+    for heading, _, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    last = None
+    for row in mine:
+        if last not in (None, row["clients"]):
+            table.add_section()
+        last = row["clients"]
+        cells = (_cell([row[key] for key in keys], digits) for _, keys, digits in columns)
+        table.add_row(str(row["clients"]), row["target"], *cells)
+    return table
+
+
+def _cell(values: Sequence[float | None], digits: int) -> str:
+    if values[0] is None and values[-1] is None:
+        return ""
+    return " / ".join("-" if value is None else f"{value:,.{digits}f}" for value in values)
+
+
+def _notes(report: Mapping[str, Any]) -> str:
+    return (
+        f"{report['rounds']} rounds, {report['cores']} cores, load {report['load'][0]:.1f} at the "
+        f"end, {report['minutes']:g} minutes. Rates and times: medians over rounds; CPU: of all "
+        "rounds, per request. The load generator and the fake engines share the cores with the "
+        f"router: {_share(report)}, so where the cores are busy, ratios of requests/s lie nearer "
+        "to 1 than those of CPU. Ratios: of req/s, above 1 is better; of the others, below 1."
+    )
+
+
+def _share(report: Mapping[str, Any]) -> str:
+    parts = []
+    for name in (OURS, PEER):
+        shares = []
+        for row in report["rows"]:
+            if row["target"] == name and row["cpu_router_ms"]:
+                others = row["cpu_fakes_ms"] + row["cpu_load_ms"]
+                shares.append(others / (others + row["cpu_router_ms"]))
+        if shares:
+            parts.append(f"{min(shares):.0%} to {max(shares):.0%} of the CPU used beside {name}")
+    return ", ".join(parts) or "no router was measured"

@@ -1,0 +1,229 @@
+"""`disagg bench router`: what a router costs, ours and vllm-router, against no router at all.
+
+The engines are fake and compute nothing, so that all that is measured is the routers' own work.
+Engines and routers are processes of their own, the load comes from this one. Each round visits
+every case and target in random order, so that drift of the machine falls on all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from disagg.bench.router import load as router_load
+from disagg.bench.router.report import (
+    DIRECT,
+    MODES,
+    OURS,
+    PEER,
+    TARGETS,
+    WITH_MIGRATION,
+    WITH_TWO_PROCESSES,
+    Case,
+    Sample,
+    Samples,
+    rows,
+    show,
+)
+from disagg.errors import ConfigError, StartupError
+from disagg.testing.launch import launch
+from disagg.testing.vllm_server import free_port
+
+# Each client gets to reuse its connection, also when there are many of them.
+_LEAST_PER_CLIENT = 4
+_WARM_UP_SHARE = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `requests`: of each batch; a batch is one case of one target, and comes
+    once in each round."""
+
+    requests: int
+    rounds: int
+    clients: Sequence[int]
+    modes: Sequence[str]
+    targets: Sequence[str]
+    pace_ms: float
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what cannot be measured."""
+        problems = [f"{t}: no such target; of {TARGETS}" for t in self.targets if t not in TARGETS]
+        problems += [f"{m}: no such mode; of {MODES}" for m in self.modes if m not in MODES]
+        if not (self.clients and self.modes and self.targets):
+            problems.append("clients, modes and targets: name at least one of each")
+        if min([*self.clients, self.requests, self.rounds]) < 1 or self.pace_ms < 0:
+            problems.append("clients, requests and rounds must be at least 1, the pace not below 0")
+        if problems:
+            raise ConfigError(problems)
+
+
+@dataclass
+class _Target:
+    """`process`: the router's; none where there is no router. `resident`: MB as measured."""
+
+    url: str
+    process: psutil.Process | None
+    resident: list[float]
+
+    def processes(self) -> list[psutil.Process]:
+        return _family(self.process) if self.process else []
+
+
+def run(plan: Plan, *, json_path: Path | None) -> int:
+    """Measure and print. Returns the exit status."""
+    plan.check()
+    console = Console(highlight=False, soft_wrap=True)
+    began = time.monotonic()
+    with ExitStack() as stack:
+        urls, engines = {}, []
+        for role in ("prefill", "decode"):
+            urls[role], process = launch(stack, f"fake {role}", _engine(role, plan.pace_ms))
+            engines.append(process)
+        targets = _start(stack, plan, urls, console)
+        samples = _measure(plan, targets, engines, console)
+        memory = {
+            name: {"processes": len(t.processes()), "start": t.resident[0], "most": max(t.resident)}
+            for name, t in targets.items()
+            if t.process
+        }
+    report = {
+        "pace_ms": plan.pace_ms,
+        "rounds": plan.rounds,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "memory_mb": memory,
+        "rows": rows(samples),
+    }
+    show(report, console)
+    if json_path is not None:
+        json_path.write_text(json.dumps(report, indent=2))
+    return 0
+
+
+# ---- processes -----------------------------------------------------------------------------
+
+
+def _start(
+    stack: ExitStack, plan: Plan, urls: dict[str, str], console: Console
+) -> dict[str, _Target]:
+    """The targets of a plan, less those that do not start here; ours must."""
+    targets = {}
+    for name in plan.targets:
+        if name == DIRECT:
+            targets[name] = _Target(urls["decode"], None, [])
+            continue
+        try:
+            url, process = launch(stack, name, _router(name, urls))
+        except (StartupError, OSError) as error:
+            if name == OURS:
+                raise
+            console.print(f"{name}: left out: {error}", markup=False)
+            continue
+        targets[name] = _Target(url, process, [_resident(_family(process))])
+    return targets
+
+
+def _router(name: str, urls: dict[str, str]) -> list[str]:
+    legs = ["--prefill", urls["prefill"], "--decode", urls["decode"]]
+    where = ["--host", "127.0.0.1", "--port", "{port}"]
+    ours = [sys.executable, "-m", "disagg.cli", "router", *where, *legs]
+    if name == WITH_TWO_PROCESSES:
+        return [*ours, "--processes", "2"]
+    if name == WITH_MIGRATION:
+        # The same engine by a second name: somewhere to go on, and no other work for the machine.
+        return [*ours, "--decode", urls["decode"]]
+    if name == OURS:
+        return ours
+    beside = str(Path(sys.executable).parent)
+    binary = shutil.which(PEER, path=beside) or shutil.which(PEER) or PEER
+    settings = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--log-level", "warning"]
+    return [binary, *where, *legs, *settings, "--prometheus-port", str(free_port())]
+
+
+def _engine(role: str, pace_ms: float) -> list[str]:
+    return [sys.executable, "-m", "disagg.bench.router.fake_engine", role, "{port}", str(pace_ms)]
+
+
+# ---- measuring -----------------------------------------------------------------------------
+
+
+def _measure(
+    plan: Plan, targets: dict[str, _Target], engines: Sequence[psutil.Process], console: Console
+) -> Samples:
+    samples: Samples = defaultdict(list)
+    generator = random.Random(1)
+    cases = [Case(mode, clients) for mode in plan.modes for clients in plan.clients]
+    for number in range(plan.rounds + 1):
+        began = time.monotonic()
+        for case in generator.sample(cases, len(cases)):
+            for name in generator.sample(list(targets), len(targets)):
+                # The first round warms connections and caches.
+                requests = plan.requests if number else plan.requests // _WARM_UP_SHARE
+                sample = _batch(case, name, targets[name], engines, requests)
+                if number:
+                    samples[case, name].append(sample)
+        done = f"round {number} of {plan.rounds}" if number else "warmed up"
+        console.print(f"{done}, {time.monotonic() - began:.0f} s")
+    return samples
+
+
+def _batch(
+    case: Case, name: str, target: _Target, engines: Sequence[psutil.Process], requests: int
+) -> Sample:
+    load = router_load.Load(
+        target.url,
+        case.clients,
+        max(requests, _LEAST_PER_CLIENT * case.clients),
+        case.mode == "stream",
+        as_decode=name == DIRECT,
+    )
+    routers = target.processes()
+    before = _cpu(routers), _cpu(engines)
+    batch = router_load.run(load)
+    sample = Sample(
+        requests=len(batch.whole),
+        wall=batch.wall,
+        first_p50=statistics.median(batch.first),
+        first_p99=_p99(batch.first),
+        whole_p50=statistics.median(batch.whole),
+        whole_p99=_p99(batch.whole),
+        cpu_router=_cpu(routers) - before[0],
+        cpu_fakes=_cpu(engines) - before[1],
+        cpu_load=batch.cpu,
+    )
+    if routers:
+        target.resident.append(_resident(routers))
+    return sample
+
+
+def _p99(seconds: Sequence[float]) -> float:
+    return sorted(seconds)[int(len(seconds) * 0.99)]
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
+
+
+def _cpu(processes: Sequence[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(t.user + t.system for t in times)
+
+
+def _resident(processes: Sequence[psutil.Process]) -> float:
+    """MB; pages that processes share are counted in each."""
+    return round(sum(process.memory_info().rss for process in processes) / 1e6, 1)

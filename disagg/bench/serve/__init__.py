@@ -1,0 +1,1 @@
+"""A serving load: goodput and latencies, disaggregated and colocated."""

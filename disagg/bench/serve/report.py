@@ -1,0 +1,123 @@
+"""The tables of `disagg bench serve`, and what their figures mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from disagg.bench.serve.score import FIRST_AIM, GAP_AIM, GOOD_SHARE
+
+_MEASURES = {"on_average": "mean gap", "throughout": "every gap"}
+_LEAST_WIDTH = 90
+_MOST_LENGTHS = 2  # of prompts, with a column each for their first tokens
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """One run, as soon as it is over."""
+    failed = f", {row['failed']} failed" if row["failed"] else ""
+    return (
+        f"{_rate(row)}, {row['way']}: {row['requests']} requests{failed} in {row['seconds']:g} s, "
+        f"{row['handed_over']} handed over; first token p99 {_ms(row['ttft_ms']['p99'])} ms, "
+        f"between tokens p99 {_ms(row['itl_ms']['p99'])} ms"
+    )
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """Print all tables, then how each figure was made."""
+    wide = Console(width=max(console.width, 150), highlight=False)
+    for table in (_runs(report["rows"]), _ratios(report["ratios"]), _goodput(report)):
+        if table.row_count:
+            wide.print(table)
+    wide.print("\n" + _notes(report))
+
+
+def _runs(rows: Sequence[Mapping[str, Any]]) -> Table:
+    lengths = sorted({length for row in rows for length in row["ttft_ms_by_prompt"]})
+    shown = lengths if 1 < len(lengths) <= _MOST_LENGTHS else []
+    table = _table("The same load on each way to serve; times in ms, p50 / p99")
+    columns = ["asked", "failed", "handed", "first token", *(f"at {n:,}" for n in shown)]
+    columns += ["between tokens", "longest", "met"]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    last = None
+    for row in rows:
+        if last not in (None, row["rate"]):
+            table.add_section()
+        last = row["rate"]
+        cells = [str(row["requests"]), str(row["failed"]), str(row["handed_over"])]
+        cells.append(_pair(row["ttft_ms"]))
+        cells += [_pair(row["ttft_ms_by_prompt"].get(length)) for length in shown]
+        cells += [_pair(row["itl_ms"]), _ms(row["itl_ms"]["longest"])]
+        cells.append(" / ".join(f"{row['met'][measure]:.0%}" for measure in _MEASURES))
+        table.add_row(_rate(row), row["way"], *cells)
+    return table
+
+
+def _ratios(ratios: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table(
+        "p99 apart and colocated; aims: between tokens at least "
+        f"{GAP_AIM:g}, to the first at most {FIRST_AIM:g}"
+    )
+    table.add_column("between tokens, colocated/apart", justify="right")
+    table.add_column("first token, apart/colocated", justify="right")
+    for one in ratios:
+        shown = (one[key] for key in ("itl_p99", "ttft_p99"))
+        table.add_row(
+            _rate(one), one["way"], *("-" if value is None else f"{value:.2f}" for value in shown)
+        )
+    return table
+
+
+def _goodput(report: Mapping[str, Any]) -> Table:
+    targets = report["targets"]
+    table = Table(
+        title="Goodput, requests/s, with the first token in "
+        f"{targets['ttft_s']:g} s and the others every {targets['itl_s'] * 1000:g} ms",
+        title_justify="left",
+        min_width=_LEAST_WIDTH,
+    )
+    table.add_column("way")
+    for name in _MEASURES.values():
+        table.add_column(f"{GOOD_SHARE:.0%} met, {name}", justify="right")
+    for way, values in report["goodput"].items():
+        table.add_row(way, *(f"{values[measure]:.2f}" for measure in _MEASURES))
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", min_width=_LEAST_WIDTH)
+    table.add_column("load", no_wrap=True)
+    table.add_column("way", no_wrap=True)
+    return table
+
+
+def _notes(report: Mapping[str, Any]) -> str:
+    rows = report["rows"]
+    late = max(row["load"]["late_p99_ms"] for row in rows)
+    share = max(row["load"]["cpu_share"] for row in rows)
+    chunk = max(row["tokens_per_chunk"] for row in rows)
+    return (
+        "Between tokens: gaps between the chunks of an answer that carry tokens. What comes in one "
+        f"piece is one chunk, and one gap however many tokens it has (here up to {chunk:g} on "
+        "average). Mean gap: from the first token to the last, over the tokens between. Met: both "
+        "targets, with the mean gap / with every gap. First tokens count from when a request was "
+        "due. Goodput: the highest rate up to which the targets were met, 0 if at none.\n"
+        f"The load was sent at most {late:.1f} ms late (p99) and took {share:.1%} of a core. "
+        f"{report['cores']} cores, load average {report['load_before']:.1f} before, "
+        f"{report['minutes']:g} minutes."
+    )
+
+
+def _rate(row: Mapping[str, Any]) -> str:
+    return "trace" if row["rate"] is None else f"{row['rate']:g}/s"
+
+
+def _pair(spread: Mapping[str, float | None] | None) -> str:
+    return "" if spread is None else f"{_ms(spread['p50'])} / {_ms(spread['p99'])}"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"

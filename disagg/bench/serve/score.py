@@ -1,0 +1,144 @@
+"""What the outcomes of `disagg bench serve` come to: percentiles, targets met, goodput, ratios.
+
+Pure functions. A request that failed met no target, and has no times that count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.bench.serve.load import Batch, Outcome
+
+COLOCATED, APART, APART_ALL = "colocated", "apart", "apart-all"
+WAYS = (COLOCATED, APART, APART_ALL)
+# Goodput is the rate at which at least so many of the requests meet both targets.
+GOOD_SHARE = 0.9
+# Between tokens, colocated over apart; to the first token, apart over colocated.
+GAP_AIM, FIRST_AIM = 2.0, 1.05
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Seconds to the first token, and between tokens."""
+
+    first_s: float
+    gap_s: float
+
+    def met_on_average(self, outcome: Outcome) -> bool:
+        """Whether the first token was in time, and the others were on average."""
+        return self._first(outcome) and outcome.mean_gap_s <= self.gap_s
+
+    def met_throughout(self, outcome: Outcome) -> bool:
+        """Whether the first token was in time, and no gap was longer than the target."""
+        return self._first(outcome) and max(outcome.gaps, default=0.0) <= self.gap_s
+
+    def _first(self, outcome: Outcome) -> bool:
+        return outcome.problem is None and outcome.first_s <= self.first_s
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load on one way to serve. `rate`: as asked for, None for a trace.
+
+    `offered`: requests a second that were really sent; a Poisson process keeps its rate on average.
+    `handed_over`: prompts whose cache arrived at the decode engine, as it counted.
+    """
+
+    way: str
+    rate: float | None
+    offered: float
+    batch: Batch
+    handed_over: int = 0
+
+
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """The smallest value that at least `share` of all do not exceed; None of no values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+def row(run: Run, targets: Targets) -> dict[str, Any]:
+    """The figures of one run; times in ms."""
+    outcomes = run.batch.outcomes
+    right = [outcome for outcome in outcomes if outcome.problem is None]
+    gaps = [gap for outcome in right for gap in outcome.gaps]
+    tokens = sum(outcome.ask.output_tokens for outcome in right)
+    lengths = sorted({outcome.ask.prompt_tokens for outcome in outcomes})
+    return {
+        "way": run.way,
+        "rate": run.rate,
+        "offered": round(run.offered, 3),
+        "requests": len(outcomes),
+        "failed": len(outcomes) - len(right),
+        "handed_over": run.handed_over,
+        "seconds": round(run.batch.wall_s, 1),
+        "ttft_ms": _spread(outcome.first_s for outcome in right),
+        "ttft_ms_by_prompt": {
+            length: _spread(o.first_s for o in right if o.ask.prompt_tokens == length)
+            for length in lengths
+        },
+        "itl_ms": _spread(gaps) | {"longest": _ms(max(gaps, default=None))},
+        "tokens_per_chunk": round(tokens / max(1, len(gaps) + len(right)), 3),
+        "met": {
+            "on_average": _share(targets.met_on_average(o) for o in outcomes),
+            "throughout": _share(targets.met_throughout(o) for o in outcomes),
+        },
+        "load": {
+            "late_p99_ms": _ms(percentile((o.late_s for o in outcomes), 0.99)),
+            "cpu_share": round(run.batch.cpu_s / run.batch.wall_s, 3),
+        },
+    }
+
+
+def goodput(rows: Sequence[Mapping[str, Any]], way: str, measure: str) -> float:
+    """The highest rate up to which enough requests met both targets, at every rate measured;
+    0 if there is none. `measure`: `on_average` or `throughout`."""
+    best = 0.0
+    for one in sorted((r for r in rows if r["way"] == way), key=lambda r: float(r["offered"])):
+        if one["met"][measure] < GOOD_SHARE:
+            break
+        best = one["offered"]
+    return best
+
+
+def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each rate and each way apart: how its p99 compare with those of the colocated pair.
+
+    `itl_p99`: colocated over apart, better above 1. `ttft_p99`: apart over colocated, better below.
+    """
+    found = []
+    base = {one["rate"]: one for one in rows if one["way"] == COLOCATED}
+    for one in rows:
+        other = base.get(one["rate"])
+        if one["way"] == COLOCATED or other is None:
+            continue
+        found.append(
+            {
+                "way": one["way"],
+                "rate": one["rate"],
+                "itl_p99": _over(other["itl_ms"]["p99"], one["itl_ms"]["p99"]),
+                "ttft_p99": _over(one["ttft_ms"]["p99"], other["ttft_ms"]["p99"]),
+            }
+        )
+    return found
+
+
+def _spread(seconds: Iterable[float]) -> dict[str, float | None]:
+    values = list(seconds)
+    return {"p50": _ms(percentile(values, 0.5)), "p99": _ms(percentile(values, 0.99))}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 2)
+
+
+def _over(upper: float | None, lower: float | None) -> float | None:
+    return round(upper / lower, 3) if upper is not None and lower else None
+
+
+def _share(met: Iterable[bool]) -> float:
+    answers = list(met)
+    return round(sum(answers) / max(1, len(answers)), 4)

@@ -1,0 +1,1 @@
+"""How fast engines are, as `disagg plan` wants it, and whether its predictions hold."""

@@ -1,0 +1,1 @@
+"""How fast blocks move between two workers, and what the hardware could do."""

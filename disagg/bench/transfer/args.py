@@ -1,0 +1,56 @@
+"""The options of `python -m disagg.bench.transfer.run`, for machines that have no typer.
+
+They are those of `disagg bench transfer`, whose help says more. A machine with GPUs has torch and
+cupy, and often little else; typer 0.29 imports pydantic as soon as it parses.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from disagg.bench.transfer.plan import Plan
+
+
+class Asked(NamedTuple):
+    """What to run."""
+
+    plan: Plan
+    with_peer: bool
+    json_path: Path | None
+
+
+def parse(arguments: Sequence[str]) -> Asked:
+    """Exits with status 2 for what is no option."""
+    parser = argparse.ArgumentParser(prog="python -m disagg.bench.transfer.run")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--transports", type=_names, help="by commas")
+    for name in ("--sizes", "--block-bytes", "--concurrency"):
+        parser.add_argument(name, type=_numbers, help="by commas")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--staging-mb", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", type=Path)
+    found = parser.parse_args(arguments)
+    plan = Plan.of(
+        found.device,
+        found.repeats,
+        transports=found.transports,
+        sizes=found.sizes,
+        block_bytes=found.block_bytes,
+        concurrency=found.concurrency,
+        layers=found.layers,
+        staging_bytes=found.staging_mb << 20,
+    )
+    return Asked(plan, found.peer, found.json)
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

@@ -1,0 +1,269 @@
+"""The two ends of our transports for `bench transfer`: real control server, leases and fetches.
+
+Both live in child processes of the benchmark. A fetch is `handoff.fetched`, from its call until
+the blocks are there and believed: where the producer is asked, that is acquire, fetch and release
+over the control channel. The lease is granted before the clock starts. One thread's memcpy of the
+same bytes is measured in the consumer, into the same memory. What is measured beside them on a
+device is in `transfer_device.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from disagg.bench.transfer.memory import Ints, Memory, offsets, pieces
+from disagg.errors import DisaggError
+from disagg.transport import protocol as p
+from disagg.transport.base import FetchJob, Receiver, Sender
+from disagg.transport.blocks import BlockCache
+from disagg.transport.control.client import Endpoint, Peers
+from disagg.transport.control.lease import LeaseTable
+from disagg.transport.control.server import ControlServer
+from disagg.transport.deadline import Deadline
+from disagg.transport.device.staging import Staging, open_staging
+from disagg.transport.fetch import Moved, Wanted, fetched
+from disagg.transport.names import TransportName
+from disagg.transport.one_sided.lease_board import Board
+from disagg.transport.registry import Means, make_receiver, make_sender
+from disagg.transport.shared_storage import Storage
+
+FETCH_S = 30.0
+_HOST, _SECRET = "127.0.0.1", b"of this bench"
+
+# Block ids of each concurrent fetch.
+IdLists = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One end: its memory, the folder for files, and what it may stage in on a device."""
+
+    num_bytes: int
+    layers: int
+    device: str
+    folder: Path
+    staging_bytes: int
+
+
+class End:
+    """Memory that is a cache of blocks, of one size after the other, and what moves them."""
+
+    sends = receives = False
+
+    def __init__(self, setup: Setup) -> None:
+        torch.set_num_threads(1)
+        self.setup = setup
+        self.memory = self.make_memory()
+        self.block_bytes = 0
+        self.staging: Staging | None = None
+
+    def make_memory(self) -> Memory:
+        """As large as asked for."""
+        if self.setup.device != "cpu":
+            torch.cuda.set_device(self.setup.device)
+        return Memory(self.setup.num_bytes, self.setup.device, self.setup.layers)
+
+    def make_staging(self, cache: BlockCache) -> Staging | None:
+        """None for a cache in host memory."""
+        size = self.setup.staging_bytes
+        return open_staging(cache, size, sends=self.sends, receives=self.receives)
+
+    def make_means(self, cache: BlockCache, board: Board | None = None) -> Means:
+        """What the transports of this cache need; files go to the folder."""
+        self.staging = self.make_staging(cache)
+        storage = Storage(self.setup.folder, max_bytes=64 << 30)
+        return Means(_HOST, _SECRET, storage, self.staging, board)
+
+    def ready(self) -> None:
+        """Answered when this end is made."""
+
+    def num_bytes(self, ids: IdLists) -> int:
+        """Of all these blocks."""
+        return sum(map(len, ids)) * self.block_bytes * self.setup.layers
+
+    def offsets(self, ids: IdLists) -> Ints:
+        """Where they begin in the memory, layer by layer."""
+        every, layer = sum(map(list, ids), list[int]()), self.memory.flat.shape[1]
+        return offsets(every, self.block_bytes, layer, self.setup.layers)
+
+    def close(self) -> None:
+        """Give back what was staged in; no transport may use it any more."""
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
+
+    def leave(self) -> None:
+        """Close all; no call follows."""
+        self.close()
+
+
+class Producer(End):
+    """The source of all fetches. One control server per block size, in turn."""
+
+    sends = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.memory.fill()
+        self._lives = 0
+        self._server: ControlServer | None = None
+        self._senders: list[Sender] = []
+
+    def serve(self, ways: Sequence[str], block_bytes: int) -> tuple[Endpoint, dict[str, str]]:
+        """Listen for fetches of such blocks; also says which ways this end cannot do, and why."""
+        self.close()
+        self.block_bytes = block_bytes
+        cache, missing = self.memory.cache(block_bytes), dict[str, str]()
+        self._leases = LeaseTable(FETCH_S)
+        means = self.make_means(cache, self._leases.board)
+        for way in ways:
+            try:
+                self._senders.append(make_sender(cast("TransportName", way), cache, means))
+            except (ImportError, DisaggError, OSError) as error:
+                missing[way] = f"{type(error).__name__}: {error}"
+        self._lives += 1
+        generation = f"life-{self._lives}"
+        offers = {sender.name: sender.offer() for sender in self._senders}
+        self._server = ControlServer(
+            host=_HOST,
+            port=0,
+            secret=_SECRET,
+            hello=p.Welcome("bench-producer", generation, offers, _layers(cache)),
+            fingerprint=_fingerprint(block_bytes),
+            cache=cache,
+            leases=self._leases,
+            senders=self._senders,
+            use_limit_s=FETCH_S,
+        )
+        return Endpoint(_HOST, self._server.port, generation), missing
+
+    def grant(self, first: int, ids: IdLists) -> None:
+        """One lease for each list of block ids, numbered from `first` on."""
+        self._leases.take_ended()
+        for number, block_ids in enumerate(ids):
+            self._leases.grant(first + number, f"request-{first + number}", block_ids, FETCH_S)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.close()
+        for sender in self._senders:
+            sender.close()
+        self._server, self._senders = None, []
+        super().close()
+
+
+class Consumer(End):
+    """Fetches into its own memory, and knows what must be there afterwards."""
+
+    receives = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._source = self.make_source()
+        self._threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="bench-load")
+        self._peers: Peers | None = None
+        self._receivers: dict[str, Receiver] = {}
+
+    def make_source(self) -> Memory | None:
+        """What the producer has, for copies inside of this process."""
+        source = self.make_memory()
+        source.fill()
+        return source
+
+    def connect(self, ways: Sequence[str], block_bytes: int, endpoint: Endpoint) -> dict[str, str]:
+        """Use this producer from now on; says which ways this end cannot do, and why."""
+        self.close()
+        self.block_bytes, self._endpoint = block_bytes, endpoint
+        self._cache = self.memory.cache(block_bytes)
+        self._peers = Peers("bench-consumer", _fingerprint(block_bytes), _SECRET)
+        means, missing = self.make_means(self._cache), dict[str, str]()
+        for way in ways:
+            try:
+                name = cast("TransportName", way)
+                self._receivers[way] = make_receiver(name, self._cache, means)
+            except (ImportError, DisaggError, OSError) as error:
+                missing[way] = f"{type(error).__name__}: {error}"
+        return missing
+
+    def close(self) -> None:
+        """Leave the producer."""
+        for receiver in self._receivers.values():
+            receiver.close()
+        if self._peers is not None:
+            self._peers.close()
+        self._peers, self._receivers = None, {}
+        super().close()
+
+    def fetch(self, way: str, first: int, here: IdLists) -> float:
+        """Seconds until all leases from `first` on were fetched, each by its own thread."""
+        if way not in self._receivers:
+            raise DisaggError(f"{way} is not open")
+        began = time.perf_counter()
+        if len(here) == 1:
+            loaded = [self._load(way, first, here[0])]
+        else:
+            futures: list[Future[tuple[Moved, float]]] = [
+                self._threads.submit(self._load, way, first + number, ids)
+                for number, ids in enumerate(here)
+            ]
+            loaded = [future.result(FETCH_S + 5) for future in futures]
+        seconds = max(there_at for _, there_at in loaded) - began
+        if any(moved.transport != way for moved, _ in loaded):
+            raise DisaggError(f"{way} was not what moved the bytes")
+        return seconds
+
+    def memcpy(self, kind: str, here: IdLists, there: IdLists) -> float:
+        """Seconds for one thread to copy the same bytes: "flat" or in the same "pieces"."""
+        assert self._source is not None
+        if kind == "flat":
+            count = self.num_bytes(here)
+            to, source = self.memory.flat.view(-1).numpy(), self._source.flat.view(-1).numpy()
+            began = time.perf_counter()
+            np.copyto(to[:count], source[:count])
+            return time.perf_counter() - began
+        to_pieces = pieces(self.memory, self.offsets(here), self.block_bytes)
+        from_pieces = pieces(self._source, self.offsets(there), self.block_bytes)
+        began = time.perf_counter()
+        for to, source in zip(to_pieces, from_pieces, strict=True):
+            np.copyto(to, source)
+        return time.perf_counter() - began
+
+    def wipe(self) -> None:
+        """Forget what was moved so far."""
+        self.memory.wipe()
+
+    def wrong_blocks(self, here: IdLists, there: IdLists) -> int:
+        """How many blocks hold something else than the source's."""
+        size = self.block_bytes
+        return sum(self.memory.wrong_blocks(size, *pair) for pair in zip(here, there, strict=True))
+
+    def wrong_pages(self, here: IdLists) -> int:
+        """The same of what moves as many bytes as one piece, from begin to begin."""
+        return self.memory.wrong_pages(self.num_bytes(here))
+
+    def _load(self, way: str, lease: int, ids: Sequence[int]) -> tuple[Moved, float]:
+        """Also says when the blocks were there."""
+        assert self._peers is not None
+        blocks = self._cache.whole(ids)
+        part = p.Part(blocks.unit, ((0, blocks.count),))
+        job = FetchJob(blocks, Deadline.after(FETCH_S))
+        wanted = Wanted(self._endpoint, lease, part, _layers(self._cache))
+        with fetched(self._peers, wanted, job, [self._receivers[way]]) as moved:
+            return moved, time.perf_counter()
+
+
+def _layers(cache: BlockCache) -> tuple[str, ...]:
+    return tuple(region.name for region in cache.regions)
+
+
+def _fingerprint(block_bytes: int) -> dict[str, str]:
+    return {"model": "bench", "block_bytes": str(block_bytes)}

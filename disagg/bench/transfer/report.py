@@ -1,0 +1,144 @@
+"""What `bench transfer` found: medians and ratios, and the table of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from disagg.bench.transfer.plan import Case, Plan
+
+FLAT, IN_PIECES = "memcpy", "memcpy in blocks"
+DEVICE_COPY, NCCL_BARE, PCIE, SOCKETS_BARE = "device copy", "NCCL bare", "PCIe", "sockets bare"
+BLOCK_COPIES, BLOCK_NCCL = "copy per block", "NCCL per block"
+
+# Seconds of each repetition, by case and way.
+Samples = dict[tuple[Case, str], list[float]]
+
+
+class Ceiling(NamedTuple):
+    """What a way cannot be faster than: the slowest of these. `aim`: the share it is to reach."""
+
+    of: tuple[str, ...]
+    aim: float | None = None
+
+
+CEILINGS = {
+    "cuda_ipc": Ceiling((DEVICE_COPY,), 0.8),
+    "nccl": Ceiling((NCCL_BARE,), 0.9),
+    "tcp": Ceiling((PCIE, SOCKETS_BARE), 0.8),
+    BLOCK_COPIES: Ceiling((DEVICE_COPY,)),
+    BLOCK_NCCL: Ceiling((NCCL_BARE,)),
+}
+
+_SIZES = "way", "MB", "KiB", "at once", "ms", "best", "GB/s"
+_COLUMNS = {
+    "cpu": (*_SIZES, "x memcpy", "x NIXL", "x NIXL tcp"),
+    "cuda": (*_SIZES, "x ceiling", "aim", "ceiling", "x NIXL", "x NIXL tcp"),
+}
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """Print the rows of a report, then what failed."""
+    title = "Whole fetches, median of the repetitions; ratios of medians, above 1 is faster"
+    table = Table(title=title, caption=_caption(report))
+    for column in _COLUMNS[report["device"]]:
+        left = column in ("way", "ceiling")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    last = None
+    for row in report["rows"]:
+        case = row["megabytes"], row["block_bytes"], row["fetches"]
+        if last not in (None, case):
+            table.add_section()
+        last = case
+        table.add_row(
+            row["way"],
+            str(row["megabytes"]),
+            f"{row['block_bytes'] / 1024:g}",
+            str(row["fetches"]),
+            f"{row['ms']:.{1 if row['ms'] >= 10 else 2}f}",
+            f"{row['best_ms']:.{1 if row['best_ms'] >= 10 else 2}f}",
+            f"{row['gb_s']:.2f}",
+            *_references(report["device"], row),
+            _times(row["over_nixl"]),
+            _times(row["over_nixl_tcp"]),
+        )
+    Console(width=max(console.width, 120), highlight=False).print(table)
+    for note in report["notes"]:
+        console.print(note, markup=False)
+    for name, problem in report["problems"].items():
+        console.print(f"{name}: left out: {problem}", markup=False)
+
+
+def _references(device: str, row: Mapping[str, Any]) -> list[str]:
+    if device == "cpu":
+        return [_times(row["over_memcpy"])]
+    return [_times(row["over_ceiling"]), _times(row["aim"]), row["ceiling"] or "-"]
+
+
+def _caption(report: Mapping[str, Any]) -> str:
+    of_device = {
+        "cpu": "memcpy: flat, by one thread, the reference.",
+        "cuda": "Ceilings move as many bytes flat, with nothing around them; PCIe: its slower "
+        "direction. Of two ceilings the slower counts.",
+    }
+    return (
+        f"{of_device[report['device']]} MB of each fetch, KiB of a block in each of "
+        f"{report['layers']} layers; GB/s of all fetches together. x NIXL: the best of its "
+        f"settings. {', '.join(report['gpus']) or report['device']}, {report['cores']} cores, "
+        f"load {report['load'][0]:.1f} at the end"
+    )
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def rows(
+    plan: Plan, samples: Samples, peers: Collection[str], peers_over_tcp: Collection[str]
+) -> list[dict[str, Any]]:
+    """One row for each way of each case, with its ratios; peers are named."""
+    found = []
+    for case in plan.cases():
+        taken = {name: seconds for (at, name), seconds in samples.items() if at == case and seconds}
+        medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+        def best(names: Collection[str], medians: dict[str, float] = medians) -> float | None:
+            return min((medians[name] for name in names if name in medians), default=None)
+
+        peer = best(peers)
+        peer_tcp = best(peers_over_tcp)
+        for name, median in medians.items():
+            ceiling, aim = _ceiling(name, medians)
+            found.append(
+                {
+                    "way": name,
+                    **case._asdict(),
+                    "ms": round(median * 1000, 3),
+                    "best_ms": round(min(taken[name]) * 1000, 3),
+                    "gb_s": round(case.num_bytes / median / 1e9, 3),
+                    "over_memcpy": _ratio(medians.get(FLAT), median),
+                    "ceiling": ceiling,
+                    "over_ceiling": _ratio(medians[ceiling], median) if ceiling else None,
+                    "aim": aim,
+                    "over_nixl": _ratio(peer, median),
+                    "over_nixl_tcp": _ratio(peer_tcp, median),
+                    "samples_ms": [round(seconds * 1000, 3) for seconds in taken[name]],
+                }
+            )
+    return found
+
+
+def _ceiling(name: str, medians: Mapping[str, float]) -> tuple[str | None, float | None]:
+    """Which ceiling counts for a way, and its aim; none unless all of them were measured."""
+    known = CEILINGS.get(name)
+    if known is None or not all(one in medians for one in known.of):
+        return None, None
+    return max(known.of, key=lambda one: medians[one]), known.aim
+
+
+def _ratio(reference: float | None, median: float) -> float | None:
+    return None if reference is None else round(reference / median, 3)

@@ -1,0 +1,1 @@
+"""Break a running system on purpose and check that every answer is right or an error."""

@@ -1,0 +1,258 @@
+"""`disagg bench router-faults`: the router in front of engines that fail in every way there is.
+
+A real router process, with time-outs below a second, in front of fake engines that do to each
+request what it asks for, in every combination of a prefill and a decode fault. Each request must
+end right or with one well-formed error, in time. At the end no request may be in flight, no lease
+held, no stack trace logged and no memory gone, and plain requests must be served again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from disagg.chaos.answer_check import RIGHT, WRONG, Received, judge
+from disagg.chaos.expected_answers import CHAT, VOCABULARY
+from disagg.chaos.faulty_engine import DECODE, MID_STREAM, PREFILL
+from disagg.chaos.router_scene import DEADLINE_S, ENGINES, Scene
+from disagg.config import Role
+
+RECOVERY_S, RECOVERED = 40.0, 16
+_PER_ROUND = 2500
+_RSS_MIB = 16.0
+_MILD = 15  # requests that prefill does right, for one that it may do wrong
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request: which fault on which leg (`reset/once`: at its first engine alone)."""
+
+    number: int
+    prefill: str
+    decode: str
+    path: str
+    body: dict[str, Any]
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        return self.prefill.partition("/")[0], self.decode.partition("/")[0]
+
+    @property
+    def refusing(self) -> tuple[int, int]:
+        """How many engines of each role must refuse connections for this request."""
+        how = {"refuse/once": ENGINES - 1, "refuse/always": ENGINES}
+        return how.get(self.prefill, 0), how.get(self.decode, 0)
+
+
+@dataclass
+class Report:
+    """outcomes: by prefill and decode fault. problems: all that may not be."""
+
+    outcomes: dict[tuple[str, str], Counter[str]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
+    problems: list[str] = field(default_factory=list)
+    rss_mib: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    slowest_s: float = 0.0
+    begun_at_prefill: int = 0
+
+    def total(self) -> Counter[str]:
+        return sum(self.outcomes.values(), Counter[str]())
+
+
+def run(
+    requests: int, clients: int, seed: int, first_token: Role, *, json_path: Path | None
+) -> int:
+    """Run it and print. Returns the exit status."""
+    console = Console(highlight=False, soft_wrap=True)
+    report = uvloop.run(storm(requests, clients, seed, first_token, console))
+    for role in (0, 1):
+        console.print(_table(report, role))
+    for problem in report.problems[:20]:
+        console.print(problem, markup=False)
+    if len(report.problems) > 20:
+        console.print(f"... and {len(report.problems) - 20} more")
+    if report.begun_at_prefill:
+        console.print(f"{report.begun_at_prefill} streams began with a token of prefill's")
+    console.print(
+        f"{dict(report.total())} of {len(report.outcomes)} combinations in {report.seconds:.0f} s, "
+        f"the slowest {report.slowest_s:.1f} s; router {report.rss_mib[0]:.0f} to "
+        f"{report.rss_mib[-1]:.0f} MiB; problems: {len(report.problems) or 'none'}"
+    )
+    if json_path is not None:
+        json_path.write_text(json.dumps(_as_json(report), indent=2))
+    return 1 if report.problems else 0
+
+
+def cases(requests: int, seed: int, first_token: Role = "decode") -> list[Case]:
+    """Every combination of faults, again and again, in any order.
+
+    Prefill engines that fail so often are given a rest by the router most of the time. For streams
+    that begin with a token of prefill's they do it right, but for one request of sixteen.
+    """
+    generator = random.Random(seed)
+    all_pairs = list(itertools.product(PREFILL, DECODE))
+    if first_token == "prefill":
+        all_pairs += [("right", one) for one in DECODE] * (_MILD * len(PREFILL))
+    pairs: list[tuple[str, str]] = []
+    while len(pairs) < requests:
+        pairs += generator.sample(all_pairs, len(all_pairs))
+    return [_case(number, pair, generator) for number, pair in enumerate(pairs[:requests])]
+
+
+def _case(number: int, kinds: tuple[str, str], generator: random.Random) -> Case:
+    path = generator.choice(["/v1/completions", "/v1/completions", CHAT])
+    # The first token tells prompts apart, so that no answer passes for another's.
+    prompt = [number % VOCABULARY, *(generator.randrange(VOCABULARY) for _ in range(20))]
+    text = " ".join(map(str, prompt))
+    body: dict[str, Any] = {"model": "m", "max_tokens": generator.randrange(4, 12)}
+    if path == CHAT:
+        body["messages"] = [{"role": "user", "content": text}]
+    else:
+        body["prompt"] = generator.choice([text, prompt])
+    body["stream"] = generator.random() < 0.6
+    if generator.random() < 0.25:
+        body["stop"] = ["never said"]  # tokens do not continue such a stream
+    if generator.random() < 0.5:
+        body["temperature"] = 0  # it can be asked for anew
+    if body["stream"] and generator.random() < 0.5:
+        body["stream_options"] = {"include_usage": True}
+    prefill, decode = (f"{kind}/{generator.choice(['once', 'always'])}" for kind in kinds)
+    return Case(number, prefill, decode, path, body)
+
+
+# ---- the storm -----------------------------------------------------------------------------
+
+
+async def storm(
+    requests: int,
+    clients: int,
+    seed: int,
+    first_token: Role = "decode",
+    console: Console | None = None,
+) -> Report:
+    """All requests, `clients` at a time. `first_token`: as in `router.pairing`."""
+    report, began = Report(), time.monotonic()
+    plan = cases(requests, seed, first_token)
+    async with AsyncExitStack() as stack:
+        scene = await Scene.open(stack, first_token)
+        report.rss_mib.append(scene.rss_mib())
+        for at in range(0, len(plan), _PER_ROUND):
+            chosen = plan[at : at + _PER_ROUND]
+            for refusing in sorted({case.refusing for case in chosen}):
+                await scene.refuse(refusing)
+                batch = [case for case in chosen if case.refusing == refusing]
+                await _all(scene, batch, clients, report)
+                report.problems += await scene.settled()
+            await scene.refuse((0, 0))
+            report.rss_mib.append(scene.rss_mib())
+            if console is not None:
+                console.print(f"{at + len(chosen)} of {requests}: {dict(report.total())}")
+        report.problems += await _recovery(scene, requests) + await scene.settled()
+        report.problems += scene.logged_traces()
+        report.begun_at_prefill = round(await scene.figure("disagg_router_first_tokens_from"))
+    # The first round fills caches and pools.
+    if len(report.rss_mib) > 2 and report.rss_mib[-1] > report.rss_mib[1] + _RSS_MIB:
+        report.problems.append(f"the router's memory grew, in MiB: {report.rss_mib}")
+    report.seconds = time.monotonic() - began
+    return report
+
+
+async def _all(scene: Scene, batch: Sequence[Case], clients: int, report: Report) -> None:
+    left = iter(batch)
+
+    async def client() -> None:
+        for case in left:
+            began = time.monotonic()
+            outcome = await ask(scene, case)
+            report.slowest_s = max(report.slowest_s, time.monotonic() - began)
+            if outcome.startswith(WRONG):
+                report.problems.append(f"{case.prefill} {case.decode} {case.path}: {outcome}")
+                outcome = WRONG
+            if outcome == RIGHT and case.body["stream"] and case.kinds[1] in MID_STREAM:
+                outcome = "continued"
+            report.outcomes[case.kinds][outcome] += 1
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+
+
+async def ask(scene: Scene, case: Case) -> str:
+    """How one request ends; see `answer_check.judge`."""
+    headers = {
+        "x-request-id": f"storm-{case.number}",
+        "x-fault": f"prefill={case.prefill},decode={case.decode}",
+    }
+    content, broken = bytearray(), False
+    try:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            scene.client.post(scene.url + case.path, json=case.body, headers=headers) as answer,
+        ):
+            try:
+                async for chunk in answer.content.iter_any():
+                    content += chunk
+            except aiohttp.ClientError:
+                broken = True
+    except TimeoutError:
+        return f"{WRONG}: no end within {DEADLINE_S:g} s, after {bytes(content[-300:])!r}"
+    except aiohttp.ClientError as error:
+        return f"{WRONG}: no answer: {error!r}"
+    return judge(
+        case.path, case.body, Received(answer.status, answer.content_type, bytes(content), broken)
+    )
+
+
+async def _recovery(scene: Scene, number: int) -> list[str]:
+    """After all that, plain requests are served as ever."""
+    deadline, in_a_row, outcome = time.monotonic() + RECOVERY_S, 0, ""
+    generator = random.Random(number)
+    while in_a_row < RECOVERED:
+        if time.monotonic() > deadline:
+            return [f"not recovered after {RECOVERY_S:g} s; the last answer was {outcome}"]
+        number += 1
+        outcome = await ask(scene, _case(number, ("right", "right"), generator))
+        if outcome.startswith(WRONG):
+            return [f"plain request: {outcome}"]
+        in_a_row = in_a_row + 1 if outcome == RIGHT else 0
+    return []
+
+
+# ---- what is shown -------------------------------------------------------------------------
+
+
+def _table(report: Report, role: int) -> Table:
+    """One row per fault of a role, whatever the other role's was."""
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    for kinds, counts in report.outcomes.items():
+        rows[kinds[role]] += counts
+    columns = sorted(report.total())
+    table = Table(title=f"By what {('prefill', 'decode')[role]} engines did")
+    for column in ("fault", *columns):
+        table.add_column(column, justify="right")
+    for kind in (PREFILL, DECODE)[role]:
+        table.add_row(kind, *(str(rows[kind][column] or "") for column in columns))
+    return table
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    combinations = [
+        {"prefill": prefill, "decode": decode, **counts}
+        for (prefill, decode), counts in sorted(report.outcomes.items())
+    ]
+    figures = {"seconds": report.seconds, "slowest_s": report.slowest_s, "rss_mib": report.rss_mib}
+    return {**figures, "problems": report.problems, "combinations": combinations}

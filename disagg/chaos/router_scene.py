@@ -1,0 +1,231 @@
+"""The processes of `disagg bench router-faults`: a real router, and the fake engines behind it.
+
+All of them end with their standard input, so none outlives who started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import IO, Any
+
+import aiohttp
+import psutil
+import uvloop
+
+from disagg.chaos.faulty_engine import FaultyEngine, State
+from disagg.config import LimitsSection, PairingSection, Role, RouterSection
+from disagg.errors import StartupError
+from disagg.router.server.app import create_app
+from disagg.router.server.server import RouterServer, bind
+from disagg.router.topology import EngineEndpoint
+
+ENGINES = 3  # of each role
+TIMEOUT_S = 0.4
+# Two prefill and two decode attempts, head and body each, and what a busy machine adds.
+DEADLINE_S = 8.0
+START_S, SETTLE_S = 60.0, 6.0
+_PIPE_BYTES = 1 << 24
+
+
+class Scene:
+    """The router, the engines behind it, and what they say of themselves."""
+
+    def __init__(
+        self, url: str, client: aiohttp.ClientSession, router: Process, log: IO[bytes]
+    ) -> None:
+        self.url, self.client, self._router, self._log = url, client, router, log
+        self._engines: list[Process] = []
+        self._granted, self._ended = set[str](), set[str]()
+
+    @staticmethod
+    async def open(stack: AsyncExitStack, first_token: Role = "decode") -> Scene:
+        """Start everything; the stack ends it. `first_token`: as in `router.pairing`."""
+        engines, urls = [], dict[str, list[str]]()
+        for role in ("prefill", "decode"):
+            words = ["engines", role, str(ENGINES)]
+            process, ports = await _launch(stack, words, None)
+            engines.append(process)
+            urls[role] = [f"http://127.0.0.1:{port}" for port in ports]
+        log = tempfile.TemporaryFile()  # noqa: SIM115
+        stack.callback(log.close)
+        words = ["router", json.dumps(urls), first_token]
+        router, url = await _launch(stack, words, log)
+        client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        scene = Scene(url, await stack.enter_async_context(client), router, log)
+        scene._engines = engines
+        return scene
+
+    async def refuse(self, refusing: tuple[int, int]) -> None:
+        """So many engines of each role refuse connections from now on."""
+        for process, count in zip(self._engines, refusing, strict=True):
+            await self._tell(process, count)
+
+    async def settled(self) -> list[str]:
+        """Waits until nothing is in flight and no lease is held; what still is then."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            for process in self._engines:
+                await self._tell(process, None)
+            held, in_flight = self._granted - self._ended, await self._in_flight()
+            if not held and not any(in_flight.values()):
+                return []
+            if time.monotonic() > deadline:
+                self._ended |= held
+                return [f"still held: {len(held)} leases {sorted(held)[:5]}; {in_flight}"]
+            await asyncio.sleep(0.05)
+
+    def rss_mib(self) -> float:
+        """The router's memory."""
+        return float(psutil.Process(self._router.pid).memory_info().rss) / (1 << 20)
+
+    def logged_traces(self) -> list[str]:
+        """A stack trace in the router's log, if there is one."""
+        self._log.seek(0)
+        text = self._log.read().decode(errors="replace")
+        at = text.find("Traceback")
+        return [] if at < 0 else [f"the router logged: {text[max(0, at - 200) : at + 3000]}"]
+
+    async def _tell(self, process: Process, refusing: int | None) -> None:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(refusing).encode() + b"\n")
+        granted, used, released = await _line(process)
+        self._granted.update(granted)
+        self._ended.update(used, released)
+
+    async def figure(self, prefix: str) -> float:
+        """The sum of the router's counters whose names begin so."""
+        figures = await self._figures(prefix)
+        return sum(value for name, value in figures.items() if name.endswith("_total"))
+
+    async def _in_flight(self) -> dict[str, float]:
+        return await self._figures("disagg_router_in_flight")
+
+    async def _figures(self, prefix: str) -> dict[str, float]:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            self.client.get(f"{self.url}/metrics") as answer,
+        ):
+            lines = (await answer.text()).splitlines()
+        shown = [line.rpartition(" ") for line in lines if line.startswith(prefix)]
+        return {name: float(value) for name, _, value in shown}
+
+
+async def _launch(
+    stack: AsyncExitStack, words: Sequence[str], log: IO[Any] | None
+) -> tuple[Process, Any]:
+    """This module in a process of its own, and the first line that it prints."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        __spec__.name,
+        *words,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=log,
+        limit=_PIPE_BYTES,
+    )
+    stack.push_async_callback(_end, process)
+    try:
+        return process, await _line(process)
+    except StartupError as error:
+        if log is not None:
+            log.seek(0)
+            raise StartupError(f"{error}: {log.read()[-2000:].decode()}") from error
+        raise
+
+
+async def _line(process: Process) -> Any:
+    assert process.stdout is not None
+    async with asyncio.timeout(START_S):
+        line = await process.stdout.readline()
+    if not line:
+        raise StartupError("a process ended that should serve")
+    return json.loads(line)
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+async def _serve_engines(role: str, count: int) -> None:
+    """Serve until standard input ends. First prints the ports; then each line that comes says how
+    many engines shall refuse (null: as before), and is answered with the leases counted since."""
+    loop, state = asyncio.get_running_loop(), State(role)
+    names, connections = [f"{role}-{i}" for i in range(count)], set[FaultyEngine]()
+    ports = [0] * count
+    servers: list[asyncio.Server | None] = [None] * count
+
+    async def listen(refusing: int) -> None:
+        """The first `refusing` engines refuse connections, the others take them."""
+        for number, name in enumerate(names):
+            server = servers[number]
+            if number < refusing and server is not None:
+                server.close()
+                servers[number] = None
+            elif number >= refusing and server is None:
+                engine = partial(FaultyEngine, name, state, connections)
+                opened = await loop.create_server(engine, "127.0.0.1", ports[number])
+                servers[number], ports[number] = opened, opened.sockets[0].getsockname()[1]
+        for connection in list(connections) if refusing else ():
+            connection.reset()
+
+    lines = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    await listen(0)
+    print(json.dumps(ports), flush=True)
+    while line := await lines.readline():
+        if (refusing := json.loads(line)) is not None:
+            await listen(refusing)
+        counted = (state.granted, state.used, state.released)
+        print(json.dumps([sorted(leases) for leases in counted]), flush=True)
+        for leases in counted:
+            leases.clear()
+
+
+async def _serve_router(urls: dict[str, list[str]], first_token: Role) -> None:
+    # Held for about as long as a fake takes, so that either may come first.
+    hold_s = 0.005 if first_token == "prefill" else 0.0
+    settings = RouterSection(
+        port=0,
+        access_log=False,
+        probe_interval_s=0.2,
+        pairing=PairingSection(
+            local_prefill_tokens=0, first_token=first_token, first_token_hold_s=hold_s
+        ),
+        limits=LimitsSection(
+            connect_timeout_s=TIMEOUT_S,
+            prefill_timeout_s=TIMEOUT_S,
+            first_byte_timeout_s=TIMEOUT_S,
+            between_bytes_timeout_s=TIMEOUT_S,
+        ),
+    )
+    engines = [
+        EngineEndpoint(f"{role}-{i}", "prefill" if role == "prefill" else "decode", url)
+        for role in urls
+        for i, url in enumerate(urls[role])
+    ]
+    sock = bind("127.0.0.1", 0)
+    await RouterServer(create_app(settings, engines), sock).start()
+    print(json.dumps(f"http://127.0.0.1:{sock.getsockname()[1]}"), flush=True)
+    end = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(end), sys.stdin)
+    await end.read()
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["engines", role, count]:
+            uvloop.run(_serve_engines(role, int(count)))
+        case ["router", urls, "prefill" | "decode" as first_token]:
+            uvloop.run(_serve_router(json.loads(urls), first_token))

@@ -1,0 +1,1 @@
+"""The supervisor: restarts, scaling and autoscaling of a deployment's engines."""

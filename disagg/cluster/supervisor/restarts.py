@@ -1,0 +1,315 @@
+"""Brings back what dies while the rest serves: engines, and the router.
+
+What died is out of the router's rotation first. An engine is started again, after its first death
+at once, then after a pause that grows with each death in a row, and is given up after
+`engine.max_restarts` of them. Runs step by step in the supervisor, and never starts or stops an
+engine that is well: how many there should be is decided in `scaling`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from disagg.cluster import placing, pools
+from disagg.cluster.engines import Engine, NoRoom, NotNow, outcome_of, too_slow, why_ended
+from disagg.cluster.router_handle import Router
+from disagg.config import EngineSection, Role
+from disagg.engine.spec import EngineFailure, EngineInfo, EngineSpec
+from disagg.errors import ConfigError, StartupError
+
+GRACE_S = 3.0
+STOP_S = 4.0
+LOOK_S = 2.0
+_STEADY_S = 300.0  # what served as long did not die of how it was started
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_NOT_NOW_S = 0.25
+_NODES_S = 0.5
+_ROUTER_RESTARTS = 5
+_ADOPT_S = 5.0
+
+Make = Callable[[EngineSpec, str | None, str | None, int], Any]
+"""As `pools.Create`, and how often the engine died in a row."""
+
+
+@dataclass(eq=False)
+class Place:
+    """An engine's place in its pool. deaths: in a row. again_at: monotonic, None unless it waits
+    for its next start. why: it does not serve. leaving_at: since when it gets nothing new."""
+
+    engine: Engine
+    deaths: int = 0
+    up_at: float = 0.0
+    again_at: float | None = None
+    given_up: bool = False
+    why: str | None = None
+    stage: str = ""
+    leaving_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def role(self) -> Role:
+        return self.engine.spec.role
+
+    @property
+    def serves(self) -> bool:
+        """Whether the router may know it."""
+        return self.why is None and self.engine.info is not None and self.leaving_at is None
+
+    @property
+    def awaited(self) -> Any | None:
+        """What to wait for: its start or its end."""
+        if self.given_up or self.again_at is not None:
+            return None
+        return self.engine.ended if self.engine.info else self.engine.started
+
+    @property
+    def shown(self) -> str:
+        """For whoever asks the router, which is not everybody's to read in full."""
+        if self.given_up:
+            return "given up"
+        if self.leaving_at is not None:
+            return "drains"
+        return "starts again" if self.deaths else "starts"
+
+
+def pause_s(deaths: int, second_s: float, longest_s: float) -> float:
+    """Seconds to wait before the next start, after so many deaths in a row.
+
+    None after the first, which says nothing about the next start; then twice as long each time.
+    """
+    return min(second_s * 2.0 ** (deaths - 2), longest_s) if deaths > 1 else 0.0
+
+
+def in_words(wait_s: float) -> str:
+    """What a message says of such a pause; nothing if there is none."""
+    return f" in {wait_s:g} s" if wait_s else ""
+
+
+class Healer:
+    """Looks after engines that serve and the router in front of them.
+
+    `tell` gets a line of what happened, and the log's last lines where there are any. `make`
+    makes an engine's actor; `gone` hears the name of one that was ended for good.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        router: Router,
+        settings: EngineSection,
+        tell: Callable[[str, str], None],
+        make: Make,
+        gone: Callable[[str], None],
+    ) -> None:
+        self.places = [Place(engine, engine.deaths, why="starts") for engine in engines]
+        self.settings = settings
+        self._router, self._tell = router, tell
+        self._make, self._gone = make, gone
+        self._router_deaths, self._router_up_at = 0, time.monotonic()
+        self._nodes: dict[str, placing.Node] = {}
+        self._nodes_at = 0.0
+
+    @property
+    def engines(self) -> list[EngineInfo]:
+        """Those that serve."""
+        up = (place.engine.info for place in self.places if place.serves)
+        return [info for info in up if info is not None]
+
+    def adopt(self) -> None:
+        """Take note of what serves already, and tell the router, which may not know it all."""
+        by_start = {place.engine.started: place for place in self.places}
+        starts = list(by_start)
+        for ref in ray.wait(starts, num_returns=len(starts), timeout=_ADOPT_S)[0]:
+            place = by_start[ref]
+            outcome = outcome_of(place.engine, ref)
+            if isinstance(outcome, EngineInfo):
+                place.engine.serves(outcome)
+                place.why, place.up_at = None, time.monotonic()
+        self._tell_router()
+
+    def awaited(self) -> list[Any]:
+        """What `happened` wants to hear of."""
+        return [*(p.awaited for p in self.places if p.awaited is not None), self._router.ended]
+
+    def happened(self, refs: Iterable[Any]) -> str | None:
+        """These of `awaited` are over. Returns why the deployment cannot go on, or None."""
+        places = {place.awaited: place for place in self.places if place.awaited is not None}
+        for ref in refs:
+            if ref in places:
+                self._ended(places[ref], ref)
+            elif (problem := self._router_again()) is not None:
+                return problem
+        return self._hopeless()
+
+    def look(self) -> None:
+        """Do what is due by the clock."""
+        self._look_at_nodes()
+        for place in list(self.places):
+            self._look(place)
+
+    def add(self, specs: Sequence[EngineSpec]) -> list[str]:
+        """Start engines that are not there yet; the names of those that could be."""
+        started = []
+        for spec in specs:
+            try:
+                engine = self._launch(spec, 0, self._present())
+            except NotNow:
+                continue
+            self.places.append(Place(engine, why="starts"))
+            started.append(spec.name)
+        self._tell_router()
+        return started
+
+    def retire(self, place: Place) -> None:
+        """Send it nothing new; `remove` it when it has served what it has."""
+        place.leaving_at = time.monotonic()
+        self._tell_router()
+
+    def remove(self, place: Place) -> None:
+        """End an engine for good."""
+        self.places.remove(place)
+        pools.stop([place.engine], GRACE_S if place.engine.info else 0.0, STOP_S)
+        self._gone(place.name)
+        self._tell_router()
+
+    def _present(self, but: Place | None = None) -> list[Engine]:
+        return [place.engine for place in self.places if place is not but]
+
+    def _launch(
+        self, spec: EngineSpec, deaths: int, others: Sequence[Engine], avoid: str | None = None
+    ) -> Engine:
+        def create(spec: EngineSpec, node_id: str | None, avoid: str | None) -> Any:
+            return self._make(spec, node_id, avoid, deaths)
+
+        return pools.launch([spec], others, avoid, create)[0]
+
+    # ---- engines -------------------------------------------------------------------------------
+
+    def _ended(self, place: Place, ref: Any) -> None:
+        """A start or a life has."""
+        engine = place.engine
+        if engine.info is not None:
+            self._died(place, why_ended(engine), "died")
+            return
+        outcome = outcome_of(engine, ref)
+        if isinstance(outcome, EngineFailure):
+            self._died(place, outcome, "died" if engine.served else "did not start")
+            return
+        engine.serves(outcome)
+        place.why, place.up_at = None, time.monotonic()
+        self._tell_router()
+        what = "is back" if place.deaths else "serves"
+        self._tell(f"{place.name} {what}: {outcome.url}, up in {outcome.startup_s:.0f} s", "")
+
+    def _died(self, place: Place, failure: EngineFailure, what: str) -> None:
+        now = time.monotonic()
+        if place.leaving_at is not None:
+            self._tell(f"engine {place.name} {what} while it drained: {failure.cause}", "")
+            self.remove(place)
+            return
+        steady = place.engine.info is not None and now - place.up_at > _STEADY_S
+        place.deaths = 1 if steady else place.deaths + 1
+        place.given_up = place.deaths > self.settings.max_restarts
+        wait_s = pause_s(place.deaths, _PAUSE_S, _LONGEST_PAUSE_S)
+        then = f"starting it again{in_words(wait_s)}"
+        if place.given_up:
+            times = f"{place.deaths} times in a row" if place.deaths > 1 else "once"
+            then = f"given up ({times}; engine.max_restarts)"
+        place.again_at = None if place.given_up else now + wait_s
+        place.why = f"{what}: {failure.cause}; {then}"
+        self._tell_router()
+        self._tell(f"engine {place.name} {place.why}", failure.log_tail)
+        pools.stop([place.engine], 0.0, STOP_S)
+
+    def _look_at_nodes(self) -> None:
+        """Engines whose node is gone died; Ray says so only after two to four seconds."""
+        now = time.monotonic()
+        if now < self._nodes_at:
+            return
+        self._nodes_at = now + _NODES_S
+        here = ray.get_runtime_context().get_node_id()
+        homes = {p: p.engine.home() for p in self.places if p.awaited is not None}
+        elsewhere = {p: home.node_id for p, home in homes.items() if home and home.node_id != here}
+        if not self._nodes.keys() >= set(elsewhere.values()):
+            known = self._nodes
+            self._nodes = {node.node_id: known.get(node.node_id, node) for node in placing.nodes()}
+        asked = [node for node in self._nodes.values() if node.node_id in elsewhere.values()]
+        gone = {node.node_id: node for node in asked if node.is_gone()}
+        for place, node_id in elsewhere.items():
+            if node_id in gone:
+                place.engine.vanished = True
+                what = "died" if place.engine.served else "did not start"
+                why = f"its node {gone[node_id].address} is gone"
+                self._died(place, EngineFailure(why, ""), what)
+
+    def _look(self, place: Place) -> None:
+        now, settings = time.monotonic(), self.settings
+        if place.again_at is not None and now >= place.again_at:
+            last, others = place.engine, self._present(place)
+            avoid = last.ran_on if last.vanished else None
+            try:
+                place.engine = self._launch(last.spec, place.deaths, others, avoid)
+            except NotNow as error:
+                place.again_at = now + _NOT_NOW_S
+                if isinstance(error, NoRoom) and place.stage != str(error):
+                    place.stage = str(error)
+                    self._tell(f"{place.name}: {place.stage}", "")
+                return
+            place.again_at = None
+        elif place.awaited is None:
+            return
+        elif place.engine.info is None:
+            if now - place.engine.launched_at > settings.startup_timeout_s:
+                late = too_slow(place.engine, settings.startup_timeout_s)
+                self._died(place, late, "did not start")
+            elif (stage := place.engine.stage()) != place.stage:
+                place.stage = stage
+                self._tell(f"{place.name}: {stage}", "")
+        elif place.engine.look(LOOK_S) > settings.hang_timeout_s:
+            limit = f"{settings.hang_timeout_s:g} s (engine.hang_timeout_s)"
+            self._died(place, EngineFailure(f"its actor did not answer for {limit}", ""), "died")
+
+    def _hopeless(self) -> str | None:
+        decodes = [place for place in self.places if place.role == "decode"]
+        if decodes and all(place.given_up for place in decodes):
+            return "; ".join(f"engine {place.name} {place.why}" for place in decodes)
+        return None
+
+    # ---- the router ----------------------------------------------------------------------------
+
+    def _tell_router(self) -> None:
+        self._router.replace(self.engines, self._down())
+
+    def _down(self) -> dict[str, str]:
+        return {place.name: place.shown for place in self.places if not place.serves}
+
+    def _router_again(self) -> str | None:
+        """It died; the engines do not notice."""
+        why, now = self._router.why_ended(), time.monotonic()
+        steady = now - self._router_up_at > _STEADY_S
+        self._router_deaths = 1 if steady else self._router_deaths + 1
+        if self._router_deaths > _ROUTER_RESTARTS:
+            return f"the router died {self._router_deaths} times in a row: {why}"
+        self._tell(f"the router died: {why}; starting it again", "")
+        self._router.kill()
+        for last in (False, True):
+            try:
+                self._router.launch()
+                self._router.start(self.engines, self._down())
+                break
+            except (ConfigError, StartupError, NotNow) as error:
+                self._router.kill()
+                if last:
+                    return f"the router died and did not start again: {error}"
+                time.sleep(_PAUSE_S)  # the port or the name is not free yet
+        self._router_up_at = time.monotonic()
+        self._tell(f"the router is back after {self._router_up_at - now:.1f} s", "")
+        return None

@@ -1,0 +1,1 @@
+"""The handoff: one request's KV blocks move from a prefill to a decode engine."""

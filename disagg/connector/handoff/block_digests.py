@@ -1,0 +1,97 @@
+"""Which prompt a block belongs to: digests that both engines compute on their own.
+
+Full blocks use vLLM's chained block hashes, which also cover multimodal input, cache salt, and
+name and path of a LoRA adapter, whose weights are added here. The tokens after the last full block
+have no hash of vLLM's, so they get one of ours over the same things. A cache can then never serve
+another prompt than its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+from disagg.transport.control.ticket import DIGEST
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+Hasher = Callable[["Request", int], Sequence[bytes]]
+
+
+def hasher(algorithm: str) -> Hasher:
+    """vLLM's block hashes at any block size, for prompts whose producer has another than ours."""
+
+    def hash_blocks(request: Request, block_size: int) -> Sequence[bytes]:
+        fresh = copy.copy(request)
+        fresh.block_hashes = []
+        return get_request_block_hasher(block_size, get_hash_fn_by_name(algorithm))(fresh)
+
+    return hash_blocks
+
+
+def digests(
+    request: Request,
+    hashes: Sequence[bytes],
+    block_size: int,
+    num_tokens: int,
+    adapter: bytes = b"",
+) -> bytes:
+    """`DIGEST` bytes per full block of the prompt's first tokens, then `DIGEST` bytes for the rest
+    of these.
+
+    `hashes`: vLLM's chained block hashes of the request at this block size. `adapter`: which
+    weights its LoRA adapter has, see `identity/weights.py`.
+    """
+    full = num_tokens // block_size
+    if adapter:
+        hashes = [_mixed(hash_, adapter) for hash_ in hashes[:full]]
+    blocks = b"".join(hash_[:DIGEST] for hash_ in hashes[:full])
+    return blocks + _tail(request, hashes, full, slice(full * block_size, num_tokens), adapter)
+
+
+def shared_tokens(ours: bytes, theirs: bytes, num_tokens: int, block_size: int) -> int:
+    """How many leading tokens of two prompts are the same, as far as blocks can tell.
+
+    `num_tokens` is the length of the prompt behind `theirs`. A multiple of the block size, or
+    `num_tokens` when the tails agree too.
+    """
+    if ours == theirs:
+        return num_tokens
+    same = 0
+    for at in range(0, min(len(ours), len(theirs)) - DIGEST, DIGEST):
+        if ours[at : at + DIGEST] != theirs[at : at + DIGEST]:
+            break
+        same += 1
+    return same * block_size
+
+
+def hashable(request: Request) -> bool:
+    """Whether the prompt is made of tokens; prompts of embeddings are not handed over."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
+
+
+def _mixed(hash_: bytes, adapter: bytes) -> bytes:
+    return hashlib.blake2b(hash_, digest_size=DIGEST, key=adapter).digest()
+
+
+def _tail(
+    request: Request, hashes: Sequence[bytes], full: int, rest: slice, adapter: bytes
+) -> bytes:
+    tokens = list(request.prompt_token_ids or ())[rest]
+    identity = (
+        adapter,
+        request.cache_salt,
+        [feature.identifier for feature in request.mm_features],
+        tokens,
+    )
+    chained = hashlib.blake2b(hashes[full - 1] if full else b"", digest_size=DIGEST)
+    chained.update(msgspec.msgpack.encode(identity))
+    return chained.digest()

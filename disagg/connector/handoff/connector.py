@@ -1,0 +1,184 @@
+"""`DisaggConnector`: vLLM's connector interface, handed on to the two halves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+from disagg.connector.base import TwoHalves
+from disagg.connector.handoff.block_digests import hasher
+from disagg.connector.handoff.messages import StepWork, WorkerAddress
+from disagg.connector.handoff.metrics import ConnectorPromMetrics, ConnectorStats
+from disagg.connector.handoff.scheduler import SchedulerHalf
+from disagg.connector.handoff.settings import read_settings
+from disagg.connector.handoff.worker import WorkerHalf
+from disagg.connector.kv_cache_layout import (
+    HANDED_OVER,
+    check_supported,
+    has_windows,
+    hash_block_size,
+    hash_seed,
+    kv_heads,
+    splits_blocks,
+)
+from disagg.connector.recurrent_state import beside_full_attention, state_groups
+from disagg.connector.registration import register
+from disagg.transport.control.secret import read_secret
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
+    """Asynchronous pull of KV blocks from prefill to decode engines, under leases."""
+
+    stats_class = ConnectorStats
+    prom_metrics_class = ConnectorPromMetrics
+
+    @classmethod
+    def device_bytes(cls, extra_config: dict[str, Any]) -> int:
+        return read_settings(extra_config).device_bytes
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config)
+        hash_seed(vllm_config, HANDED_OVER)
+        transfer = self._kv_transfer_config
+        settings = read_settings(transfer.kv_connector_extra_config)
+        secret = read_secret()
+        engine_id = str(transfer.engine_id)
+        if role is KVConnectorRole.SCHEDULER:
+            # vLLM's default fails the request; ours is never to lose one. Read after this.
+            transfer.kv_load_failure_policy = "fail" if settings.strict else "recompute"
+            self._scheduler = SchedulerHalf(
+                settings,
+                secret,
+                engine_id=engine_id,
+                block_size=vllm_config.cache_config.block_size,
+                hash_block_size=hash_block_size(vllm_config, kv_cache_config),
+                windows=has_windows(kv_cache_config),
+                state_groups=state_groups(kv_cache_config),
+                world_size=vllm_config.parallel_config.tensor_parallel_size,
+                kv_heads=kv_heads(vllm_config),
+                splits_blocks=splits_blocks(vllm_config),
+                hash_blocks=hasher(vllm_config.cache_config.prefix_caching_hash_algo),
+                produces=transfer.is_kv_producer,
+                consumes=transfer.is_kv_consumer,
+            )
+        else:
+            self._worker = WorkerHalf(
+                vllm_config,
+                kv_cache_config,
+                settings,
+                secret,
+                name=settings.engine_name or engine_id,
+                rank=get_tensor_model_parallel_rank(),
+                world_size=vllm_config.parallel_config.tensor_parallel_size,
+                stage=get_pp_group().rank_in_group,
+            )
+
+    # ---- scheduler side --------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        workers = [(rank, metadata[rank]) for rank in sorted(metadata)]
+        found = [(rank, told) for rank, told in workers if isinstance(told, WorkerAddress)]
+        self.scheduler.set_workers(
+            [told.endpoint for _, told in found if told.endpoint is not None],
+            [told.regions for (_, tensor_rank), told in found if tensor_rank == 0],
+        )
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return beside_full_attention(self._kv_cache_config)
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler.on_new_request(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        # vLLM zeroes the new blocks of other groups, beside the load that writes them.
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        found = self.scheduler.num_new_matched_tokens(request, num_computed_tokens)
+        return self._where_room_is(request, num_computed_tokens, found)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self.scheduler.after_alloc(request, blocks, num_external_tokens)
+        self._load_begins(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._loads_end(scheduler_output.num_scheduled_tokens)
+        return self.scheduler.step_work()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler.update(connector_output)
+
+    def reset_cache(self) -> bool | None:
+        return self.scheduler.reset()
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._loads_end([request.request_id])
+        return self.scheduler.request_finished(request, block_ids)
+
+    # ---- worker side -----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.address()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        work = self._get_connector_metadata()
+        assert isinstance(work, StepWork)
+        self.worker.start(work)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received, failed = self.worker.finished()
+        return KVConnectorTransferResults(sent, received, failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.take_report()
+
+    # ---- both ------------------------------------------------------------------------------
+
+    def take_stats(self) -> KVConnectorStats | None:
+        return None if self._scheduler is None else self._scheduler.take_stats()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+
+register("DisaggConnector", "disagg.connector")

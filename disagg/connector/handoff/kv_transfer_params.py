@@ -1,0 +1,61 @@
+"""`kv_transfer_params`: what a prefill engine hands to a decode engine, through any router.
+
+The outer keys follow NIXL's pull contract, so that routers in the field carry them; we answer
+them and do not trust them. What counts rides along as one signed string under `disagg`
+(`disagg.transport.control.ticket`), so routers that turn integers into floats do no harm.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from disagg.errors import TransferError
+from disagg.transport.control.ticket import Handoff, sign, verify
+
+TICKET = "disagg"
+
+
+class Wanted(NamedTuple):
+    """What the params of a request ask for. `problem` is a metric label, None if usable."""
+
+    prefill: bool
+    handoff: Handoff | None
+    problem: str | None
+
+
+def answer(
+    handoff: Handoff, secret: bytes, request_id: str, block_ids: list[list[int]]
+) -> dict[str, Any]:
+    """The params of a finished prefill."""
+    first = handoff.endpoints[0]
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": handoff.engine,
+        "remote_request_id": request_id,
+        "remote_block_ids": block_ids,
+        "remote_host": first.host,
+        "remote_port": first.port,
+        "remote_num_tokens": handoff.num_tokens,
+        "remote_block_size": handoff.block_size,
+        "remote_blocks_expiry_time": None,
+        "tp_size": len(handoff.endpoints) // len(handoff.layers),
+        "dcp_size": 1,
+        "pp_size": len(handoff.layers),
+        "transfer_mode": "pull",
+        TICKET: sign(handoff, secret),
+    }
+
+
+def read(params: object, secret: bytes) -> Wanted:
+    """What these params, of whatever shape, ask for. Never raises."""
+    if not isinstance(params, dict):
+        return Wanted(False, None, None if params is None else "malformed")
+    if params.get("do_remote_decode"):
+        return Wanted(True, None, None)
+    if not params.get("do_remote_prefill"):
+        return Wanted(False, None, None)
+    try:
+        return Wanted(False, verify(params.get(TICKET), secret), None)
+    except TransferError as error:
+        return Wanted(False, None, error.reason)

@@ -1,0 +1,69 @@
+"""What `kv_connector_extra_config` may say. Every key has a default that works on one host.
+
+The secret is never among the keys: vLLM logs them (`transport.secret`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from disagg.errors import ConfigError
+from disagg.transport.host.private_folder import default_folder
+from disagg.transport.names import PREFERENCE, TransportName
+from disagg.transport.shared_storage import Storage
+
+# NCCL allocates for itself, some 40 MB for each worker that this one is joined with: three of them.
+NCCL_RESERVE_BYTES = 128 << 20
+
+
+class ConnectorSettings(BaseModel):
+    """The keys of `kv_connector_extra_config`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine_name: str | None = Field(None, description="Name in logs; the engine id if not given")
+    host: str | None = Field(
+        "127.0.0.1",
+        description="Address the control channel listens on; null: what vLLM takes for the host's",
+    )
+    port: int = Field(0, ge=0, le=65535, description="First rank's port; 0: any free one")
+    transports: list[TransportName] = Field(default=list(PREFERENCE), min_length=1)
+    storage_path: Path | None = None
+    storage_max_bytes: int = Field(8 << 30, gt=0)
+    storage_fsync: bool = False
+    staging_bytes: int = Field(
+        64 << 20, gt=0, description="On GPUs: device memory for transfers; as much is pinned"
+    )
+    lease_s: float = Field(30.0, gt=0)
+    load_deadline_s: float = Field(30.0, gt=0)
+    load_threads: int = Field(8, ge=1, le=256, description="Loads at once from one producer")
+    strict: bool = False
+
+    @property
+    def device_bytes(self) -> int:
+        """What transfers may take of each GPU, beside the cache."""
+        return self.staging_bytes + ("nccl" in self.transports) * NCCL_RESERVE_BYTES
+
+    def storage(self) -> Storage:
+        """Folder and limits of shared storage."""
+        folder = self.storage_path or default_folder(tempfile.gettempdir())
+        return Storage(folder, self.storage_max_bytes, self.storage_fsync)
+
+
+def read_settings(extra_config: dict[str, Any]) -> ConnectorSettings:
+    """Parse the extra config; raises `ConfigError` with one line per wrong key."""
+    try:
+        return ConnectorSettings.model_validate(extra_config)
+    except ValidationError as error:
+        raise ConfigError(
+            [
+                f"kv_connector_extra_config.{'.'.join(map(str, problem['loc']))}: "
+                f"{problem['input']!r} — {problem['msg']}; keys: "
+                f"{', '.join(ConnectorSettings.model_fields)}"
+                for problem in error.errors()
+            ]
+        ) from error

@@ -1,0 +1,262 @@
+"""From vLLM's KV cache tensors to plain block regions, and to the fingerprint peers compare.
+
+Refuses at start what this connector cannot move, naming the setting to change. Legend for
+shapes: B blocks, H KV heads of this rank, N tokens of a block, C content (K and V of one head
+and token).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import vllm
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from disagg.connector import recurrent_state
+from disagg.errors import ConfigError
+from disagg.identity.model import model_fields
+from disagg.transport.blocks import BlockCache, Region
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+# vLLM's, whose hashes are the same in every process; the others take a random seed.
+_SAME_EVERYWHERE = ("sha256", "sha256_cbor")
+_SEED = "PYTHONHASHSEED"
+HANDED_OVER = "that is handed over"
+NULL_BLOCK = 0
+"""vLLM's own block that stands for those no longer kept. No request's data is ever there."""
+
+
+def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
+    """Raise `ConfigError` for engines whose blocks this connector cannot move."""
+    problems = []
+    if len(kv_cache.kv_cache_groups) > 1:
+        problems += _problems_of_groups(config, kv_cache)
+    problems += recurrent_state.problems(config, kv_cache)
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size > 1:
+        problems.append(
+            f"decode_context_parallel_size: {parallel.decode_context_parallel_size} — "
+            "handoffs need 1"
+        )
+    block_size = config.cache_config.block_size
+    if hash_block_size(config, kv_cache) != block_size and not recurrent_state.are_one_page(
+        kv_cache
+    ):
+        problems.append(
+            f"block_size: {block_size} — prefix hashes cover {kv_cache.hash_block_size} tokens; "
+            "both must be the same"
+        )
+    draft = config.speculative_config
+    if draft is not None and draft.method == "extract_hidden_states":
+        problems.append(
+            "speculative_config.method: extract_hidden_states — hidden states have a connector of "
+            "their own and are not handed over; unset it"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def hash_block_size(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
+    """Tokens that each of vLLM's block hashes of a request covers."""
+    return int(kv_cache.hash_block_size or config.cache_config.block_size)
+
+
+def hash_seed(config: VllmConfig, found: str) -> str:
+    """What vLLM's block hashes begin with: a digest of the seed, if one was given.
+
+    Raises `ConfigError` where no two engines' would be the same. `found`: what is found by them.
+    """
+    algorithm, seed = config.cache_config.prefix_caching_hash_algo, os.environ.get(_SEED)
+    if seed is not None:
+        return hashlib.sha256(seed.encode()).hexdigest()[:16]
+    if algorithm not in _SAME_EVERYWHERE:
+        raise ConfigError(
+            f"prefix_caching_hash_algo: {algorithm} — with a random seed in each engine, no block "
+            f"{found} would ever be found; use sha256, or set {_SEED} for all engines"
+        )
+    return "vllm's own"
+
+
+def _problems_of_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
+    moved = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec}
+    block_size, problems = config.cache_config.block_size, []
+    for group in kv_cache.kv_cache_groups:
+        spec, first = group.kv_cache_spec, next(iter(group.layer_names), "")
+        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none":
+            continue  # one page for a whole request
+        if type(spec) not in moved | {MambaSpec}:
+            problems.append(
+                f"model: layer {first} keeps its cache as {type(spec).__name__}, which is not "
+                "handed over beside other kinds"
+            )
+        elif spec.block_size != block_size:
+            problems.append(
+                f"disable_hybrid_kv_cache_manager: False — layer {first} has blocks of "
+                f"{spec.block_size} tokens and others of {block_size}; set it to True"
+            )
+    return problems
+
+
+def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    """Of each layer: vLLM makes one group of layers that differ in their size alone."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.values())
+    return [spec] * len(group.layer_names)
+
+
+def _one_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
+    """Of a layer of the group, of which a pipeline stage may have none."""
+    return next(iter(layer_specs(group)), group.kv_cache_spec)
+
+
+def has_windows(kv_cache: KVCacheConfig) -> bool:
+    """Whether blocks may be freed while their request runs: layers that look back only so far.
+
+    Several groups count as such, whatever they are.
+    """
+    groups = kv_cache.kv_cache_groups
+    windowed = (ChunkedLocalAttentionSpec, SlidingWindowSpec)
+    return len(groups) > 1 or any(isinstance(_one_spec(g), windowed) for g in groups)
+
+
+def block_cache(
+    kv_caches: dict[str, torch.Tensor], pages: Mapping[str, recurrent_state.Page] | None = None
+) -> BlockCache:
+    """Regions of all layers, in layer order.
+
+    Layers that share a cache count once: of one group, because they share its content; of
+    several, because each block belongs to one group at a time and is moved whatever is in it.
+    With `pages`, blocks are moved whole, and ranks cannot slice them.
+    """
+    regions: dict[int, Region] = {}
+    for name, cache in kv_caches.items():
+        if pages and name not in pages:
+            continue  # the memory is another layer's
+        region = recurrent_state.region(name, cache, pages[name]) if pages else _region(name, cache)
+        known = regions.setdefault(cache.data_ptr(), region).memory
+        if (known.shape, known.stride()) != (region.memory.shape, region.memory.stride()):
+            raise ConfigError(
+                f"disable_hybrid_kv_cache_manager: False — layer {name} has blocks of another "
+                "shape than the layer it shares memory with; set it to True"
+            )
+    return BlockCache(list(regions.values()))
+
+
+def check_block_size(kv_cache: KVCacheConfig, cache: BlockCache) -> None:
+    """Raise `ConfigError` where attention keeps smaller blocks than vLLM hands out.
+
+    Their ids are others then (one block of 128 tokens is two of 64), and would name wrong bytes.
+    """
+    block_size = kv_cache.kv_cache_groups[0].kv_cache_spec.block_size
+    if cache.block_size != block_size:
+        raise ConfigError(
+            f"block_size: {block_size} — the attention backend keeps blocks of {cache.block_size} "
+            f"tokens; set block_size to {cache.block_size}, or choose another backend"
+        )
+
+
+def _region(name: str, cache: torch.Tensor) -> Region:
+    """cache: vLLM's logical [B, H, N, C] with the layout's strides; [B, N, C] with MLA."""
+    if cache.dim() == 3:
+        cache = cache.unsqueeze(1)
+    if cache.dim() != 4 or cache.stride(3) != 1:
+        raise ConfigError(
+            f"attention_backend: layer {name} keeps its cache as {list(cache.shape)} with strides "
+            f"{list(cache.stride())}, which is not moved; choose another backend"
+        )
+    return Region(name, cache.view(torch.uint8), _DTYPES[cache.dtype])
+
+
+def kv_heads(config: VllmConfig) -> int:
+    """KV heads of the whole model, over which tensor parallel ranks share; 1 with MLA."""
+    model = config.model_config
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def splits_blocks(config: VllmConfig) -> bool:
+    """Whether a part of a block's tokens is a part of its bytes."""
+    return str(config.device_config.device_type) != "cpu"
+
+
+def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, str]:
+    """What must agree, field by field, before two workers exchange a block.
+
+    Nothing of tensor and pipeline parallelism: ranks of different sizes slice and merge heads, and
+    `layers` are compared as far as one stage reads another.
+    """
+    model, caching = config.model_config, config.cache_config
+    # vLLM's CPU kernels pack the tokens of a block together, so a block cannot be cut.
+    block_size = str(caching.block_size) if not splits_blocks(config) else "any"
+    return {
+        "vllm": vllm.__version__.partition("+")[0],
+        **model_fields(config),
+        "quantization": str(model.quantization),
+        "dtype": str(model.dtype),
+        "kv_cache_dtype": str(caching.cache_dtype),
+        "prefix_caching_hash_algo": str(caching.prefix_caching_hash_algo),
+        "hash_seed": hash_seed(config, HANDED_OVER),
+        "block_size": block_size,
+        "kv_cache_layout": str(kv_cache.kv_cache_layout),
+        "kv_heads": str(kv_heads(config)),
+        "kv_cache_groups": _groups(kv_cache),
+    }
+
+
+def layers(
+    kv_cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor], cache: BlockCache
+) -> tuple[str, ...]:
+    """Of each region: the layers that it belongs to, each with its group, and the bytes of one head
+    and token."""
+    groups = enumerate(kv_cache.kv_cache_groups)
+    group_of = {name: str(number) for number, group in groups for name in group.layer_names}
+    names: dict[int, list[str]] = {}
+    for name, tensor in kv_caches.items():
+        told = f"{name}@{group_of.get(name, '')}"
+        names.setdefault(tensor.data_ptr(), []).append(told)
+    return tuple(
+        f"{'+'.join(of_region)} {region.dtype}[{region.memory.shape[3]}]"
+        for of_region, region in zip(names.values(), cache.regions, strict=True)
+    )
+
+
+def _groups(kv_cache: KVCacheConfig) -> str:
+    """What each group is, in order: blocks are matched by group."""
+    described = []
+    for group in kv_cache.kv_cache_groups:
+        spec = _one_spec(group)
+        window = getattr(spec, "sliding_window", None)
+        kind = type(spec).__name__.removesuffix("Spec")
+        if isinstance(spec, MambaSpec):
+            kind = f"{spec.mamba_type.name} of {state_of(spec)}"
+        described.append(kind + (f" of {window}" if window else ""))
+    return ", ".join(described)
+
+
+def state_of(spec: MambaSpec) -> str:
+    """Shapes and types of what is kept for a layer; on each rank the same."""
+    parts = zip(spec.shapes, spec.dtypes, strict=True)
+    return " and ".join(f"{'x'.join(map(str, shape))} {_DTYPES[dtype]}" for shape, dtype in parts)

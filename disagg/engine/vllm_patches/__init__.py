@@ -1,0 +1,1 @@
+"""Patches of vLLM, each with the versions it is for; `plugin.py` applies them."""

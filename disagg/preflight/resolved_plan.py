@@ -1,0 +1,79 @@
+"""The resolved plan of a deployment: what `disagg serve` would start, as plain data.
+
+Only tells; must never decide a value that the cluster or an engine does not decide the same
+way, and never holds a secret. What is only known at start stands in angle brackets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from disagg.config import Deployment, Role
+from disagg.engine.args import KEY_ENV, SECRET_ENV, engine_args, engine_env
+from disagg.engine.spec import EngineSpec
+from disagg.preflight.checks import storage_folder
+
+_ANY_PORT = "<any free port>"
+
+
+def resolve(deployment: Deployment) -> dict[str, Any]:
+    """The plan in values that JSON and YAML can hold, in the order in which one reads it."""
+    router, transfer = deployment.router, deployment.transfer
+    scheme = "http" if router.tls_cert_file is None else "https"
+    return {
+        "name": deployment.name,
+        "model": deployment.model.model_dump(exclude_none=True),
+        "prefill": _pool(deployment, "prefill"),
+        "decode": _pool(deployment, "decode"),
+        "transfer": {
+            "transports": list(transfer.transports),
+            "storage_path": str(storage_folder(deployment)),
+            "storage_max_bytes": transfer.storage.max_bytes,
+            "staging_bytes": transfer.staging_bytes,
+            "lease_s": transfer.lease_s,
+            "load_deadline_s": transfer.load_deadline_s,
+            "strict": transfer.strict,
+            "control_channel": f"{transfer.host or '<address of the node>'}:{_ANY_PORT}",
+            "secret": _secret_source(deployment),
+        },
+        "tiers": deployment.tiers.model_dump(mode="json", exclude_none=True),
+        "router": {
+            "endpoint": f"{scheme}://{router.host}:{router.port or _ANY_PORT}/v1",
+            "processes": router.processes,
+            "api_keys": router.api_keys_env is not None or router.api_keys_file is not None,
+            "limits": router.limits.model_dump(),
+        },
+    }
+
+
+def _pool(deployment: Deployment, role: Role) -> dict[str, Any]:
+    spec = EngineSpec(
+        deployment=deployment,
+        role=role,
+        index=0,
+        run_id="<fresh>",
+        storage_path="<folder of the run>",
+        loopback=False,
+        secret="",
+        engine_key="",
+    )
+    pool = deployment.pool(role)
+    args = engine_args(spec, host="<address of the node>", engine_id="<fresh>")
+    env = engine_env(spec, scratch="<scratch folder>")
+    del env[SECRET_ENV], env[KEY_ENV]
+    return {
+        "replicas": pool.replicas,
+        "resources": pool.resources.model_dump(),
+        "port": _ANY_PORT,
+        "args": args,
+        "env": env,
+    }
+
+
+def _secret_source(deployment: Deployment) -> str:
+    transfer = deployment.transfer
+    if transfer.secret_env is not None:
+        return f"<from the variable {transfer.secret_env}>"
+    if transfer.secret_file is not None:
+        return f"<from {transfer.secret_file}>"
+    return "<fresh random one>"

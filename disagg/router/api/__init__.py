@@ -1,0 +1,1 @@
+"""The OpenAI and Anthropic APIs: paths, bodies, event streams, errors."""

@@ -1,0 +1,222 @@
+"""The bodies of both legs, from the body the client sent. Pure functions.
+
+The prefill leg asks for one token and a lease (NIXL's pull contract); the decode leg is the
+client's own request with the params that came back. What a client says about transfers is
+never believed: it is dropped first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from disagg.router.api import prompt_length
+from disagg.router.api.errors import ApiError
+from disagg.router.api.paths import COMPLETION, MESSAGES, RESPONSES
+
+# Everything that shapes the answer but not the prompt's KV.
+_NOT_FOR_PREFILL = (
+    "stream_options",
+    "min_tokens",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+    "prompt_logprobs",
+    "echo",
+    "return_token_ids",
+    "include",
+    "store",
+    "background",
+    "max_tool_calls",
+)
+# What asks vLLM 0.32 for a lease.
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# The same where the leg's own token is wanted: models with recurrent state else stop before it.
+REMOTE_DECODE_AND_TOKEN = {**REMOTE_DECODE, "first_token": True}
+PARAMS = "kv_transfer_params"
+_KEY = PARAMS.encode()
+_ESCAPED = b"\\u00"
+# Where vLLM 0.32 reads the params from; the last is of /inference/v1/generate.
+_DOORS: Sequence[Sequence[str]] = (
+    (),
+    ("vllm_xargs",),
+    ("extra_body",),
+    ("sampling_params", "extra_args"),
+)
+_OUTER = frozenset([PARAMS, *(path[0] for path in _DOORS if path)])
+
+
+class _Prefilled(msgspec.Struct):
+    """What is looked at of a prefill's answer."""
+
+    kv_transfer_params: Any = None
+
+
+_ANSWERS = msgspec.json.Decoder(_Prefilled)
+_BODIES = msgspec.json.Decoder()
+_encode = msgspec.json.Encoder().encode
+
+
+def parsed(data: bytes) -> dict[str, Any]:
+    """The JSON object that a client sent; anything else is an `ApiError` 400."""
+    try:
+        body = _BODIES.decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {type(body).__name__}")
+    return body
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    """A leg's body as JSON."""
+    try:
+        return _encode(body)
+    except RecursionError as error:
+        raise _too_deep() from error
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, "the body is nested too deeply")
+
+
+def without_params(body: dict[str, Any]) -> dict[str, Any]:
+    """The client's body without transfer params, by any of the doors that vLLM has.
+
+    The same object if there was nothing to drop.
+    """
+    if _OUTER.isdisjoint(body):
+        return body  # as nearly all
+    for path in _DOORS:
+        body = _without(body, path)
+    return body
+
+
+def _without(body: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    if not path:
+        return {k: v for k, v in body.items() if k != PARAMS} if PARAMS in body else body
+    inner = body.get(path[0])
+    if not isinstance(inner, dict):
+        return body
+    clean = _without(inner, path[1:])
+    return body if clean is inner else {**body, path[0]: clean}
+
+
+def passed_through(data: bytes, content_type: str) -> bytes:
+    """The body of a request that goes to decode alone: byte for byte, or without params.
+
+    Read as vLLM reads it, with `json.loads`, which takes UTF-16 and UTF-32 as well. What cannot
+    be read must not reach an engine as JSON; the one door beside JSON is a form's `vllm_xargs`.
+    Raises `ApiError` 400.
+    """
+    if not _may_name_params(data):
+        return data
+    try:
+        body = json.loads(data)
+    except RecursionError as error:
+        raise _too_deep() from error
+    except ValueError as error:
+        if "json" in content_type.lower():
+            raise ApiError(400, f"the body is not JSON: {error}") from error
+        if _KEY in data or (b"vllm_xargs" in data and _ESCAPED in data):
+            raise ApiError(400, f"{PARAMS} are not for clients to send") from error
+        return data
+    clean = without_params(body) if isinstance(body, dict) else body
+    if clean is body:
+        return data
+    try:
+        return json.dumps(clean).encode()
+    except RecursionError as error:
+        raise _too_deep() from error
+
+
+def _may_name_params(data: bytes) -> bool:
+    # A key of ASCII letters can be spelt in JSON as it is, or with \u00.. for some of them;
+    # other encodings than UTF-8 have zero bytes, for `{` at least.
+    return _KEY in data or _ESCAPED in data or b"\0" in data
+
+
+def prefill_body(
+    body: dict[str, Any],
+    path: str = COMPLETION,
+    *,
+    asks_params: bool = True,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The prefill leg's body for one of `paths.PAIRED`. `asks_params`: for a lease, as all but
+    ExampleConnector give. `more`: what else it says."""
+    leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
+    if asks_params:
+        leg[PARAMS] = REMOTE_DECODE
+    leg |= {"stream": False, **(more or {})}
+    if path == RESPONSES:
+        return leg | {"max_output_tokens": 1, "store": False}
+    leg["max_tokens"] = 1
+    if path == MESSAGES:
+        return leg
+    leg["n"] = 1
+    if "max_completion_tokens" in body:
+        leg["max_completion_tokens"] = 1
+    return leg
+
+
+def decode_body(body: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
+    """The decode leg's body; without params the engine computes the prompt itself."""
+    return body if params is None else {**body, PARAMS: params}
+
+
+def params_of(answer: bytes) -> dict[str, Any] | None:
+    """The params in a prefill's answer, if there is something to fetch."""
+    try:
+        params = _ANSWERS.decode(answer).kv_transfer_params
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return params if isinstance(params, dict) and params.get("do_remote_prefill") else None
+
+
+def local_reason(body: dict[str, Any], path: str = COMPLETION) -> str | None:
+    """Why a prefill leg would be of no use, or None: the label of a metric."""
+    if path == RESPONSES and hangs_on_one_engine(body):
+        return "stateful"
+    if _several_prompts(body.get("prompt")):
+        return "several_prompts"  # one params object cannot stand for several leases
+    if body.get("prompt_logprobs") is not None or (
+        body.get("echo") and body.get("logprobs") is not None
+    ):
+        return "prompt_logprobs"  # decode computes every prompt position anyhow
+    if body.get("use_beam_search"):
+        return "beam_search"
+    if body.get("prompt_embeds") is not None:
+        return "prompt_embeds"
+    return None
+
+
+def hangs_on_one_engine(body: Mapping[str, Any]) -> bool:
+    """Whether it goes on with what an engine keeps, stays there, or lets it call tools by itself,
+    after which the prompt is another one."""
+    tools = body.get("tools")
+    return bool(
+        body.get("previous_response_id")
+        or body.get("background")
+        or any(
+            not isinstance(tool, dict) or tool.get("type") != "function"
+            for tool in (tools if isinstance(tools, list) else ())
+        )
+    )
+
+
+def _several_prompts(prompt: Any) -> bool:
+    return isinstance(prompt, list) and len(prompt) > 1 and not prompt_length.is_tokens(prompt)

@@ -1,0 +1,99 @@
+"""Errors as OpenAI's and Anthropic's APIs spell them. Their text never names an address of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Literal
+
+from starlette.responses import JSONResponse
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    431: "RequestHeadTooLargeError",
+    502: "BadGatewayError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+Style = Literal["openai", "named", "anthropic"]
+"""named: OpenAI's, where events have names."""
+
+
+class ApiError(Exception):
+    """Ends a request with this status and message."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        self.status, self.message, self.headers = status, message, headers
+        super().__init__(message)
+
+    def response(self, style: Style = "openai") -> JSONResponse:
+        """The HTTP answer."""
+        return JSONResponse(self.content(style), self.status, self.headers)
+
+    def event(self, style: Style = "openai") -> bytes:
+        """The same as an event of a stream that has begun."""
+        content = self.content(style)
+        if style == "openai":
+            return b"data: " + json.dumps(content).encode() + b"\n\n"
+        content = {"type": "error", **content}
+        return b"event: error\ndata: " + json.dumps(content).encode() + b"\n\n"
+
+    def content(self, style: Style = "openai") -> dict[str, object]:
+        """The body."""
+        if style == "anthropic":
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, "InternalServerError"),
+                "param": None,
+                "code": self.status,
+            }
+        }
+
+
+class EngineRefusal(ApiError):
+    """An engine's own error, passed on as it is."""
+
+    def __init__(self, status: int, content: dict[str, object]) -> None:
+        super().__init__(status, "the engine refused")
+        self._content = content
+
+    def content(self, style: Style = "openai") -> dict[str, object]:
+        return self._content
+
+    @classmethod
+    def of(cls, status: int, answer: bytes) -> ApiError:
+        """What an engine answered with this status, if it is an error in these shapes; else one
+        of ours, since pages of proxies and the like name addresses."""
+        try:
+            content = json.loads(answer)
+        except (ValueError, RecursionError):
+            content = None
+        error = content.get("error") if isinstance(content, dict) else None
+        if isinstance(error, dict) and isinstance(error.get("message"), str):
+            return cls(status, content)
+        return ApiError(status if status in _TYPES else 502, f"an engine answered {status}")
+
+
+CUT = "the router ended before this answer"
+"""With these words a request is cancelled that did not end in time."""

@@ -1,0 +1,1 @@
+"""What the router knows of each engine: health, compatibility, adapters."""

@@ -1,0 +1,190 @@
+"""Asks the engines how they are, all the while: whether they answer, and whether caches arrive.
+
+An engine that answers health may still hand nothing over. So decode engines are asked for their
+counts of hand-overs too: since the last time, some failed and none was loaded means that the
+data path is broken. Then small hand-overs of the router's own find out when it works again.
+
+Each question has a connection of its own: a host that is there answers that at once, however busy
+the engine is, and one that is not is known soon. Who did not answer is asked again at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Iterator
+
+import aiohttp
+import msgspec
+
+from disagg.router.api import bodies
+from disagg.router.api.errors import ApiError
+from disagg.router.engines.compatibility import Fits
+from disagg.router.engines.health import Health
+from disagg.router.topology import EngineEndpoint, Topology
+from disagg.router.upstream import client as upstream
+
+logger = logging.getLogger(__name__)
+
+PROBE_S, _CONNECT_S = 2.0, 1.0
+_TRIAL_S, _TRIAL_TOKENS = 30.0, 32
+_COUNTS = "disagg_handoffs_total{"
+
+
+class Probes:
+    """One task, from `start` to `close`."""
+
+    def __init__(
+        self,
+        client: aiohttp.ClientSession,
+        topology: Topology,
+        health: Health,
+        fits: Fits,
+        interval_s: float,
+    ) -> None:
+        self._client, self._topology, self._health = client, topology, health
+        self._fits = fits
+        self._interval_s = interval_s
+        self._counts: dict[str, dict[str, float]] = {}
+        self._failing: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Probe from now on."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Probe no more."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def now(self) -> None:
+        """Ask all engines once."""
+        await asyncio.gather(*map(self._probe, self._topology.engines))
+
+    async def _run(self) -> None:
+        while True:
+            await self.now()
+            for engine in self._topology.of("decode"):
+                if engine.name in self._failing:
+                    with contextlib.suppress(aiohttp.ClientError, TimeoutError, ApiError):
+                        await self._hand_over(engine)
+            # Several routers shall not all ask at the same moment.
+            await asyncio.sleep(self._interval_s * random.uniform(0.8, 1.2))
+
+    async def _probe(self, engine: EngineEndpoint) -> None:
+        await self._ask(engine)
+        while self._health.is_doubtful(engine):
+            await self._ask(engine)
+
+    async def _ask(self, engine: EngineEndpoint) -> None:
+        timeout = aiohttp.ClientTimeout(total=PROBE_S, sock_connect=_CONNECT_S)
+        problem: str | None = "does not answer /health"
+        try:
+            async with self._client.get(f"{engine.url}/health", timeout=timeout) as answer:
+                problem = None if answer.status == 200 else f"/health answers {answer.status}"
+            if problem is None and not self._fits.knows(engine):
+                self._fits.note(engine, await self._fingerprint(engine))
+            if problem is None and engine.role == "decode":
+                async with self._client.get(f"{engine.url}/metrics", timeout=timeout) as answer:
+                    text = await answer.text()
+                    self._judge(engine, text if answer.status == 200 else "")
+        except (
+            aiohttp.ClientError,
+            TimeoutError,
+            UnicodeDecodeError,
+            ConnectionError,
+            ApiError,
+        ):
+            pass  # it has not answered health, or has nothing else to say
+        if problem is not None:
+            self._fits.forget(engine)  # another one may come back at this address
+        self._health.probed(engine, problem)
+
+    async def _fingerprint(self, engine: EngineEndpoint) -> dict[str, str]:
+        timeout = aiohttp.ClientTimeout(total=PROBE_S)
+        found: dict[str, str] = {}
+        async with self._client.get(f"{engine.url}/version", timeout=timeout) as answer:
+            if answer.status == 200:
+                found["vllm"] = _words(await answer.read()).get("version", "")
+        async with self._client.get(f"{engine.url}/v1/models", timeout=timeout) as answer:
+            if answer.status == 200:
+                models = await answer.read()
+                found["model"] = _first_model(models)
+                found |= _room(models)
+        async with self._client.get(f"{engine.url}/disagg/fingerprint", timeout=timeout) as answer:
+            if answer.status == 200:
+                found |= _words(await answer.read())
+        return found
+
+    async def _hand_over(self, decode: EngineEndpoint) -> None:
+        """One of a few tokens; the next probe sees what became of it."""
+        prefills = self._health.usable(self._topology.of("prefill"))
+        if not prefills:
+            return
+        async with asyncio.timeout(_TRIAL_S):
+            async with self._client.get(f"{decode.url}/v1/models") as answer:
+                model = _first_model(await answer.read())
+            prompt = [random.randrange(256) for _ in range(_TRIAL_TOKENS)]
+            body = {"model": model, "prompt": prompt, "max_tokens": 1}
+            data = bodies.encoded(bodies.prefill_body(body))
+            path = "/v1/completions"
+            async with await upstream.post(
+                self._client, random.choice(prefills), path, data
+            ) as first:
+                params = bodies.params_of(await first.read())
+            data = bodies.encoded(bodies.decode_body(body, params))
+            async with await upstream.post(self._client, decode, path, data) as second:
+                await second.read()
+
+    def _judge(self, engine: EngineEndpoint, text: str) -> None:
+        counts = {"loaded": 0.0, "failed": 0.0}
+        for outcome, count in _hand_overs(text):
+            if outcome in counts:
+                counts[outcome] += count
+        before = self._counts.get(engine.name, counts)
+        self._counts[engine.name] = counts
+        failing = engine.name in self._failing
+        if counts["loaded"] != before["loaded"] or counts["failed"] < before["failed"]:
+            failing = False
+        elif counts["failed"] > before["failed"]:
+            failing = True
+        if failing != (engine.name in self._failing):
+            logger.warning("hand-overs to %s %s", engine.name, "fail" if failing else "work again")
+        (self._failing.add if failing else self._failing.discard)(engine.name)
+        self._health.hand_overs(engine, fail=failing)
+
+
+def _words(answer: bytes) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(answer, type=dict[str, str])
+    except msgspec.MsgspecError:
+        return {}
+
+
+def _first_model(models: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(models)["data"][0]["id"])
+    except (msgspec.MsgspecError, KeyError, IndexError, TypeError) as error:
+        raise ApiError(502, "the engine names no models") from error
+
+
+def _room(models: bytes) -> dict[str, str]:
+    """How many tokens prompt and answer may have together, if that is said."""
+    length = msgspec.json.decode(models)["data"][0].get("max_model_len")
+    return {"max_model_len": str(length)} if isinstance(length, int) else {}
+
+
+def _hand_overs(text: str) -> Iterator[tuple[str, float]]:
+    """Outcomes and counts. Only these lines are looked at: an engine has thousands."""
+    at = text.find(_COUNTS)
+    while at >= 0:
+        line = text[at : text.find("\n", at)]
+        labels, _, value = line.rpartition(" ")
+        with contextlib.suppress(IndexError, ValueError):
+            yield labels.split('outcome="')[1].split('"')[0], float(value)
+        at = text.find(_COUNTS, at + 1)

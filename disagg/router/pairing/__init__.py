@@ -1,0 +1,1 @@
+"""Which prefill and which decode engine a request gets."""

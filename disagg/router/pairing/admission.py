@@ -1,0 +1,121 @@
+"""Lets requests in: at once, after a wait in a bounded queue, or not at all.
+
+First come, first served. A request gets its decode engine before anything is done for it, so
+what is in flight is bounded by the seats at decode engines. Nobody waits without a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from disagg.config import LimitsSection, Role
+from disagg.router.api.errors import ApiError
+from disagg.router.pairing.in_flight import Seat, Traffic
+from disagg.router.pairing.policies import Pairer
+from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.telemetry.metrics import RouterMetrics
+from disagg.router.topology import EngineEndpoint
+
+
+@dataclass(eq=False)
+class _Waiting:
+    request: RequestInfo
+    tried: Collection[EngineEndpoint]
+    seat: asyncio.Future[Seat]
+    since: float = field(default_factory=time.monotonic)
+
+
+class Admission:
+    """Seats at engines, within the limits."""
+
+    def __init__(
+        self, pairer: Pairer, traffic: Traffic, limits: LimitsSection, metrics: RouterMetrics
+    ) -> None:
+        self._pairer, self._traffic, self._limits = pairer, traffic, limits
+        self._metrics = metrics
+        self._queues: dict[Role, deque[_Waiting]] = {"prefill": deque(), "decode": deque()}
+        self._last_wait_s = 0.0
+
+    async def seat(
+        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+    ) -> Seat | None:
+        """A seat at an engine of this role that is not among `tried`, waited for if need be; None
+        if none is up. Who tried some was let in before, and is before those who wait.
+
+        Raises `ApiError` 429 if too many wait already, or it waited too long.
+        """
+        queue = self._queues[role]
+        if tried or not queue:
+            seat = self.another(role, request, tried)
+            if seat is not None or not self._pairer.serves(role, request, tried):
+                return seat
+        if not tried and len(queue) >= self._limits.max_queued:
+            raise self._busy("too many requests wait already")
+        waiting = _Waiting(request, tried, asyncio.get_running_loop().create_future())
+        (queue.appendleft if tried else queue.append)(waiting)
+        self._metrics.queued.inc()
+        try:
+            async with asyncio.timeout(self._limits.queue_timeout_s):
+                return await waiting.seat
+        except TimeoutError as error:
+            self._gave_up(waiting)
+            limit = self._limits.queue_timeout_s
+            raise self._busy(f"no engine had room for {limit:g} s") from error
+        except BaseException:
+            self._gave_up(waiting)
+            raise
+        finally:
+            self._last_wait_s = time.monotonic() - waiting.since
+            self._metrics.queued.dec()
+            self._metrics.queue_time.observe(self._last_wait_s)
+
+    def another(
+        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+    ) -> Seat | None:
+        """A seat at once, at an engine that is not among `tried`; None if there is none."""
+        limits = self._limits
+        if role == "decode" and self._traffic.of_role(role) >= limits.max_in_flight:
+            return None
+        engine = self._pairer.choose(role, request, tried, room=limits.max_in_flight_per_engine)
+        if engine is None:
+            return None
+        return self._traffic.take(engine, request.tokens, self._admit_waiting)
+
+    def admit_waiting(self) -> None:
+        """Look again: there may be other engines now."""
+        for role in self._queues:
+            self._admit_waiting(role)
+
+    def _admit_waiting(self, role: Role) -> None:
+        queue, left = self._queues[role], list[_Waiting]()
+        while queue:
+            waiting = queue.popleft()
+            if waiting.seat.done():
+                continue
+            seat = self.another(role, waiting.request, waiting.tried)
+            if seat is not None:
+                waiting.seat.set_result(seat)
+                continue
+            left.append(waiting)
+            if not waiting.tried:
+                break  # who is behind it may go where it may
+        queue.extendleft(reversed(left))
+
+    def _gave_up(self, waiting: _Waiting) -> None:
+        """It leaves the queue; a seat that it got in the same moment goes to the next."""
+        if waiting.seat.done() and not waiting.seat.cancelled():
+            waiting.seat.result().leave()
+            return
+        waiting.seat.cancel()
+        for queue in self._queues.values():
+            if waiting in queue:
+                queue.remove(waiting)
+
+    def _busy(self, why: str) -> ApiError:
+        after = max(1, math.ceil(self._last_wait_s))
+        return ApiError(429, f"the service is busy: {why}", {"Retry-After": str(after)})

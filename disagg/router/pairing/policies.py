@@ -1,0 +1,178 @@
+"""Which prefill and which decode engine a request gets.
+
+A policy sees the request and the engines of one role, and names one of them. It keeps its own
+state and never does I/O.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import xxhash
+
+from disagg.config import PairingSection, PolicyName, Role
+from disagg.router.engines.compatibility import Fits
+from disagg.router.engines.health import Health
+from disagg.router.pairing.in_flight import Traffic
+from disagg.router.pairing.prefix_memory import PrefixMemory
+from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.topology import EngineEndpoint, Topology
+
+# How much busier the engine that knows a prefix may be before another one gets the request.
+_WORTH_WAITING_TOKENS = 4096
+
+
+class Policy(Protocol):
+    """Chooses among engines of one role."""
+
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+        """One of `engines`, which is not empty."""
+
+
+class RoundRobin:
+    """Each engine in turn."""
+
+    def __init__(self) -> None:
+        self._turns = itertools.count()
+
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+        return engines[next(self._turns) % len(engines)]
+
+
+class LeastLoaded:
+    """The less busy of two drawn at random, so that several routers do not all choose the same."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._random = random.Random()
+
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+        if len(engines) == 1:
+            return engines[0]
+        return min(self._random.sample(engines, 2), key=self._traffic.cost)
+
+
+class PrefixAffinity:
+    """The engine that last had the longest prefix of this prompt, unless it is clearly busier."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic, self._otherwise = traffic, LeastLoaded(traffic)
+        self._memory = PrefixMemory()
+
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+        chosen = self._knows(request, engines) or self._otherwise.choose(request, engines)
+        self._memory.note(request.prefix_keys, chosen.name)
+        return chosen
+
+    def _knows(
+        self, request: RequestInfo, engines: Sequence[EngineEndpoint]
+    ) -> EngineEndpoint | None:
+        by_name = {engine.name: engine for engine in engines}
+        least = min(self._traffic.cost(engine) for engine in engines)
+        for key in reversed(request.prefix_keys):
+            for name in self._memory.engines(key):
+                engine = by_name.get(name)
+                if engine is not None:
+                    busy = self._traffic.cost(engine) > least + _WORTH_WAITING_TOKENS
+                    return None if busy else engine
+        return None
+
+
+class SessionAffinity:
+    """One engine for all requests with the same value of a header (rendezvous hashing).
+
+    Without any memory: all routers agree, and when an engine goes only its sessions move.
+    """
+
+    def __init__(self, header: str, traffic: Traffic) -> None:
+        self._header, self._otherwise = header.lower(), LeastLoaded(traffic)
+
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+        session = request.headers.get(self._header)
+        if not session:
+            return self._otherwise.choose(request, engines)
+        return max(engines, key=lambda e: _rank(session, e))
+
+
+def _rank(session: str, engine: EngineEndpoint) -> int:
+    return xxhash.xxh3_64_intdigest(f"{session}\0{engine.name}".encode(errors="replace"))
+
+
+def make_policy(name: PolicyName, settings: PairingSection, traffic: Traffic) -> Policy:
+    """The policy of this name."""
+    match name:
+        case "round_robin":
+            return RoundRobin()
+        case "least_loaded":
+            return LeastLoaded(traffic)
+        case "prefix_affinity":
+            return PrefixAffinity(traffic)
+        case "session_affinity":
+            return SessionAffinity(settings.session_header, traffic)
+
+
+class Pairer:
+    """One policy per role, among the engines that are worth a try and have room."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        settings: PairingSection,
+        traffic: Traffic,
+        health: Health,
+        fits: Fits,
+    ) -> None:
+        self._topology, self._traffic, self._health = topology, traffic, health
+        self._fits = fits
+        self._policies: dict[Role, Policy] = {
+            "prefill": make_policy(settings.prefill, settings, traffic),
+            "decode": make_policy(settings.decode, settings, traffic),
+        }
+
+    def serves(
+        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+    ) -> bool:
+        """Whether it is worth a wait for an engine of this role that is not among `tried`."""
+        return bool(self._candidates(role, request, tried))
+
+    def wait_s(self, role: Role, request: RequestInfo) -> float:
+        """About how long the least busy engine of this role reads before it; 0 without one."""
+        waits = (self._traffic.reading_s(engine) for engine in self._candidates(role, request))
+        return min(waits, default=0.0)
+
+    def choose(
+        self,
+        role: Role,
+        request: RequestInfo,
+        tried: Collection[EngineEndpoint] = (),
+        *,
+        room: int | None = None,
+    ) -> EngineEndpoint | None:
+        """An engine of this role that is not among `tried` and has less than `room` requests;
+        None if there is none."""
+        engines = [
+            engine
+            for engine in self._candidates(role, request, tried)
+            if room is None or self._traffic.requests(engine) < room
+        ]
+        if not engines:
+            return None
+        chosen = self._policies[role].choose(request, engines)
+        self._health.trying(chosen)
+        return chosen
+
+    def _candidates(
+        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+    ) -> Sequence[EngineEndpoint]:
+        engines = self._topology.of(role)
+        if tried:
+            engines = [engine for engine in engines if engine not in tried]
+        partner = request.partner
+        if partner is not None:
+            engines = [engine for engine in engines if self._fits.fit(engine, partner)]
+        usable = self._health.usable(engines)
+        # Without prefill there is still decode; without decode, trying is better than refusing.
+        return usable or (engines if role == "decode" else ())

@@ -1,0 +1,1 @@
+"""A router of several processes on one port."""

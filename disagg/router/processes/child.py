@@ -1,0 +1,131 @@
+"""One of several router processes on one port: `python -m disagg.router.processes.child FD`.
+
+FD is the channel to the parent (`processes`), which says what to serve and when to end. The
+child ends when the channel closes, so it never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from typing import Any
+
+import uvloop
+from pydantic import TypeAdapter
+
+from disagg.router.processes.rpc import ASK_S, Channel, ChannelClosed, open_channel
+from disagg.router.server.peer_processes import Alone, together
+from disagg.router.server.server import RouterPlan, RouterServer, bind, settle
+from disagg.router.topology import EngineEndpoint
+
+
+class Child:
+    """The server of this process, and what its parent may ask of it."""
+
+    def __init__(self) -> None:
+        self.channel: Channel | None = None
+        self.server: RouterServer | None = None
+        self._grace_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.handlers = {
+            "start": self._start,
+            "replace": self._replace,
+            "drain": lambda on: self._alone.drain(on),
+            "in_flight": lambda _: self._alone.in_flight(),
+            "figures": self._figures,
+            "finish": lambda grace_s: self._server.finish(grace_s),
+        }
+
+    def leave(self) -> None:
+        """End by itself, after a drain; the parent starts another one."""
+        self._begin(self._leave())
+
+    async def _start(self, given: Any) -> None:
+        assert self.channel is not None
+        plan = TypeAdapter(RouterPlan).validate_json(given["plan"])
+        sock = bind(plan.section.host, given["port"], shared=True)
+        self.server = server = plan.server(sock)
+        self._grace_s = plan.section.limits.drain_s
+        self._alone: Alone = server.app.state.siblings
+        server.app.state.siblings = Family(self.channel)
+        if given["draining"]:
+            await self._alone.drain(True)
+        await server.start()
+        settle()
+        self._begin(self._watch())
+
+    async def _replace(self, given: Any) -> None:
+        engines = [EngineEndpoint(**engine) for engine in given["engines"]]
+        await self._server.replace(engines, given["down"])
+
+    async def _figures(self, _: Any) -> str:
+        return (await self._alone.figures()).decode()
+
+    async def _watch(self) -> None:
+        try:
+            await self._server.ended()
+        finally:
+            self._close()
+
+    async def _leave(self) -> None:
+        if self.server is not None:
+            await self.server.finish(self._grace_s)
+        self._close()
+
+    def _close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def _server(self) -> RouterServer:
+        assert self.server is not None
+        return self.server
+
+
+class Family:
+    """The siblings of a child: its parent knows them.
+
+    Without a parent all of them are ending, and there is nothing more to tell.
+    """
+
+    def __init__(self, parent: Channel) -> None:
+        self._parent = parent
+
+    async def drain(self, on: bool) -> int:
+        in_flight: int = await self._ask("drain", on) or 0
+        return in_flight
+
+    async def in_flight(self) -> int:
+        in_flight: int = await self._ask("in_flight") or 0
+        return in_flight
+
+    async def figures(self) -> bytes:
+        texts: dict[str, str] = await self._ask("figures") or {}
+        return together({int(number): text for number, text in texts.items()})
+
+    async def _ask(self, name: str, argument: Any = None) -> Any:
+        with contextlib.suppress(ChannelClosed):
+            return await self._parent.call(name, argument, timeout_s=ASK_S)
+        return None
+
+
+async def _live(descriptor: int) -> None:
+    child = Child()
+    channel = child.channel = await open_channel(socket.socket(fileno=descriptor), child.handlers)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, child.leave)
+    await channel.serve()
+    if child.server is not None:
+        await child.server.stop(0)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(_live(int(sys.argv[1])))

@@ -1,0 +1,211 @@
+"""Several router processes on one port: started, started again when one dies, and ended.
+
+Each child binds a socket of its own to the port (SO_REUSEPORT), and the kernel spreads new
+connections. The parent holds the port without listening, serves nothing itself, and talks to
+its children over a channel each; settings and keys go that way, never on a command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from disagg.router.processes.rpc import ASK_S, Channel, ChannelClosed, open_channel
+from disagg.router.server.peer_processes import together
+from disagg.router.server.server import RouterPlan, RouterServer, bind
+from disagg.router.topology import EngineEndpoint
+
+logger = logging.getLogger(__name__)
+
+START_S = 60.0
+END_S = 5.0
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_STEADY_S = 30.0  # who lived as long did not die of starting
+_FAILED = (ChannelClosed, TimeoutError, RuntimeError)
+
+
+def claim(host: str, port: int, processes: int) -> socket.socket:
+    """The port for a router of so many processes, refused if anyone else has it. OSError."""
+    sock = bind(host, port)
+    if processes > 1:
+        # Only now: set before, it would let us share the port with another router.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return sock
+
+
+def open_server(plan: RouterPlan, sock: socket.socket) -> RouterServer | Processes:
+    """What serves the plan on a claimed socket."""
+    return Processes(plan, sock) if plan.section.processes > 1 else plan.server(sock)
+
+
+class Processes:
+    """The parent, inside somebody else's event loop; used as a `RouterServer` is."""
+
+    def __init__(self, plan: RouterPlan, sock: socket.socket) -> None:
+        self._plan = plan
+        self._count, self._socket = plan.section.processes, sock
+        self._channels: dict[int, Channel] = {}
+        """Of the children that serve, by number."""
+        self._open: set[Channel] = set()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+        self._draining = False
+        self.asked = asyncio.Event()
+        self._handlers = {
+            "drain": self._drain,
+            "in_flight": self._in_flight,
+            "figures": self._figures,
+        }
+
+    async def start(self) -> None:
+        """Returns when all processes accept requests; RuntimeError if one does not get there."""
+        ready = [asyncio.Event() for _ in range(self._count)]
+        self._keepers = [asyncio.create_task(self._keep(n, e)) for n, e in enumerate(ready)]
+        all_ready = asyncio.create_task(_all(ready))
+        await asyncio.wait([all_ready, *self._keepers], return_when="FIRST_COMPLETED")
+        if not all_ready.done():
+            all_ready.cancel()
+            await self.stop(0)
+            raise RuntimeError("a router process ended while starting; its last lines say why")
+
+    async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
+        """Other engines from now on, for children to come as well; see `Topology.replace`."""
+        self._plan = replace(self._plan, engines=engines, down=down)
+        given = {"engines": [asdict(engine) for engine in engines], "down": dict(down)}
+        await self._ask("replace", given)
+
+    async def figures(self) -> bytes:
+        """The router's own metrics, of all processes, as `/metrics` has them."""
+        return together(await self._ask("figures"))
+
+    async def ended(self) -> None:
+        """Returns after an ordinary stop; raises RuntimeError if keeping up the children fails."""
+        await asyncio.wait(self._keepers, return_when="FIRST_COMPLETED")
+        if not self._stopping.is_set():
+            raise RuntimeError("the router's processes are not looked after any more")
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept nothing new, let running requests go on for `grace_s`, cut them, end all."""
+        self._stopping.set()
+        await self._ask("finish", grace_s, timeout_s=grace_s + ASK_S)
+        # Together, so that whoever watches a drain over one of them sees the end of all.
+        for channel in list(self._open):
+            channel.close()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._socket.close()
+
+    # ---- one child -------------------------------------------------------------------------
+
+    async def _keep(self, number: int, ready: asyncio.Event) -> None:
+        failures = 0
+        while True:
+            began = time.monotonic()
+            status = await self._life(number, ready)
+            if self._stopping.is_set():
+                return
+            if not ready.is_set():
+                raise RuntimeError(f"router process {number} ended while starting")
+            failures = 0 if time.monotonic() - began > _STEADY_S else failures + 1
+            pause = min(_PAUSE_S * 2 ** min(failures, 10), _LONGEST_PAUSE_S)
+            logger.warning(
+                "router process %d ended (status %d), starting it again in %.1f s",
+                number,
+                status,
+                pause,
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _life(self, number: int, ready: asyncio.Event) -> int:
+        """One child from its start to its end; its exit status."""
+        ours, theirs = socket.socketpair()
+        process = _spawn(theirs)
+        channel = await open_channel(ours, self._handlers)
+        self._open.add(channel)
+        serving = asyncio.create_task(channel.serve())
+        try:
+            if not self._stopping.is_set():
+                await channel.call("start", self._orders(), timeout_s=START_S)
+                self._channels[number] = channel
+                ready.set()
+                await serving
+        except _FAILED as error:
+            logger.warning("router process %d did not start: %s", number, error)
+        finally:
+            self._channels.pop(number, None)
+            self._open.discard(channel)
+            channel.close()
+            await _gone(process)
+        return process.returncode
+
+    def _orders(self) -> dict[str, Any]:
+        port = self._socket.getsockname()[1]
+        plan = TypeAdapter(RouterPlan).dump_json(self._plan).decode()
+        return {"plan": plan, "port": port, "draining": self._draining}
+
+    # ---- what a child asks of all ----------------------------------------------------------
+
+    async def _drain(self, on: bool) -> int:
+        self._draining = on
+        in_flight: int = sum((await self._ask("drain", on)).values())
+        if on:
+            self.asked.set()
+        return in_flight
+
+    async def _in_flight(self, _: Any) -> int:
+        in_flight: int = sum((await self._ask("in_flight")).values())
+        return in_flight
+
+    async def _figures(self, _: Any) -> dict[int, str]:
+        return await self._ask("figures")
+
+    async def _ask(
+        self, name: str, argument: Any = None, *, timeout_s: float = ASK_S / 2
+    ) -> dict[int, Any]:
+        """The answers of the children that gave one."""
+
+        async def one(number: int, channel: Channel) -> tuple[int, Any] | None:
+            try:
+                return number, await channel.call(name, argument, timeout_s=timeout_s)
+            except _FAILED as error:
+                logger.warning("router process %d gave no answer to %s: %s", number, name, error)
+                return None
+
+        answers = await asyncio.gather(*(one(*item) for item in self._channels.items()))
+        return dict(answer for answer in answers if answer is not None)
+
+
+async def _all(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
+
+
+def _spawn(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    with theirs:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "disagg.router.processes.child", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            # As we were found ourselves, which may be by a path that is set in here alone.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            process_group=0,  # a Ctrl-C is for the parent, which tells the children
+        )
+
+
+async def _gone(process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + END_S
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            process.kill()
+        await asyncio.sleep(0.02)

@@ -1,0 +1,215 @@
+"""The decode leg: an engine's answer whose first bytes have come.
+
+Until then nothing was passed on, so a leg that fails is sent to another engine, with the same
+params. Only a time-out is not: whoever waited so long shall hear of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import aiohttp
+
+from disagg.config import LimitsSection
+from disagg.router.api.errors import ApiError, EngineRefusal
+from disagg.router.engines.health import Health
+from disagg.router.pairing.admission import Admission
+from disagg.router.pairing.in_flight import Seat
+from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.telemetry.access_log import Record
+from disagg.router.telemetry.metrics import RouterMetrics
+from disagg.router.topology import EngineEndpoint
+from disagg.router.upstream.response import Answer
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 2
+_LONGEST_REFUSAL = 64 << 10
+AnyAnswer: TypeAlias = aiohttp.ClientResponse | Answer
+Call: TypeAlias = Callable[[EngineEndpoint], Awaitable[AnyAnswer]]
+
+
+@dataclass
+class Opened:
+    """An answer on its way. Whoever holds it must `close` it, in whatever way it ends."""
+
+    answer: AnyAnswer
+    seat: Seat
+    health: Health = field(repr=False)
+    first: bytes = b""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, repr=False)
+    _timer: asyncio.TimerHandle | None = field(default=None, repr=False)
+    _waits_since: float | None = None
+    _silence_s: float = 0.0
+    _is_events: bool | None = field(default=None, repr=False)
+
+    @property
+    def engine(self) -> EngineEndpoint:
+        return self.seat.engine
+
+    @property
+    def status(self) -> int:
+        return self.answer.status
+
+    @property
+    def raw_headers(self) -> Sequence[tuple[bytes, bytes]]:
+        return self.answer.raw_headers
+
+    @property
+    def is_events(self) -> bool:
+        """Whether it is an event stream that another event can follow."""
+        if self._is_events is None:
+            kind, is_encoded = b"", False
+            for name, value in self.answer.raw_headers:
+                lower = name.lower()
+                if lower == b"content-type":
+                    kind = value
+                is_encoded |= lower == b"content-encoding"
+            self._is_events = kind.startswith(b"text/event-stream") and not is_encoded
+        return self._is_events
+
+    async def chunk(self, silence_s: float) -> bytes:
+        """What has come since; empty at the end. What goes wrong becomes an `ApiError`."""
+        self._waits_since, self._silence_s = time.monotonic(), silence_s
+        is_ready = isinstance(self.answer, Answer) and self.answer.is_ready
+        if self._timer is None and not is_ready:
+            self._timer = self._loop.call_later(silence_s, self._look)
+        try:
+            return await self.answer.content.readany()
+        except TimeoutError as error:
+            self.health.failed(self.engine)
+            raise ApiError(504, f"the engine was silent for {silence_s:g} s") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            self.health.failed(self.engine)
+            raise ApiError(502, "the engine's answer broke off") from error
+        finally:
+            self._waits_since = None
+
+    def _look(self) -> None:
+        """Whether the engine is silent for too long. One timer for an answer: one for each chunk
+        costs more than the chunk."""
+        since = self._waits_since
+        left = self._silence_s if since is None else since + self._silence_s - time.monotonic()
+        if left <= 0:
+            self.answer.content.set_exception(TimeoutError())
+        else:
+            self._timer = self._loop.call_later(left, self._look)
+
+    def stop_watching(self) -> None:
+        """Nobody waits; or a limit of another length begins."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def close(self) -> None:
+        """Closing the connection is how the engine learns that nobody listens any more."""
+        self.stop_watching()
+        self.answer.close()
+        self.seat.leave()
+
+
+class DecodeLeg:
+    """Opens answers."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        health: Health,
+        metrics: RouterMetrics,
+        limits: LimitsSection,
+    ) -> None:
+        self._admission, self._health = admission, health
+        self._metrics, self._limits = metrics, limits
+
+    async def open(
+        self,
+        call: Call,
+        seat: Seat,
+        request: RequestInfo,
+        record: Record,
+        *,
+        attempts: int = _ATTEMPTS,
+    ) -> Opened:
+        """The answer of the seat's engine, or of another one; never a 5xx. Gives the seat up if
+        there is none. Raises `ApiError`, an engine's own words among them.
+
+        `call` gives an answer whose head has come, in time, or raises `ApiError`.
+        """
+        tried: list[EngineEndpoint] = []
+        while True:
+            tried.append(seat.engine)
+            record.decode = seat.engine.name
+            opened: Opened | None = None
+            failure: ApiError | None = None
+            try:
+                opened = await self._on(call, seat)
+                if opened.answer.status < 500:
+                    return opened
+            except ApiError as error:
+                failure = error
+            other: Seat | None = None
+            if len(tried) < attempts and (failure is None or failure.status != 504):
+                other = await self._elsewhere(request, tried, opened)
+            if other is None:
+                if opened is not None:
+                    failure = await self._refusal(opened)
+                assert failure is not None
+                raise failure
+            if opened is not None:
+                opened.close()
+            logger.warning("decode on %s failed, trying %s", seat.engine.name, other.engine.name)
+            self._metrics.retries.labels("decode").inc()
+            record.retries += 1
+            seat = other
+
+    async def _elsewhere(
+        self, request: RequestInfo, tried: list[EngineEndpoint], refused: Opened | None
+    ) -> Seat | None:
+        if refused is not None:
+            refused.seat.leave()  # else it might wait for its own
+        try:
+            return await self._admission.seat("decode", request, tried)
+        except ApiError:
+            return None  # why it was refused tells more than that others have no room
+        except BaseException:
+            if refused is not None:
+                refused.close()
+            raise
+
+    async def _refusal(self, opened: Opened) -> ApiError:
+        """An engine's 5xx as an error: in its own words if they are OpenAI's shape."""
+        content, limit = opened.first, self._limits.between_bytes_timeout_s
+        try:
+            while len(content) < _LONGEST_REFUSAL and (more := await opened.chunk(limit)):
+                content += more
+        except ApiError:
+            content = b""
+        finally:
+            opened.close()
+        return EngineRefusal.of(opened.answer.status, content)
+
+    async def _on(self, call: Call, seat: Seat) -> Opened:
+        began = time.monotonic()
+        limit = self._limits.first_byte_timeout_s
+        try:
+            answer = await call(seat.engine)
+        except BaseException as error:
+            seat.leave()
+            if isinstance(error, ApiError):
+                self._health.failed(seat.engine)
+            raise
+        opened = Opened(answer, seat, self._health)
+        self._health.answered(seat.engine, answer.status)
+        try:
+            left = limit - (time.monotonic() - began)
+            opened.first = await opened.chunk(max(left, 0.001))
+            opened.stop_watching()
+        except BaseException:
+            opened.close()
+            raise
+        return opened

@@ -1,0 +1,145 @@
+"""The prefill leg of one request: whether there is one, on which engine, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from disagg.config import LimitsSection
+from disagg.router.api import bodies
+from disagg.router.api.errors import ApiError
+from disagg.router.engines.health import Health
+from disagg.router.engines.lease_releases import Handed
+from disagg.router.pairing.admission import Admission
+from disagg.router.pairing.in_flight import Seat
+from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.telemetry.access_log import Record
+from disagg.router.telemetry.metrics import RouterMetrics
+from disagg.router.topology import EngineEndpoint
+from disagg.router.upstream import client as upstream
+from disagg.router.upstream import http1
+from disagg.router.upstream.response import Answer
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 2
+
+
+class PrefillLeg:
+    """`strict`: a prompt that could not be handed over is an error. `gives_params`: the engines'
+    connector answers params; without, decode finds the cache by itself."""
+
+    def __init__(
+        self,
+        client: http1.Client,
+        admission: Admission,
+        health: Health,
+        metrics: RouterMetrics,
+        limits: LimitsSection,
+        *,
+        strict: bool,
+        gives_params: bool,
+    ) -> None:
+        self._client, self._admission, self._health = client, admission, health
+        self._metrics, self._limits = metrics, limits
+        self._strict, self._gives_params = strict, gives_params
+
+    async def run(
+        self,
+        request: RequestInfo,
+        header: bytes,
+        record: Record,
+        more: Mapping[str, Any] | None = None,
+    ) -> Handed | Response | None:
+        """What to hand over, None if decode shall work alone, or an answer that is final.
+
+        `more`: see `legs.prefill_body`. Raises `ApiError`.
+        """
+        gives = self._gives_params
+        body = bodies.prefill_body(request.body, request.path, asks_params=gives, more=more)
+        data = bodies.encoded(body)
+        seat, tried = await self._admission.seat("prefill", request), list[EngineEndpoint]()
+        while seat is not None:
+            tried.append(seat.engine)
+            record.prefill = seat.engine.name
+            try:
+                return await self._on(seat, request, data, header, record)
+            except _EngineFailed as failure:
+                logger.warning("prefill on %s failed: %s", seat.engine.name, failure)
+            seat = None
+            if len(tried) < _ATTEMPTS:
+                seat = self._admission.another("prefill", request, tried)
+            if seat is not None:
+                self._metrics.retries.labels("prefill").inc()
+                record.retries += 1
+        self._alone("prefill_failed" if tried else "no_prefill_engine", record)
+        return None
+
+    def skip(self, reason: str, record: Record) -> None:
+        """Decode works alone."""
+        record.local = reason
+        self._metrics.local.labels(reason).inc()
+
+    def _alone(self, reason: str, record: Record) -> None:
+        self.skip(reason, record)
+        if self._strict:
+            raise ApiError(502, f"the prompt could not be handed over ({reason}); transfer.strict")
+
+    async def _on(
+        self,
+        seat: Seat,
+        request: RequestInfo,
+        data: bytes,
+        header: bytes,
+        record: Record,
+    ) -> Handed | Response | None:
+        began = record.elapsed()
+        seat.reads(request.tokens)
+        try:
+            limit = self._limits.prefill_timeout_s
+            answer = await upstream.post_leg(
+                self._client, seat.engine, request.path, data, header, limit
+            )
+            content = await self._whole(answer)
+            if answer.status == 200:
+                seat.has_read()
+        except ApiError as error:
+            self._health.failed(seat.engine)
+            raise _EngineFailed(error.message) from error
+        finally:
+            seat.leave()
+            record.prefill_s = record.elapsed()
+            self._metrics.prefill_time.observe(record.prefill_s - began)
+        self._health.answered(seat.engine, answer.status)
+        if 400 <= answer.status < 500:
+            refusal = Response(content, answer.status)
+            refusal.raw_headers = upstream.to_client(answer.raw_headers)
+            return refusal
+        if answer.status != 200:
+            raise _EngineFailed(f"it answered {answer.status}")
+        if not self._gives_params:
+            return None
+        params = bodies.params_of(content)
+        if params is None:
+            self._alone("no_params", record)
+            return None
+        return Handed(seat.engine, params, content)
+
+    async def _whole(self, answer: Answer) -> bytes:
+        try:
+            if answer.is_whole:
+                return await answer.read()
+            async with asyncio.timeout(self._limits.between_bytes_timeout_s):
+                return await answer.read()
+        except (ConnectionError, TimeoutError) as error:
+            raise ApiError(502, "the prefill engine's answer broke off") from error
+        finally:
+            answer.close()  # of no effect once it was read to its end
+
+
+class _EngineFailed(Exception):
+    """In a way that another engine may not."""

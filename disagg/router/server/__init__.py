@@ -1,0 +1,1 @@
+"""The HTTP server: the FastAPI app, keys, limits, drain, status."""

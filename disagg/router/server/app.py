@@ -1,0 +1,197 @@
+"""The FastAPI app: who may come in, which path does what, and errors in OpenAI's shape.
+
+Nothing here talks to an engine; `service` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from disagg.config import ConnectorName, RouterSection
+from disagg.credentials import ApiKey
+from disagg.router.api import bodies, openapi, paths
+from disagg.router.api.errors import ApiError
+from disagg.router.engines.compatibility import Fits
+from disagg.router.engines.health import Health
+from disagg.router.engines.probes import Probes
+from disagg.router.request.service import Service
+from disagg.router.server import drain_api, ui
+from disagg.router.server.api_keys import KeyRing
+from disagg.router.server.drain import WhileOpen
+from disagg.router.server.endpoint import DEFECT, Answer, Endpoint
+from disagg.router.server.peer_processes import Siblings
+from disagg.router.server.status import Failures, Status
+from disagg.router.telemetry.access_log import AccessLog, Record
+from disagg.router.telemetry.metrics import EnginesUp, RouterMetrics, exposition
+from disagg.router.telemetry.tracing import open_tracer
+from disagg.router.topology import EngineEndpoint, Topology
+from disagg.router.upstream import client as upstream
+from disagg.router.upstream import http1
+from disagg.router.upstream.loop_yield import Turns
+
+_READ = ["GET", "HEAD"]
+_METHODS = [*_READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+def create_app(
+    settings: RouterSection,
+    engines: Sequence[EngineEndpoint],
+    *,
+    down: Mapping[str, str] | None = None,
+    api_keys: Sequence[ApiKey] = (),
+    engine_key: str | None = None,
+    connector: ConnectorName = "disagg",
+    strict: bool = False,
+) -> FastAPI:
+    """The router in front of these engines. Apps share nothing with one another."""
+    topology, metrics, keys = Topology(engines, down), RouterMetrics(), KeyRing(api_keys)
+    health, fits, failures = Health(metrics), Fits(), Failures()
+    metrics.registry.register(EnginesUp(topology, health.problem))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with (
+            upstream.open_client(settings.limits, engine_key) as client,
+            upstream.open_client(settings.limits, engine_key, keep=False) as prober,
+        ):
+            service = Service(
+                client,
+                http1.Client(
+                    settings.limits.connect_timeout_s,
+                    engine_key,
+                    turns=Turns() if settings.processes > 1 else None,
+                ),
+                topology,
+                health,
+                metrics,
+                fits,
+                settings,
+                strict=strict,
+                connector=connector,
+            )
+            app.state.status = Status(client, topology, health, failures)
+            probes = Probes(prober, topology, health, fits, settings.probe_interval_s)
+            app.state.probes = probes
+            probes.start()
+            app.state.service = service
+            service.adapters.level(topology)
+            yield
+            await probes.close()
+            await service.close()
+
+    def replace(engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
+        """What is not as it was starts anew; requests to it go on as long as it lets them."""
+        service: Service = app.state.service
+        known = set(topology.engines)
+        for engine in known ^ set(engines):
+            health.forget(engine)
+            fits.forget(engine)
+        for engine in set(engines) - known:
+            service.adapters.welcome(engine, known & set(engines))
+        topology.replace(engines, down)
+        service.engines_changed()
+
+    app = FastAPI(title="disagg", lifespan=lifespan, docs_url=None, openapi_url=None)
+    app.state.limits = settings.limits
+    app.state.replace = replace
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(Exception, _failed)
+    drain_api.install(app, metrics.registry, keys)
+    _add_own_routes(app, topology, health, fits)
+    ui.install(app)
+    _add_api_routes(app, settings, metrics, failures, keys)
+    return app
+
+
+def _add_own_routes(app: FastAPI, topology: Topology, health: Health, fits: Fits) -> None:
+    @app.api_route("/health", methods=_READ)
+    async def alive() -> Response:
+        return Response()
+
+    @app.api_route("/ready", methods=_READ)
+    async def ready() -> Response:
+        probes: Probes = app.state.probes
+        await probes.now()
+        problems = {engine.name: health.problem(engine) for engine in topology.engines}
+        well = [engine for engine in topology.engines if problems[engine.name] is None]
+        if topology.knows("prefill"):
+            is_ready = any(
+                {one.role, other.role} == {"prefill", "decode"} and fits.fit(one, other)
+                for one, other in itertools.combinations(well, 2)
+            )
+        else:
+            is_ready = bool(well)  # plain engines, which read prompts and write answers
+        shown = {name: problem or "up" for name, problem in problems.items()}
+        shown.update(topology.down)
+        return JSONResponse({"ready": is_ready, "engines": shown}, 200 if is_ready else 503)
+
+    @app.api_route(openapi.PATH, methods=_READ)
+    async def describe() -> Response:
+        return JSONResponse(openapi.document())
+
+    @app.api_route("/metrics", methods=_READ)
+    async def show_metrics() -> Response:
+        service: Service = app.state.service
+        siblings: Siblings = app.state.siblings
+        own = await siblings.figures()
+        text = await exposition(own, service.client, topology.engines)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_api_routes(
+    app: FastAPI,
+    settings: RouterSection,
+    metrics: RouterMetrics,
+    failures: Failures,
+    keys: KeyRing,
+) -> None:
+    app.state.straight = {}
+    limit, tracer = settings.limits.max_body_bytes, open_tracer()
+    log = AccessLog(enabled=settings.access_log)
+
+    # Not coroutines themselves: each that a request is in costs it something at every wait.
+    def complete(request: Request, data: bytes, record: Record) -> Awaitable[Answer]:
+        service: Service = app.state.service
+        return service.complete(record.route, bodies.parsed(data), request.headers, record)
+
+    def forward(request: Request, data: bytes, record: Record) -> Awaitable[Answer]:
+        service: Service = app.state.service
+        target = _raw_target(request)
+        return service.forward(request.method, target, data, request.headers, record)
+
+    async def internal(request: Request) -> Response:
+        # Engines speak to the router there, and to nobody else.
+        return ApiError(404, "there is no such path").response()
+
+    for path in paths.PAIRED:
+        completions = Endpoint(path, complete, metrics, failures, keys, limit, tracer, log)
+        app.router.routes.append(Route(path, completions, methods=["POST"]))
+        app.state.straight[path] = WhileOpen(completions, app.state.drain)
+    app.add_route("/disagg/{rest:path}", internal, methods=_METHODS)
+    other = Endpoint("other", forward, metrics, failures, keys, limit, tracer, log)
+    app.router.routes.append(Route("/{rest:path}", other, methods=_METHODS))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """What the framework refuses by itself, such as a method that no route has."""
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, error.detail, error.headers).response()
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A defect of ours. The framework raises it again afterwards, and uvicorn logs it."""
+    return DEFECT.response()
+
+
+def _raw_target(request: Request) -> str:
+    """Path and query as the client wrote them."""
+    path: bytes = request.scope["raw_path"]
+    query: bytes = request.scope["query_string"]
+    return (path + (b"?" + query if query else b"")).decode("latin-1")

@@ -1,0 +1,64 @@
+"""A drain by command: POST /disagg/drain begins one, DELETE takes it back, GET tells how far it is.
+
+Only for who runs the router: with API keys configured, for those who show one; without, for this
+machine alone. To all others there is no such path.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from disagg.router.api.errors import ApiError
+from disagg.router.server.api_keys import KeyRing
+from disagg.router.server.drain import PATH, Drain, WhileOpen
+from disagg.router.server.peer_processes import Alone, Siblings
+
+# What a proxy or a web page adds: the request comes over this machine, but not from it.
+_FROM_ELSEWHERE = ("forwarded", "origin", "via", "x-forwarded-for", "x-real-ip")
+
+
+def install(app: FastAPI, registry: CollectorRegistry, keys: KeyRing) -> None:
+    """Make the app drainable. Puts `drain` and `siblings` into its state, for who runs it."""
+    drain = app.state.drain = Drain()
+    app.state.siblings = Alone(drain, registry)
+    app.add_middleware(WhileOpen, drain=drain)
+
+    async def answer(request: Request) -> Response:
+        try:
+            _check(request, keys)
+        except ApiError as error:
+            return error.response()
+        siblings: Siblings = app.state.siblings
+        if request.method == "DELETE" and drain.ending:
+            return ApiError(409, "this router is ending; start it again").response()
+        if request.method in ("POST", "DELETE"):
+            in_flight = await siblings.drain(request.method == "POST")
+        else:
+            in_flight = await siblings.in_flight()
+        return JSONResponse({"draining": drain.draining, "in_flight": in_flight})
+
+    app.router.routes.append(Route(PATH, answer, methods=["GET", "POST", "DELETE"]))
+
+
+def _check(request: Request, keys: KeyRing) -> None:
+    if keys:
+        keys.check(request.headers.get("authorization", ""))
+    elif not _from_here(request):
+        raise ApiError(404, "there is no such path")
+
+
+def _from_here(request: Request) -> bool:
+    if request.client is None or any(name in request.headers for name in _FROM_ELSEWHERE):
+        return False
+    try:
+        address = ipaddress.ip_address(request.client.host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

@@ -1,0 +1,138 @@
+"""Serves one route from a request's first byte to its answer's last: checks, counts, logs.
+
+Completions come here straight from the server, past FastAPI's middleware and routing, which each
+chunk of an answer would go through as well. So what goes wrong is caught here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from disagg.router.api import paths
+from disagg.router.api.errors import ApiError
+from disagg.router.request.relay import Relayed
+from disagg.router.server.api_keys import KeyRing
+from disagg.router.server.client_disconnect import ClientLeft, WhileConnected
+from disagg.router.server.status import Failures
+from disagg.router.telemetry.access_log import ID_HEADER, AccessLog, Record, request_id
+from disagg.router.telemetry.metrics import RouterMetrics
+from disagg.router.telemetry.tracing import Trace
+
+_CLIENT_LEFT = 499
+_ID = ID_HEADER.encode()
+Answer: TypeAlias = Response | Relayed
+Work: TypeAlias = Callable[[Request, bytes, Record], Awaitable[Answer]]
+
+
+class Endpoint:
+    """One route as an ASGI app: `work` finds the answer, which is then sent and counted."""
+
+    def __init__(
+        self,
+        route: str,
+        work: Work,
+        metrics: RouterMetrics,
+        failures: Failures,
+        keys: KeyRing,
+        limit: int,
+        tracer: Any,
+        log: AccessLog,
+    ) -> None:
+        self._route, self._work, self._metrics = route, work, metrics
+        self._keys, self._limit, self._tracer = keys, limit, tracer
+        self._failures, self._log = failures, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers whatever happens; raises what is a defect of ours, for the server to log."""
+        status: int | None = None
+        why: str | None = None
+        request = Request(scope, receive)
+        record = Record(self._route, request_id(_field(scope, _ID)))
+        trace: Trace | None = None
+        if self._tracer is not None:
+            trace = Trace(self._tracer, record, request.headers)
+            record.trace = trace.headers
+        try:
+            try:
+                record.key_name = self._keys.check(_shown(scope))
+                data = await _body(receive, self._limit)
+                async with WhileConnected(scope):
+                    answer = await self._work(request, data, record)
+                    status = answer.status_code
+                    await _named(answer, record)(scope, receive, send)
+            except ApiError as error:
+                status, why = error.status, error.message
+                answer = error.response(paths.style(scope["path"]))
+                await _named(answer, record)(scope, receive, send)
+        except ClientLeft:
+            status = status or _CLIENT_LEFT  # in mid-answer the status that it got stands
+        except Exception:
+            if status is None:
+                answer = DEFECT.response(paths.style(scope["path"]))
+                await _named(answer, record)(scope, receive, send)
+            raise
+        finally:
+            status = status or 500
+            self._metrics.answered(self._route, status)
+            self._log.write(record, status)
+            self._failures.note(status, record, why)
+            if trace is not None:
+                trace.end(status)
+
+
+class Front:
+    """The app, with a way past it for what is asked most: POST to one of the paths `straight`."""
+
+    def __init__(self, app: ASGIApp, straight: Mapping[str, ASGIApp]) -> None:
+        self._app, self._straight = app, straight
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        app = self._app
+        if scope["type"] == "http" and scope["method"] == "POST":
+            app = self._straight.get(scope["path"], app)
+        return app(scope, receive, send)
+
+
+DEFECT = ApiError(500, "the router failed at this request; its log says why")
+
+
+def _named(answer: Answer, record: Record) -> Answer:
+    """The answer names its request, whoever answers."""
+    if isinstance(answer, Response):
+        answer.headers[ID_HEADER] = record.id
+    return answer
+
+
+def _field(scope: Scope, name: bytes) -> str | None:
+    """A header's first value."""
+    for key, value in scope["headers"]:
+        if key == name:
+            field: str = value.decode("latin-1")
+            return field
+    return None
+
+
+def _shown(scope: Scope) -> str:
+    """The key that the client shows, as OpenAI's clients do; Anthropic's have a header for it."""
+    own = _field(scope, b"x-api-key")
+    return _field(scope, b"authorization") or (f"Bearer {own}" if own else "")
+
+
+async def _body(receive: Receive, limit: int) -> bytes:
+    pieces: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        pieces.append(message["body"])
+        size += len(pieces[-1])
+        more = message["more_body"]
+        if size > limit:
+            raise ApiError(413, f"the body is over {limit} bytes (router.limits.max_body_bytes)")
+    return b"".join(pieces)

@@ -1,0 +1,34 @@
+"""`/ui`: one page for people, without outside assets, that reads `/ui/state` every two seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from disagg.router.server.peer_processes import Siblings
+from disagg.router.server.status import PATH, Status
+
+_PAGE = Path(__file__).with_name("ui.html")
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'",
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+}
+
+
+def install(app: FastAPI) -> None:
+    """Add the page. `app.state.status` is there when the app runs."""
+    page = _PAGE.read_text()
+
+    @app.api_route("/ui", methods=["GET", "HEAD"])
+    async def show() -> Response:
+        return HTMLResponse(page, headers=_HEADERS)
+
+    @app.api_route(PATH, methods=["GET", "HEAD"])
+    async def state(request: Request) -> Response:
+        status: Status = app.state.status
+        siblings: Siblings = app.state.siblings
+        return JSONResponse(await status.document(siblings), headers=_HEADERS)

@@ -1,0 +1,1 @@
+"""What the demo, benchmarks, chaos commands and tests share: a checkpoint, servers, clients."""

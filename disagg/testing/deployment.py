@@ -1,0 +1,30 @@
+"""The small deployment on CPU engines that the demo, the chaos commands and tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from disagg import config
+
+MODEL = Path(".cache/models/tiny")
+
+
+def cpu_deployment(name: str) -> config.Deployment:
+    """`serve_configs/cpu-1p1d.yaml` on any free port; built here so that it runs anywhere.
+
+    Short prompts are handed over too: hand-overs are what is to be seen.
+    """
+    args = {
+        "dtype": "float32",
+        "block_size": 128,
+        "max_model_len": 16384,
+        "enforce_eager": True,
+    }
+    return config.Deployment.model_validate(
+        {
+            "name": name,
+            "model": {"path": str(MODEL.absolute()), "served_name": "tiny"},
+            "engine": {"args": args, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
+            "router": {"port": 0, "pairing": {"local_prefill_tokens": 0}},
+        }
+    )

@@ -1,0 +1,57 @@
+"""Starts a server for a benchmark, in a process of its own, and ends it with the benchmark."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import psutil
+
+from disagg.errors import StartupError
+from disagg.testing.vllm_server import free_port
+
+START_S = 60.0
+_END_S = 5.0
+
+
+def launch(stack: ExitStack, name: str, command: Sequence[str]) -> tuple[str, psutil.Process]:
+    """Start a server and wait until its /health answers; `stack` ends it.
+
+    `{port}` in a word of the command becomes a free port. Returns its URL and its process. Raises
+    `StartupError` with the end of what it printed.
+    """
+    port = free_port()
+    log = tempfile.TemporaryFile()  # noqa: SIM115
+    stack.callback(log.close)
+    words = [word.replace("{port}", str(port)) for word in command]
+    process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+    stack.callback(_end, process)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    while not _healthy(url):
+        if process.poll() is not None or time.monotonic() > deadline:
+            log.seek(0)
+            tail = log.read()[-2000:].decode(errors="replace")
+            raise StartupError(f"{name} did not start:\n{tail}")
+        time.sleep(0.05)
+    return url, psutil.Process(process.pid)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,185 @@
+"""Leases: the producer's promise to keep a finished request's blocks.
+
+A lease is granted by the scheduler half, kept here by each worker rank, and ends once: released
+by its consumer, or past its deadline while nobody uses it. Blocks are handed back to vLLM only
+through `take_ended`, and never while a connection uses the lease. Ids ascend within one life of
+the worker, so that an id not yet heard of can be told from one that is gone.
+
+All that may be taken into use are on a board, too, where they are read without a word; who does so
+leaves a sign there meanwhile, and counts as one that uses the lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from disagg.errors import LeaseGone
+from disagg.transport.deadline import Deadline
+from disagg.transport.one_sided.lease_board import Board
+
+logger = logging.getLogger(__name__)
+
+FETCHED, ABORTED = "fetched", "aborted"
+_AFTER_LOSS_S = 2.0
+
+
+@dataclass
+class Lease:
+    """Blocks of one finished request, group by group in prompt order; -1 for one that was freed
+    while the request ran (a sliding window passed it)."""
+
+    id: int
+    request_id: str
+    block_ids: Sequence[int]
+    seconds: float
+    deadline: float
+    users: int = 0
+    fetched: int = 0
+    outcome: str | None = None
+    kept_until: float | None = None  # it is over, and is read still
+
+
+class EndedLease(NamedTuple):
+    """A lease whose blocks vLLM may free. outcome: fetched, aborted or expired."""
+
+    request_id: str
+    outcome: str
+
+
+class LeaseTable:
+    """All leases of one worker rank. Safe for use from any thread. `read_limit_s`: how long one
+    that is over is kept for who reads it without a word."""
+
+    def __init__(self, read_limit_s: float) -> None:
+        self._read_limit_s = read_limit_s
+        self.board = Board()
+        self._leases: dict[int, Lease] = {}
+        self._highest = -1
+        self._changed = threading.Condition()
+
+    def grant(self, lease: int, request_id: str, block_ids: Sequence[int], seconds: float) -> None:
+        """Keep these blocks for `seconds` from now, or until released."""
+        with self._changed:
+            deadline = time.monotonic() + seconds
+            self._leases[lease] = Lease(lease, request_id, block_ids, seconds, deadline)
+            self._highest = max(self._highest, lease)
+            self.board.post(lease, block_ids)
+            self._changed.notify_all()
+
+    def acquire(self, lease: int, deadline: Deadline) -> Lease:
+        """Take a lease into use; `done_using` must follow. Raises `LeaseGone`."""
+        with self._changed:
+            # The answer of the prefill engine reaches the consumer before the grant reaches the
+            # workers, by about one engine step, which may be a long one.
+            self._changed.wait_for(lambda: self._highest >= lease, timeout=deadline.left())
+            held = self._leases.get(lease)
+            if held is None or held.outcome or self._is_over(held):
+                raise LeaseGone(f"lease {lease} was released, has expired or never was")
+            held.users += 1
+            return held
+
+    def done_using(self, lease: int, *, left: bool = False) -> None:
+        """The counterpart of `acquire`. The lease lives on unless it was released.
+
+        `left`: its user went without a word. The lease then serves for a moment more, in case
+        that the request is tried again somewhere.
+        """
+        with self._changed:
+            held = self._leases[lease]
+            held.users -= 1
+            if left:
+                self._lost(held)
+
+    def lost_reader(self, lease: int) -> None:
+        """As `done_using` of one that left, of who read without a word."""
+        with self._changed:
+            held = self._leases.get(lease)
+            if held is not None:
+                self._lost(held)
+
+    def release(self, lease: int, outcome: str, readers: int = 1) -> None:
+        """End a lease; unknown and ended ones are left alone. Blocks in use stay until unused.
+
+        "fetched" ends it only when it was said `readers` times.
+        """
+        with self._changed:
+            held = self._leases.get(lease)
+            if held is None or held.outcome is not None:
+                return
+            held.fetched += outcome == FETCHED
+            if outcome != FETCHED or held.fetched >= readers:
+                self._end(held, outcome)
+
+    def revoke(self, below: int) -> None:
+        """End all leases with a lower number: what their blocks hold counts no more."""
+        with self._changed:
+            for held in self._leases.values():
+                if held.id < below and held.outcome is None:
+                    self._end(held, ABORTED)
+
+    def renew(self, leases: Sequence[int]) -> None:
+        """Start the leases' time anew; those that ended stay ended."""
+        with self._changed:
+            for lease in leases:
+                held = self._leases.get(lease)
+                if held is not None and not held.outcome and not self._is_over(held):
+                    held.deadline, held.kept_until = time.monotonic() + held.seconds, None
+
+    def take_ended(self) -> list[EndedLease]:
+        """Forget and return the leases that ended and are in no use."""
+        with self._changed:
+            ended = []
+            for held in list(self._leases.values()):
+                if not self._is_over(held):
+                    continue
+                self.board.take_off(held.id)
+                if not self._is_over(held):
+                    continue  # somebody had just looked it up
+                if held.kept_until is not None and self.board.is_read(held.id):
+                    logger.warning(
+                        "lease %d: its blocks are free %.0f s after its end; its consumer did not "
+                        "say that it reads them no more, and has to drop what it read",
+                        held.id,
+                        self._read_limit_s,
+                    )
+                ended.append(EndedLease(held.request_id, held.outcome or "expired"))
+                del self._leases[held.id]
+            return ended
+
+    def held(self) -> int:
+        """How many leases keep blocks now."""
+        with self._changed:
+            return len(self._leases)
+
+    def check_integrity(self) -> None:
+        """Assert what must hold at any time."""
+        with self._changed:
+            for number, held in self._leases.items():
+                assert number == held.id <= self._highest
+                assert held.users >= 0
+            kept = {held.id for held in self._leases.values() if held.outcome is None}
+            assert self.board.posted() <= kept
+
+    def _end(self, held: Lease, outcome: str) -> None:
+        held.outcome = outcome
+        self.board.take_off(held.id)
+
+    @staticmethod
+    def _lost(held: Lease) -> None:
+        held.deadline = min(held.deadline, time.monotonic() + _AFTER_LOSS_S)
+
+    def _is_over(self, held: Lease) -> bool:
+        """Whether it ended, or ran out, and nobody uses it."""
+        now = time.monotonic()
+        if held.users or (held.outcome is None and now <= held.deadline):
+            return False
+        if not self.board.is_read(held.id):
+            return True
+        if held.kept_until is None:
+            held.kept_until = now + self._read_limit_s
+        return now > held.kept_until

@@ -1,0 +1,72 @@
+"""A ticket: what the producer tells about one lease, signed, for whoever shall fetch it.
+
+It travels through routers and clients as one opaque string: a msgpack `Handoff` behind a keyed
+hash of the deployment's secret. Nothing in it can be made up or changed, and no address is
+ever called that was not in one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+
+import msgspec
+
+from disagg.errors import TransferError
+from disagg.transport.control.client import Endpoint
+
+DIGEST = 8
+_MAX_TICKET = 4 << 20
+_MAC = 16
+
+
+class Handoff(msgspec.Struct, frozen=True, array_like=True):
+    """One lease, as the consumer learns of it.
+
+    endpoints: one for each producer rank, of one pipeline stage after the other.
+    layers: how many regions the cache of each pipeline stage has.
+    digests: `DIGEST` bytes for each full block of the prompt, chained, then `DIGEST` bytes for
+    the tokens after the last full block.
+    """
+
+    engine: str
+    lease: int
+    endpoints: list[Endpoint]
+    layers: list[int]
+    num_tokens: int
+    block_size: int
+    digests: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Handoff).decode
+
+
+def sign(handoff: Handoff, secret: bytes) -> str:
+    """The signed ticket."""
+    body = _encode(handoff)
+    return base64.b64encode(_mac(body, secret) + body).decode()
+
+
+def verify(ticket: object, secret: bytes) -> Handoff:
+    """The handoff of a ticket; raises `TransferError` with reason malformed or forged."""
+    if not isinstance(ticket, str) or len(ticket) > _MAX_TICKET:
+        raise TransferError("kv_transfer_params lack a disagg ticket", reason="malformed")
+    try:
+        raw = base64.b64decode(ticket, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise TransferError(f"ticket is not base64: {error}", reason="malformed") from error
+    mac, body = raw[:_MAC], raw[_MAC:]
+    if not hmac.compare_digest(mac, _mac(body, secret)):
+        raise TransferError("ticket not signed with this deployment's secret", reason="forged")
+    try:
+        return _decode(body)
+    except msgspec.DecodeError as error:
+        raise TransferError(f"ticket of another version: {error}", reason="malformed") from error
+
+
+def _mac(body: bytes, secret: bytes) -> bytes:
+    key = hashlib.sha256(b"ticket" + secret).digest()
+    return hashlib.blake2b(body, key=key, digest_size=_MAC).digest()

@@ -1,0 +1,1 @@
+"""What transports need of the operating system."""

@@ -1,0 +1,1 @@
+"""Blocks over NCCL, one communicator for each pair of workers."""

@@ -1,0 +1,1 @@
+"""The consumer reads the producer's memory: process memory, CUDA IPC."""

@@ -1,0 +1,109 @@
+"""A producer's device memory as a consumer has mapped it, and the offer that makes it possible.
+
+Nothing here may unmap what a kernel still reads: the fault would end this process's use of its GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+from disagg.errors import PeerLost, TransferError
+from disagg.transport.device.base import Device, Memory
+from disagg.transport.one_sided import offers
+from disagg.transport.one_sided.remote_lease_board import Posting, RemoteBoard
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES = 16
+GONE = "the producer's process is gone, or its memory was let go of"
+
+
+class Offer(offers.Origin, frozen=True):
+    """Which process, and where its cache lies. `allocations`: their handles and sizes. `regions`:
+    int64 [regions, 9], each the number of its allocation, where in it, shape [B, H, N, C] and
+    strides of B, H and N. `token` lies at `token_at`, number of an allocation and where in it."""
+
+    allocations: list[tuple[bytes, int]]
+    regions: bytes
+    token_at: tuple[int, int]
+    posting: Posting | None = None
+
+
+class Mapped:
+    """A producer's memory as it is mapped here, and the geometry of its cache.
+
+    `proven`: its token was read, and its end will be noticed. `gone`: it is not read any more.
+    `board`: its leases', once it is proven and unless it is to be asked for them.
+    """
+
+    def __init__(self, offer: Offer, device: Device) -> None:
+        self.offer, self._device = offer, device
+        rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 9)
+        self.cache = offers.unbacked(rows[:, 2:])
+        self._places: list[tuple[int, int]] = [(row[0], row[1]) for row in rows.tolist()]
+        sizes = [offers.extent(region) for region in self.cache.regions]
+        every = [*zip(self._places, sizes, strict=True), (offer.token_at, TOKEN_BYTES)]
+        for (number, offset), size in every:
+            if number < 0 or not 0 <= offset <= offer.allocations[number][1] - size:
+                raise ValueError("what lies outside of its allocation")
+        self.proven = self.gone = False
+        self.board: RemoteBoard | None = None
+        self._mapped: list[Memory] = []
+        self._reads = 0
+        self._lock = threading.Lock()
+
+    def map(self) -> None:
+        """Make its memory readable here. To be let go of, even if this raises."""
+        for handle, _ in self.offer.allocations:
+            self._mapped.append(self._device.open(handle))
+
+    def addresses(self) -> list[int]:
+        """Of its regions; valid during a read."""
+        return [self._address(place) for place in self._places]
+
+    def token_address(self) -> int:
+        """Of its token; valid during a read."""
+        return self._address(self.offer.token_at)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """One read, which must have ended on the device when the block is left."""
+        with self._lock:
+            self.look()
+            self._reads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reads -= 1
+                self._unmap_unless_read()
+
+    def look(self) -> None:
+        """Raise `PeerLost` if no read of it can be of use any more."""
+        if self.gone:
+            raise PeerLost(GONE)
+
+    def let_go(self) -> None:
+        """Unmap it as soon as no read is under way; none begins any more."""
+        with self._lock:
+            self.gone = True
+            self._unmap_unless_read()
+
+    def _unmap_unless_read(self) -> None:
+        if not self.gone or self._reads:
+            return
+        mapped, self._mapped = self._mapped, []
+        for memory in mapped:
+            try:
+                self._device.use()
+                memory.free()
+            except TransferError as error:
+                logger.warning("cuda_ipc: a producer's memory stays mapped: %s", error)
+
+    def _address(self, place: tuple[int, int]) -> int:
+        return self._mapped[place[0]].address + place[1]

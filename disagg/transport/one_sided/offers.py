@@ -1,0 +1,167 @@
+"""What one-sided transports share: whose memory is on offer, and answers that only name blocks.
+
+The consumer knows from the offer how the producer's cache is laid out, and works out all addresses
+itself. It must never let an answer pass that names anything outside of that cache: what lies there
+is read without asking the producer again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from disagg.errors import DataCorrupt, TransferError
+from disagg.transport.blocks import BlockCache, Ints, Region, Selection
+from disagg.transport.host.process_identity import boot_id, pid_namespace, start_time
+from disagg.transport.protocol import MAX_FRAME
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_MARGIN = 1024
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Which process makes an offer; no other, not even with its pid, ever has its token."""
+
+    boot: str
+    pid_namespace: int
+    pid: int
+    started: int
+    token: bytes
+
+    @classmethod
+    def here(cls, **fields: Any) -> Self:
+        """An offer of this process; `fields` are the rest."""
+        pid = os.getpid()
+        return cls(
+            boot=boot_id(),
+            pid_namespace=pid_namespace(),
+            pid=pid,
+            started=start_time(pid) or 0,
+            **fields,
+        )
+
+    def is_alive(self) -> bool:
+        """Whether the process is still there."""
+        return start_time(self.pid) == self.started
+
+    def problem(self) -> str | None:
+        """Why this process cannot be met from here."""
+        if self.boot != boot_id() or self.pid_namespace != pid_namespace():
+            return "the producer is on another host or in another pid namespace"
+        return None if self.is_alive() else "the producer's process is gone"
+
+
+class Reasons:
+    """Why offers are of no use here. Each reason is logged once."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._told: set[str] = set()
+
+    def none(self, problem: Callable[[bytes], str | None], offer: bytes) -> bool:
+        """Whether the offer has no problem; an error that the look for one raises is one."""
+        try:
+            found = problem(offer)
+        except (msgspec.DecodeError, TransferError) as error:
+            found = str(error)
+        except (OSError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+            found = f"the offer makes no sense here: {error}"
+        if found is not None and found not in self._told:
+            self._told.add(found)
+            logger.info("%s is not usable: %s", self._name, found)
+        return found is None
+
+
+# ---- how a cache is laid out -----------------------------------------------------------------
+
+
+def geometry(cache: BlockCache) -> Ints:
+    """int64 [regions, 7]: each region's shape [B, H, N, C] and strides of B, H and N."""
+    rows = [(*region.memory.shape, *region.memory.stride()[:3]) for region in cache.regions]
+    return np.array(rows, np.int64)
+
+
+def unbacked(rows: Ints) -> BlockCache:
+    """A cache of this geometry on meta tensors, which have shape and strides but no memory: the
+    very code that finds blocks in our cache finds them in theirs. Raises `ValueError`."""
+    import torch
+
+    def region(shape: list[int], strides: list[int]) -> Region:
+        if min(shape) < 1:
+            raise ValueError(f"a region of shape {shape}")
+        memory = torch.empty_strided(shape, (*strides, 1), dtype=torch.uint8, device="meta")
+        return Region("", memory, "U8")
+
+    return BlockCache([region(row[:4], row[4:]) for row in rows.tolist()])
+
+
+def extent(region: Region) -> int:
+    """Bytes from a region's first to its last, as numbers that do not overflow."""
+    shape, strides = region.memory.shape, region.memory.stride()
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+# ---- answers ---------------------------------------------------------------------------------
+
+
+class _Named(msgspec.Struct, frozen=True, array_like=True):
+    """A selection of the producer whose offer had this token. `block_ids`: int32 [blocks]."""
+
+    token: bytes
+    block_ids: bytes
+    unit: int
+    first: int
+    count: int
+    heads: tuple[int, int] | None
+    regions: tuple[int, int] | None
+
+
+class Producer(Protocol):
+    """Whoever made an offer, with its cache as `unbacked` has it."""
+
+    cache: BlockCache
+
+
+P = TypeVar("P", bound=Producer)
+
+
+def encode(token: bytes, blocks: Selection) -> bytes:
+    """The answer that names these blocks."""
+    ids = np.asarray(blocks.block_ids, np.int32).tobytes()
+    if len(ids) > MAX_FRAME - _ANSWER_MARGIN:
+        raise TransferError(f"{len(ids) // 4} blocks do not fit one answer", reason="too_large")
+    return msgspec.msgpack.encode(
+        _Named(token, ids, blocks.unit, blocks.first, blocks.count, blocks.heads, blocks.regions)
+    )
+
+
+def decode(
+    answer: bytes, producers: Mapping[bytes, P], ours: BlockCache, mine: Selection
+) -> tuple[P, Selection]:
+    """Whose blocks an answer names, and which: all of them lie in that producer's cache, and what
+    they hold is of the same sizes as what our own selection takes.
+
+    `producers`: by the token of their offer. Raises `DataCorrupt`.
+    """
+    try:
+        named = msgspec.msgpack.decode(answer, type=_Named)
+        producer = producers[named.token]
+        ids = np.frombuffer(named.block_ids, np.int32).tolist()
+        theirs = Selection(ids, named.unit, named.first, named.count, named.heads, named.regions)
+        producer.cache.check(theirs)
+    except (msgspec.DecodeError, KeyError, ValueError) as error:
+        raise DataCorrupt(f"answer does not name blocks on offer: {error}") from error
+    compare(ours, mine, producer.cache, theirs)
+    return producer, theirs
+
+
+def compare(ours: BlockCache, mine: Selection, cache: BlockCache, theirs: Selection) -> None:
+    """Raise `DataCorrupt` unless what the two selections hold is of the same sizes."""
+    if ours.contents(mine) != cache.contents(theirs):
+        raise DataCorrupt("the two sides do not mean the same selection", reason="range")

@@ -1,0 +1,1 @@
+"""Blocks over TCP, read from and written to the caches' memory."""

@@ -1,0 +1,134 @@
+"""`bench router`: the load's own checks, ratios, and one small run over real processes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from disagg.bench.router import load as router_load
+from disagg.bench.router import run as router
+from disagg.bench.router.fake_engine import CHUNKS
+from disagg.bench.router.report import Case, Sample, rows
+from disagg.errors import ConfigError
+from disagg.testing.launch import launch
+
+EVENT = b'data: {"n": 1}\n\n'
+LAST = b"data: [DONE]\n\n"
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(content), content)
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(10)
+        yield listening
+
+
+def answers(server: socket.socket, pieces: list[bytes]) -> router_load.Batch:
+    """What the load makes of one answer that comes in these pieces, then the connection's end."""
+
+    def serve() -> None:
+        connection, _ = server.accept()
+        connection.settimeout(10)
+        with connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            received = b""
+            while not received.endswith(b"}"):
+                received += connection.recv(65536)
+            for piece in pieces:
+                connection.sendall(piece)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        return router_load.run(router_load.Load(url, clients=1, requests=1, stream=True))
+    finally:
+        thread.join(10)
+
+
+def test_an_answer_may_be_cut_into_pieces_anywhere(server: socket.socket) -> None:
+    events = EVENT * CHUNKS + LAST
+    cut = len(EVENT) + 3  # a chunk's end in mid-event, in the word that is looked for
+    answer = HEAD + chunk(events[:cut]) + chunk(events[cut:]) + b"0\r\n\r\n"
+    batch = answers(server, [answer[:10], answer[10:-3], answer[-3:]])
+    assert len(batch.first) == len(batch.whole) == 1
+    assert 0 < batch.first[0] <= batch.whole[0] <= batch.wall
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        HEAD + chunk(EVENT * (CHUNKS - 1) + LAST) + b"0\r\n\r\n",
+        HEAD + chunk(EVENT * CHUNKS) + b"0\r\n\r\n",
+        HEAD.replace(b"200", b"503") + chunk(EVENT * CHUNKS + LAST) + b"0\r\n\r\n",
+        HEAD + chunk(EVENT * CHUNKS + LAST),
+    ],
+    ids=["an event short", "not done", "an error", "cut"],
+)
+def test_a_wrong_answer_ends_the_run(server: socket.socket, answer: bytes) -> None:
+    with pytest.raises(RuntimeError, match=r"not the answer expected|connection was lost"):
+        answers(server, [answer])
+
+
+def test_a_router_that_leaves_the_prefill_leg_out_is_found() -> None:
+    with ExitStack() as stack:
+        url, _ = launch(stack, "decode", router._engine("decode", 0))
+        load = router_load.Load(url, clients=1, requests=1, stream=False)
+        assert router_load.run(replace(load, as_decode=True)).first
+        with pytest.raises(RuntimeError, match="the prefill leg was left out"):
+            router_load.run(load)
+
+
+def sample(rate: float, first: float, cpu: float) -> Sample:
+    return Sample(100, 100 / rate, first, first, first, first, cpu, 0.1, 0.1)
+
+
+def test_ratios_are_of_one_round_and_their_median_counts() -> None:
+    case = Case("stream", 16)
+    ours = [sample(100, 0.1, 1), sample(10, 0.2, 1), sample(300, 0.3, 2)]
+    peer = [sample(50, 0.1, 1), sample(5, 0.1, 2), sample(900, 0.1, 5)]
+    mine, theirs = rows({(case, "vllm-router"): peer, (case, "ours"): ours})
+    assert (mine["target"], theirs["target"]) == ("ours", "vllm-router")
+    assert (mine["requests_s"], mine["chunks_s"]) == (100, 100 * CHUNKS)
+    assert (mine["requests_s_over_peer"], mine["first_p50_over_peer"]) == (2, 2)
+    assert mine["cpu_over_peer"] == 0.5
+    assert mine["cpu_s_per_million_chunks"] == round(4 / 300 / CHUNKS * 1e6, 2)
+    assert theirs["requests_s_over_peer"] is mine["requests_s_over_ours"] is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"targets": ["pigeon"]}, "no such target"), ({"clients": [0]}, "at least 1")],
+)
+def test_what_cannot_be_measured_is_refused(wrong: dict[str, list[str]], message: str) -> None:
+    plan = {"requests": 1, "rounds": 1, "clients": [1], "modes": ["whole"], "targets": ["direct"]}
+    with pytest.raises(ConfigError, match=message):
+        router.Plan(pace_ms=0, **{**plan, **wrong}).check()
+
+
+def test_a_small_run(tmp_path: Path) -> None:
+    plan = router.Plan(8, 1, [1, 4], ["stream", "whole"], ["direct", "ours"], 0)
+    assert router.run(plan, json_path=tmp_path / "figures.json") == 0
+    report = json.loads((tmp_path / "figures.json").read_text())
+    found = {(row["mode"], row["clients"], row["target"]): row for row in report["rows"]}
+    assert set(found) == {(m, c, t) for m in plan.modes for c in plan.clients for t in plan.targets}
+    for (mode, clients, target), row in found.items():
+        assert row["requests"] == max(8, 4 * clients)
+        assert 0 < row["first_p50_ms"] <= row["whole_p50_ms"] <= row["whole_p99_ms"]
+        assert (row["chunks_s"] is not None) == (mode == "stream")
+        assert (row["cpu_router_ms"] is None) == (target == "direct")
+    memory = report["memory_mb"]["ours"]
+    assert memory["processes"] == 1
+    assert 20 < memory["start"] <= memory["most"]

@@ -1,0 +1,54 @@
+"""What of a changed file is refused, and which engines it replaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from disagg.cluster.supervisor.config_diff import is_outdated, refused
+from disagg.config import Deployment
+
+
+def deployment(**sections: Any) -> Deployment:
+    return Deployment.model_validate({"model": {"path": "/models/a"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "path"),
+    [
+        ({"name": "other"}, "name:"),
+        ({"model": {"path": "/models/b"}}, "model.path:"),
+        ({"router": {"port": 9000}}, "router.port:"),
+        ({"router": {"pairing": {"decode": "round_robin"}}}, "router.pairing.decode:"),
+        ({"transfer": {"secret_env": "S"}}, "transfer.secret_env:"),
+        ({"transfer": {"storage": {"path": "/elsewhere"}}}, "transfer.storage.path:"),
+        ({"transfer": {"strict": True}}, "transfer.strict:"),
+    ],
+)
+def test_refused_with_its_path(sections: dict[str, Any], path: str) -> None:
+    (line,) = refused(deployment(), deployment(**sections))
+    assert line.startswith(path)
+    assert "->" in line
+    assert "stop the deployment" in line
+
+
+@pytest.mark.parametrize(
+    ("sections", "old"),
+    [
+        ({}, ()),
+        ({"decode": {"replicas": 3}}, ()),
+        ({"decode": {"autoscale": {"max_replicas": 3}}}, ()),
+        ({"engine": {"max_restarts": 1, "drain_timeout_s": 5}}, ()),
+        ({"decode": {"args": {"max_num_seqs": 8}}}, ("decode",)),
+        ({"prefill": {"resources": {"num_cpus": 2}}}, ("prefill",)),
+        ({"engine": {"env": {"A": "b"}}}, ("prefill", "decode")),
+        ({"tiers": {"host": {}}}, ("prefill", "decode")),
+        ({"transfer": {"lease_s": 5}}, ("prefill", "decode")),
+    ],
+)
+def test_who_is_replaced(sections: dict[str, Any], old: tuple[str, ...]) -> None:
+    before, after = deployment(), deployment(**sections)
+    assert refused(before, after) == []
+    assert is_outdated(before, after, "prefill") == ("prefill" in old)
+    assert is_outdated(before, after, "decode") == ("decode" in old)

@@ -1,0 +1,140 @@
+"""What vLLM says of a cache, as we read it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from disagg.connector import kv_cache_layout
+from disagg.connector.offload import groups, setup
+from disagg.connector.offload.groups import Group
+from disagg.connector.offload.settings import OffloadSettings
+from disagg.errors import ConfigError
+
+SHAPE: dict[str, Any] = {"block_size": 16, "head_size": 8, "dtype": torch.float32}
+
+
+def of_layers(*specs: KVCacheSpec) -> KVCacheConfig:
+    """One group, as vLLM makes it of layers that differ in size alone."""
+    named = {f"layer.{number}": spec for number, spec in enumerate(specs)}
+    uniform = UniformTypeKVCacheSpecs.from_specs(named)
+    assert uniform is not None
+    return KVCacheConfig(4, [], [KVCacheGroupSpec(list(named), uniform)])
+
+
+def full(heads: int) -> FullAttentionSpec:
+    return FullAttentionSpec(num_kv_heads=heads, **SHAPE)
+
+
+def test_layers_of_different_sizes_in_one_group() -> None:
+    """A draft's beside its model's."""
+    specs = full(4), full(4), full(1)
+    cache = of_layers(*specs)
+    assert kv_cache_layout.layer_specs(cache.kv_cache_groups[0]) == [*specs]
+    assert setup.block_bytes(cache) == 9 * full(1).page_size_bytes
+    assert not kv_cache_layout.has_windows(cache)
+    assert groups.read(cache) == [Group()]
+
+
+def test_windows_in_layers_of_different_sizes() -> None:
+    cache = of_layers(
+        *(SlidingWindowSpec(num_kv_heads=n, sliding_window=40, **SHAPE) for n in (4, 1))
+    )
+    assert kv_cache_layout.has_windows(cache)
+    assert groups.read(cache) == [Group(window=40)]
+
+
+def test_layers_of_one_size() -> None:
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["a", "b"], full(2))])
+    assert setup.block_bytes(cache) == 2 * full(2).page_size_bytes
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "eagle3", "extract_hidden_states"])
+def test_which_guesses_are_handed_over(method: str | None) -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", use_mla=False),
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(block_size=16),
+        speculative_config=method and SimpleNamespace(method=method),
+    )
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["a"], full(2))])
+    if method == "extract_hidden_states":
+        with pytest.raises(ConfigError, match=r"speculative_config.method: extract_hidden_states"):
+            kv_cache_layout.check_supported(config, cache)
+    else:
+        kv_cache_layout.check_supported(config, cache)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+@pytest.mark.parametrize("seed", [None, "0", "1"])
+def test_hashes_that_no_other_engine_has(
+    algorithm: str, seed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused at start: all prompts would be computed, at a hundred requests as at the first."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm))
+    if seed is None and algorithm.startswith("xxhash"):
+        with pytest.raises(ConfigError, match=f"prefix_caching_hash_algo: {algorithm} — "):
+            kv_cache_layout.hash_seed(config, "x")
+        return
+    shown = kv_cache_layout.hash_seed(config, "x")
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
+    assert kv_cache_layout.hash_seed(config, "x") != shown
+
+
+# ---- pipeline stages, in tiers ---------------------------------------------------------------
+
+
+def staged(size: int, layers: int) -> Any:
+    parallel = SimpleNamespace(pipeline_parallel_size=size, tensor_parallel_size=2)
+    model = SimpleNamespace(get_total_num_hidden_layers=lambda: layers)
+    return SimpleNamespace(parallel_config=parallel, model_config=model)
+
+
+def test_stages_have_as_many_slots_whoever_counts() -> None:
+    assert setup.stages(staged(1, 10)) == []
+    config = staged(3, 10)
+    assert setup.stages(config) == [3, 4, 3]
+    assert setup.ranks(config) == 6
+    settings = OffloadSettings(host_bytes=100 * full(2).page_size_bytes, blocks_per_chunk=2)
+    for layers in setup.stages(config):
+        names = [f"layer.{n}" for n in range(layers)]
+        cache = KVCacheConfig(4, [], [KVCacheGroupSpec(names, full(2))])
+        assert setup.slots(settings, config, cache) == 100 // (4 * 2)
+        described = setup._described(cache, setup.stages(config))
+        assert described["stages"] == "3, 4, 3"
+        assert described["group"].startswith("10 FullAttentionSpec")
+
+
+@pytest.mark.parametrize("layers", [["a"], ["a", "b"], ["a", "b", "draft"]])
+def test_stages_that_are_not_of_like_layers(
+    layers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache_layout, "check_supported", lambda config, cache: None)
+    config = staged(2, 4)
+    config.cache_config = SimpleNamespace(enable_prefix_caching=True)
+    specs = [full(1 if name == "draft" else 2) for name in layers]
+    cache = (
+        of_layers(*specs)
+        if "draft" in layers
+        else KVCacheConfig(4, [], [KVCacheGroupSpec(layers, full(2))])
+    )
+    if layers == ["a", "b"]:
+        setup.check_supported(config, cache, 1)
+        return
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: 2"):
+        setup.check_supported(config, cache, 1)

@@ -1,0 +1,72 @@
+"""Blocks of states on a CPU: their size, and what vLLM says of storing within a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from disagg.engine.vllm_patches import mamba_block_size
+from disagg.testing.checkpoint import make_model
+
+PLATFORM: Any = type(current_platform)
+
+
+def test_blocks_keep_their_size_once_they_are_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's engine process reads its config, and again when all is set up."""
+    make_model(tmp_path / "model")
+    config = EngineArgs(str(tmp_path / "model"), dtype="float32").create_engine_config()
+    cache, mended = config.cache_config, PLATFORM.check_and_update_config
+    assert cache.block_size == 128
+    cache.block_size = 256
+    config.__post_init__()
+    assert cache.block_size == 128  # nothing is allocated yet, and this is what a CPU prefers
+    cache.num_gpu_blocks, cache.block_size = 10, 256
+    config.__post_init__()
+    assert cache.block_size == 256
+    monkeypatch.setattr(PLATFORM, "check_and_update_config", staticmethod(mended.__wrapped__))
+    config.__post_init__()
+    assert cache.block_size == 128  # else vLLM needs no mending any more
+
+
+def test_no_layer_stores_a_state_within_a_step() -> None:
+    attention = FullAttentionSpec(block_size=256, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    state = MambaSpec(
+        block_size=256,
+        shapes=((2, 4),),
+        dtypes=(torch.float32,),
+        num_prefill_checkpoint_blocks=1,
+        prefill_checkpoint_alignment=1,
+    )
+    said = mamba_block_size.between_steps(lambda runner: runner.specs)(
+        SimpleNamespace(specs={"attention": attention, "mamba": state})
+    )
+    assert said["attention"] is attention
+    assert (said["mamba"].num_prefill_checkpoint_blocks, said["mamba"].shapes) == (0, ((2, 4),))
+    assert said["mamba"].prefill_checkpoint_alignment is None
+
+
+def test_vllm_has_what_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice does no harm: plugins may be loaded so."""
+    ran: list[Any] = []
+    monkeypatch.setattr(WorkerWrapperBase, "init_device", ran.append)
+    monkeypatch.setattr(CPUModelRunner, "get_kv_cache_spec", CPUModelRunner.get_kv_cache_spec)
+    update = staticmethod(PLATFORM.check_and_update_config)
+    monkeypatch.setattr(PLATFORM, "check_and_update_config", update)
+    mamba_block_size.install()
+    mamba_block_size.install()
+    WorkerWrapperBase.init_device(1)  # type: ignore[arg-type]
+    assert ran == [1]
+    for mended in (PLATFORM.check_and_update_config, CPUModelRunner.get_kv_cache_spec):
+        once: Any = mended
+        assert not {"keeps_blocks", "is_between_steps"} & {*vars(once.__wrapped__)}

@@ -1,0 +1,97 @@
+"""`tiers:` in the YAML, as far as the engines' arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.config import Deployment, Role, load
+from disagg.engine.args import engine_args
+from disagg.engine.spec import EngineSpec
+from disagg.errors import ConfigError
+from disagg.preflight import checks
+from disagg.preflight.resolved_plan import resolve
+
+
+def deployment(**tiers: Any) -> Deployment:
+    return Deployment.model_validate(
+        {"model": {"path": "org/name"}, "router": {"port": 0}, "tiers": tiers}
+    )
+
+
+def transfer_config(made: Deployment, role: Role) -> dict[str, Any]:
+    spec = EngineSpec(made, role, 0, "run", "/tmp/kv", True, "secret", "key")
+    config: dict[str, Any] = engine_args(spec, host="127.0.0.1", engine_id="1")[
+        "kv_transfer_config"
+    ]
+    return config
+
+
+def test_without_tiers_the_hand_over_is_alone() -> None:
+    config = transfer_config(deployment(), "prefill")
+    assert config["kv_connector"] == "DisaggConnector"
+    assert config["kv_load_failure_policy"] == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")]
+)
+def test_tiers_stand_beside_the_hand_over(role: Role, kv_role: str) -> None:
+    made = deployment(
+        host={"max_bytes": 1 << 30, "eviction": "arc"},
+        directory={"path": "/tmp", "max_bytes": 5},
+        blocks_per_chunk=2,
+    )
+    config = transfer_config(made, role)
+    assert (config["kv_connector"], config["kv_role"]) == ("MultiConnector", kv_role)
+    handover, tiers = config["kv_connector_extra_config"]["connectors"]
+    assert handover["kv_connector"] == "DisaggConnector"
+    assert handover["kv_connector_extra_config"]["engine_name"] == f"{role}-0"
+    assert (tiers["kv_connector"], tiers["kv_role"]) == ("DisaggOffloadConnector", kv_role)
+    assert tiers["kv_connector_extra_config"] == {
+        "host_bytes": 1 << 30,
+        "eviction": "arc",
+        "directory": "/tmp",
+        "directory_bytes": 5,
+        "reset_keeps_files": False,
+        "blocks_per_chunk": 2,
+        "staging_bytes": 64 << 20,
+        "load_deadline_s": 30.0,
+        "engine_name": f"{role}-0",
+    }
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    made = deployment(directory={"path": str(tmp_path / "file" / "below")})
+    with pytest.raises(ConfigError) as caught:
+        checks.check(made)
+    (problem,) = caught.value.problems
+    assert problem.startswith("tiers.directory.path: ")
+    assert "name a folder that this user may write" in problem
+
+
+@pytest.mark.parametrize(
+    ("tiers", "key"),
+    [
+        ({"host": {"max_bytes": 0}}, "tiers.host.max_bytes"),
+        ({"host": {"eviction": "fifo"}}, "tiers.host.eviction"),
+        ({"directory": {}}, "tiers.directory.path"),
+        ({"disk": {}}, "tiers.disk"),
+        ({"blocks_per_chunk": 0}, "tiers.blocks_per_chunk"),
+    ],
+)
+def test_mistakes_are_named(tiers: dict[str, Any], key: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(json.dumps({"model": {"path": "org/name"}, "tiers": tiers}))
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert any(problem.startswith(key) for problem in caught.value.problems)
+
+
+def test_the_plan_shows_them() -> None:
+    shown = resolve(deployment(host={"max_bytes": 7}))
+    assert shown["tiers"] == {"host": {"max_bytes": 7, "eviction": "lru"}, "blocks_per_chunk": 1}

@@ -1,0 +1,92 @@
+"""Readiness reflects the data path, and comes back by itself; spans of a request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+from unit.router.conftest import PARAMS, Setup
+
+from disagg.router.telemetry.access_log import Record
+from disagg.router.telemetry.tracing import Trace
+from disagg.testing.http import client
+
+Make = Callable[..., Setup]
+
+
+def ready(setup: Setup) -> httpx.Response:
+    return client().get(f"{setup.url}/ready", timeout=10)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_hand_overs_that_fail_are_not_ready_until_one_works(make: Make) -> None:
+    setup = make(section={"probe_interval_s": 0.1})
+    setup.decode.hand_overs = {"loaded": 3, "failed": 1}
+    until(lambda: ready(setup).status_code == 200)
+    time.sleep(0.3)
+    setup.decode.hand_overs = {"loaded": 3, "failed": 2}
+    until(lambda: ready(setup).status_code == 503)
+    assert ready(setup).json()["engines"] == {"prefill-0": "up", "decode-0": "hand-overs fail"}
+    # Nobody sends anything: the router tries a small hand-over itself.
+    until(lambda: bool(setup.decode.bodies))
+    assert setup.decode.bodies[0]["kv_transfer_params"] == PARAMS
+    assert setup.decode.bodies[0]["max_tokens"] == 1
+    setup.decode.hand_overs = {"loaded": 4, "failed": 2}
+    until(lambda: ready(setup).status_code == 200)
+
+
+def test_some_failures_among_successes_are_no_reason(make: Make) -> None:
+    setup = make(section={"probe_interval_s": 0.05})
+    for number in range(10):
+        setup.decode.hand_overs = {"loaded": number, "failed": number}
+        time.sleep(0.05)
+        assert ready(setup).status_code == 200
+
+
+def test_trace_context_of_clients_reaches_both_engines(setup: Setup) -> None:
+    given = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    client().post(
+        f"{setup.url}/v1/completions",
+        json={"model": "m", "prompt": "x"},
+        headers={"traceparent": given},
+        timeout=20,
+    )
+    assert (
+        setup.prefill.headers[0]["traceparent"] == setup.decode.headers[0]["traceparent"] == given
+    )
+
+
+def test_spans() -> None:
+    export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    exporter = export.InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    record = Record("/v1/completions", "my-id")
+    given = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    trace = Trace(provider.get_tracer("test"), record, {"traceparent": given})
+    assert trace.headers["traceparent"].split("-")[1] == "0af7651916cd43dd8448eb211c80319c"
+    assert trace.headers["traceparent"] != given
+    record.queued_s, record.prefill, record.prefill_s = 0.001, "prefill-1", 0.002
+    record.decode = "decode-0"
+    time.sleep(0.01)
+    trace.end(200)
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"prefill", "decode", "/v1/completions"}
+    whole = spans["/v1/completions"]
+    assert whole.attributes["disagg.id"] == "my-id"
+    assert whole.attributes["http.response.status_code"] == 200
+    for leg in ("prefill", "decode"):
+        assert spans[leg].parent.span_id == whole.context.span_id
+        assert whole.start_time <= spans[leg].start_time <= spans[leg].end_time <= whole.end_time
+    assert spans["prefill"].end_time == spans["decode"].start_time

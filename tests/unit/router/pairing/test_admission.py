@@ -1,0 +1,200 @@
+"""Who is let in, who waits, who is sent away; and what decode computes by itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from unit.router.conftest import PARAMS, Setup
+
+from disagg.testing.http import client
+
+Make = Callable[..., Setup]
+
+
+def complete(setup: Setup, prompt: Any = "x", timeout: float = 20) -> httpx.Response:
+    body = {"model": "m", "prompt": prompt}
+    return client().post(f"{setup.url}/v1/completions", json=body, timeout=timeout)
+
+
+def metric(setup: Setup, name: str) -> float:
+    lines = client().get(f"{setup.url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def gate() -> threading.Event:
+    return threading.Event()
+
+
+def test_waits_in_turn_and_429_when_the_queue_is_full(make: Make, gate: threading.Event) -> None:
+    setup = make(limits={"max_in_flight": 2, "max_queued": 1})
+    setup.decode.gate = gate
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(complete, setup) for _ in range(3)]
+        until(lambda: metric(setup, "disagg_router_queued") == 1)
+        until(lambda: len(setup.decode.bodies) == 2)
+        refused = complete(setup)
+        gate.set()
+        assert [job.result().status_code for job in jobs] == [200] * 3
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "RateLimitError"
+    assert metric(setup, "disagg_router_queue_seconds_count") == 1
+    assert metric(setup, "disagg_router_in_flight") == metric(setup, "disagg_router_queued") == 0
+    assert len(setup.prefill.bodies) == 3, "nothing was computed for who was sent away"
+
+
+def test_a_wait_has_a_deadline(make: Make, gate: threading.Event) -> None:
+    setup = make(limits={"max_in_flight_per_engine": 1, "queue_timeout_s": 0.3})
+    setup.decode.gate = gate
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(complete, setup)
+        until(lambda: len(setup.decode.bodies) == 1)
+        began = time.monotonic()
+        assert complete(setup).status_code == 429
+        assert 0.2 < time.monotonic() - began < 5
+        gate.set()
+        assert first.result().status_code == 200
+    assert complete(setup).status_code == 200
+    assert metric(setup, "disagg_router_in_flight") == metric(setup, "disagg_router_queued") == 0
+
+
+def test_who_leaves_the_queue_takes_no_seat(make: Make, gate: threading.Event) -> None:
+    setup = make(limits={"max_in_flight": 1})
+    setup.decode.gate = gate
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(complete, setup)
+        until(lambda: len(setup.decode.bodies) == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            complete(setup, timeout=0.3)
+        until(lambda: metric(setup, "disagg_router_queued") == 0)
+        second = pool.submit(complete, setup)
+        until(lambda: metric(setup, "disagg_router_queued") == 1)
+        gate.set()
+        assert first.result().status_code == second.result().status_code == 200
+    assert len(setup.decode.bodies) == 2
+    assert metric(setup, "disagg_router_in_flight") == 0
+
+
+def test_the_fuller_engine_is_passed_over(make: Make, gate: threading.Event) -> None:
+    setup = make(limits={"max_in_flight_per_engine": 1}, others=["prefill", "decode"])
+    setup.decode.gate = setup.others[1].gate = gate
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(complete, setup) for _ in range(2)]
+        until(lambda: len(setup.decode.bodies) == len(setup.others[1].bodies) == 1)
+        gate.set()
+        assert [job.result().status_code for job in jobs] == [200] * 2
+
+
+def test_prompts_that_are_too_long(make: Make) -> None:
+    setup = make(limits={"max_prompt_tokens": 100})
+    assert complete(setup, list(range(100))).status_code == 200
+    answer = complete(setup, list(range(101)))
+    assert answer.status_code == 400
+    assert "101 tokens" in answer.json()["error"]["message"]
+    assert len(setup.prefill.bodies) == len(setup.decode.bodies) == 1
+
+
+# ---- conditional disaggregation ------------------------------------------------------------
+
+
+def test_short_prompts_are_computed_by_decode(make: Make) -> None:
+    setup = make(section={"pairing": {"local_prefill_tokens": 64}})
+    complete(setup, list(range(64)))
+    assert setup.prefill.bodies == []
+    assert "kv_transfer_params" not in setup.decode.bodies[0]
+    complete(setup, list(range(65)))
+    assert len(setup.prefill.bodies) == 1
+    assert setup.decode.bodies[1]["kv_transfer_params"] == PARAMS
+    assert metric(setup, 'disagg_router_local_total{reason="short_prompt"}') == 1
+
+
+def test_what_decode_holds_is_not_handed_over_again(make: Make) -> None:
+    setup = make(section={"pairing": {"local_prefill_tokens": 64}})
+    turn = list(range(1000, 1000 + 128 * 5))
+    complete(setup, turn)
+    complete(setup, turn)
+    complete(setup, [*turn, *range(60)])
+    assert len(setup.prefill.bodies) == 1
+    complete(setup, [*turn, *range(100)])
+    complete(setup, [7, *turn])
+    assert len(setup.prefill.bodies) == 3
+    assert metric(setup, 'disagg_router_local_total{reason="prefix_known"}') == 2
+
+
+def reads_slowly(setup: Setup, gate: threading.Event) -> None:
+    """1,000 tokens in 5 s, as far as the router has seen; from now on engines wait at the gate."""
+    setup.prefill.first_byte_s = 0.5
+    assert complete(setup, list(range(100))).status_code == 200
+    for engine in (setup.prefill, setup.decode):
+        engine.first_byte_s, engine.gate = 0, gate
+        engine.bodies.clear()
+
+
+@pytest.mark.parametrize(("share", "read_by"), [(0.02, (3, 2)), (2, (5, 0))])
+def test_decode_helps_when_prefill_is_busy(
+    make: Make, gate: threading.Event, share: float, read_by: tuple[int, int]
+) -> None:
+    """By turns: prefill has as much before it as decode, or one prompt more. Not where that is
+    not worth the wait of the requests that decode has."""
+    setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_share": share}})
+    reads_slowly(setup, gate)
+    with ThreadPoolExecutor(5) as pool:
+        answers = []
+        for number in range(5):
+            asked = pool.submit(complete, setup, list(range(number, number + 1000)))
+            answers.append(asked)
+            until(lambda: len(setup.prefill.bodies) + len(setup.decode.bodies) == len(answers))
+        assert (len(setup.prefill.bodies), len(setup.decode.bodies)) == read_by
+        gate.set()
+        assert [answer.result().status_code for answer in answers] == [200] * 5
+    assert metric(setup, 'disagg_router_local_total{reason="prefill_busy"}') == read_by[1]
+
+
+def test_decode_helps_with_what_is_soon_read(make: Make, gate: threading.Event) -> None:
+    """What all who are there wait for is the prompt's own time."""
+    setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_share": 2}})
+    reads_slowly(setup, gate)
+    with ThreadPoolExecutor(3) as pool:
+        answers = []
+        for number, (length, read_by) in enumerate([(1000, (1, 0)), (1000, (2, 0)), (100, (2, 1))]):
+            answers.append(pool.submit(complete, setup, list(range(number, number + length))))
+            until(lambda: len(setup.prefill.bodies) + len(setup.decode.bodies) == len(answers))
+            assert (len(setup.prefill.bodies), len(setup.decode.bodies)) == read_by
+        gate.set()
+        assert [answer.result().status_code for answer in answers] == [200] * 3
+
+
+def test_failed_answers_are_not_remembered(make: Make) -> None:
+    setup = make(section={"pairing": {"local_prefill_tokens": 64}})
+    setup.decode.status = 400
+    complete(setup, list(range(640)))
+    setup.decode.status = 200
+    complete(setup, list(range(640)))
+    assert len(setup.prefill.bodies) == 2
+
+
+def test_without_prefill_decode_serves_alone(make: Make) -> None:
+    setup = make(section={"probe_interval_s": 0.1, "pairing": {"local_prefill_tokens": 0}})
+    setup.loop.run(setup.prefill.stop())
+    until(lambda: client().get(f"{setup.url}/ready", timeout=10).status_code == 503)
+    until(lambda: complete(setup).status_code == 200)
+    until(
+        lambda: (
+            complete(setup).status_code == 200
+            and metric(setup, 'disagg_router_local_total{reason="no_prefill_engine"}') > 0
+        )
+    )

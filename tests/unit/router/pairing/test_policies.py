@@ -1,0 +1,261 @@
+"""Policies, the load and health they go by, and legs that are tried again elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from unit.router.conftest import PARAMS, Setup
+
+from disagg.config import PairingSection
+from disagg.router.api import prompt_length
+from disagg.router.engines.compatibility import Fits
+from disagg.router.engines.health import Health
+from disagg.router.pairing.in_flight import Traffic
+from disagg.router.pairing.policies import LeastLoaded, Pairer, PrefixAffinity, SessionAffinity
+from disagg.router.pairing.prefix_memory import PrefixMemory
+from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.telemetry.metrics import RouterMetrics
+from disagg.router.topology import EngineEndpoint, Topology
+from disagg.testing.http import client
+
+ENGINES = [EngineEndpoint(f"decode-{n}", "decode", f"http://127.0.0.1:{n}") for n in range(4)]
+Make = Callable[..., Setup]
+
+
+@pytest.fixture
+def traffic() -> Traffic:
+    return Traffic(RouterMetrics())
+
+
+@pytest.fixture
+def health() -> Health:
+    return Health(RouterMetrics())
+
+
+def ask(prompt: Any, **headers: str) -> RequestInfo:
+    return RequestInfo("/v1/completions", {"model": "m", "prompt": prompt}, headers)
+
+
+def test_tokens() -> None:
+    assert prompt_length.tokens({"prompt": list(range(1000))}) == 1000
+    assert prompt_length.tokens({"prompt": "x" * 1000}) == 250
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "y" * 400}]}]}
+    assert 100 <= prompt_length.tokens(chat) < 110
+    for odd in ({}, {"prompt": 7}, {"prompt": [[]]}, {"messages": [3, {"content": None}]}):
+        assert prompt_length.tokens(odd) <= 2
+
+
+def test_short_turns_are_not_taken_for_long_ones() -> None:
+    """Chunks go on over the ends of messages: else ten turns of a few words would count as 1,280
+    tokens that an engine has, and whatever is said next as nothing new."""
+    turns = [
+        {"role": role, "content": f"turn {number}: what a day it is"}
+        for number in range(10)
+        for role in ("user", "assistant")
+    ]
+    asked = {"model": "m", "messages": [*turns, {"role": "user", "content": "word " * 2000}]}
+    memory = PrefixMemory()
+    memory.note(prompt_length.prefix_keys({"model": "m", "messages": turns}), "decode-0")
+    known = memory.tokens(prompt_length.prefix_keys(asked), "decode-0")
+    assert 128 <= known <= prompt_length.tokens({"messages": turns})
+    memory.note(prompt_length.prefix_keys(asked), "decode-0")
+    assert memory.tokens(prompt_length.prefix_keys(asked), "decode-0") >= prompt_length.tokens(
+        asked
+    )
+
+
+def test_prefix_keys() -> None:
+    one, other = list(range(1000)), [*range(500), *range(600)]
+    keys, others = (prompt_length.prefix_keys({"model": "m", "prompt": p}) for p in (one, other))
+    assert keys[:3] == others[:3]
+    assert set(keys[3:]).isdisjoint(others)
+    assert set(keys).isdisjoint(prompt_length.prefix_keys({"model": "n", "prompt": one}))
+    assert len(prompt_length.prefix_keys({"prompt": "long" * 100_000})) == 64
+    assert prompt_length.prefix_keys({"prompt": [2**70, -1]})
+    assert prompt_length.prefix_keys({"prompt": "\ud800", "model": "\udfff"})
+
+
+def test_least_loaded(traffic: Traffic) -> None:
+    seats = [traffic.take(engine, 1000) for engine in ENGINES[:3]]
+    policy = LeastLoaded(traffic)
+    chosen = Counter(policy.choose(ask("x"), ENGINES).name for _ in range(400))
+    assert chosen["decode-3"] > 150, "it is in half of all draws"
+    for seat in seats:
+        seat.leave()
+        seat.leave()
+    assert [traffic.cost(engine) for engine in ENGINES] == [0] * 4
+    assert policy.choose(ask("x"), ENGINES[:1]) == ENGINES[0]
+
+
+def test_prefix_affinity(traffic: Traffic) -> None:
+    policy = PrefixAffinity(traffic)
+    turn = list(range(2000))
+    first = policy.choose(ask(turn), ENGINES)
+    for _ in range(5):
+        turn = [*turn, *range(300)]
+        assert policy.choose(ask(turn), ENGINES) == first
+    seat = traffic.take(first, 10_000)
+    assert policy.choose(ask(turn), ENGINES) != first, "it is clearly busier"
+    seat.leave()
+    rest = [engine for engine in ENGINES if engine != first]
+    assert policy.choose(ask(turn), rest) in rest
+
+
+def test_session_affinity(traffic: Traffic) -> None:
+    policy = SessionAffinity("X-Session-Id", traffic)
+    homes = {
+        name: policy.choose(ask("x", **{"x-session-id": name}), ENGINES)
+        for name in map(str, range(200))
+    }
+    assert set(homes.values()) == set(ENGINES)
+    left = ENGINES[:3]
+    for name, home in homes.items():
+        again = SessionAffinity("x-session-id", traffic)
+        moved = again.choose(ask("y", **{"x-session-id": name}), left)
+        assert moved == home or home == ENGINES[3], "only sessions of the engine that went move"
+
+
+def test_an_engine_that_keeps_failing_rests_and_is_tried_by_one(health: Health) -> None:
+    bad, good = ENGINES[:2]
+    for _ in range(2):
+        health.failed(bad)
+    assert health.usable([bad, good]) == [bad, good]
+    health.failed(bad)
+    assert health.usable([bad, good]) == [good]
+    assert health.usable([bad]) == []
+    time.sleep(0.6)
+    assert health.usable([bad, good]) == [bad, good]
+    health.trying(bad)
+    assert health.usable([bad, good]) == [good], "one trial at a time"
+    health.answered(bad, 200)
+    seen = Counter(engine for _ in range(400) for engine in health.usable([bad, good]))
+    assert seen[good] == 400
+    assert 10 < seen[bad] < 150, "who comes back gets little at first"
+    assert health.usable([bad]) == [bad], "unless there is nobody else"
+
+
+def test_probes_take_an_engine_out_and_bring_it_back(health: Health) -> None:
+    bad, good = ENGINES[:2]
+    health.probed(bad, "does not answer /health")
+    assert health.usable([bad, good]) == [bad, good], "once may be chance"
+    assert health.problem(bad) == "does not answer /health"
+    health.probed(bad, "does not answer /health")
+    assert health.usable([bad, good]) == [good]
+    health.probed(bad, None)
+    assert health.problem(bad) is None
+    assert health.usable([bad]) == [bad]
+
+
+def test_who_was_away_gets_its_whole_share_again(
+    health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = ENGINES[:2]
+    now = time.monotonic()
+    monkeypatch.setattr("disagg.router.engines.health.time.monotonic", lambda: now)
+    for _ in range(3):
+        health.failed(both[0])
+        health.probed(both[1], "does not answer /health")
+    now += 60
+    health.answered(both[0], 200)
+    health.probed(both[1], None)
+    assert {len(health.usable(both)) for _ in range(100)} >= {1, 2}
+    now += 10
+    assert all(len(health.usable(both)) == 2 for _ in range(100))
+    health.failed(both[0])
+    health.failed(both[0])
+    health.failed(both[0])
+    assert list(health.usable(both)) == [both[1]], "and is looked at as before"
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_affinity"])
+def test_pairer_never_names_one_twice(traffic: Traffic, health: Health, name: Any) -> None:
+    pairer = Pairer(Topology(ENGINES), PairingSection(decode=name), traffic, health, Fits())
+    tried: list[EngineEndpoint] = []
+    while (engine := pairer.choose("decode", ask("x"), tried)) is not None:
+        tried.append(engine)
+    assert sorted(e.name for e in tried) == [e.name for e in ENGINES]
+    assert pairer.choose("prefill", ask("x")) is None
+
+
+def test_engines_that_do_not_fit_are_not_paired(traffic: Traffic, health: Health) -> None:
+    prefills = [EngineEndpoint(f"prefill-{n}", "prefill", "") for n in range(2)]
+    fits = Fits()
+    own = {"max_model_len": "8", "chats": "parsed"}  # nothing to the other engine
+    fits.note(prefills[0], {"vllm": "1", "dtype": "float32", "other": "a", **own})
+    fits.note(prefills[1], {"vllm": "1", "dtype": "bfloat16"})
+    own = {"max_model_len": "16", "chats": "plain"}
+    fits.note(ENGINES[0], {"vllm": "1", "dtype": "float32", **own})
+    fits.note(ENGINES[1], {"vllm": "2"})
+    topology = Topology([*prefills, *ENGINES])
+    pairer = Pairer(topology, PairingSection(), traffic, health, fits)
+
+    def partners(decode: EngineEndpoint) -> set[str]:
+        request = ask("x")
+        request.partner = decode
+        chosen = (pairer.choose("prefill", request) for _ in range(50))
+        return {engine.name for engine in chosen if engine}
+
+    assert partners(ENGINES[0]) == {"prefill-0"}
+    assert partners(ENGINES[1]) == set()
+    assert partners(ENGINES[2]) == {"prefill-0", "prefill-1"}, "it said nothing"
+    fits.forget(ENGINES[1])
+    assert partners(ENGINES[1]) == {"prefill-0", "prefill-1"}
+
+
+# ---- over HTTP, with engines that fail on purpose -----------------------------------------
+
+
+def complete(setup: Setup) -> httpx.Response:
+    body = {"model": "m", "prompt": "x", "stream": False}
+    return client().post(f"{setup.url}/v1/completions", json=body, timeout=20)
+
+
+def metric(setup: Setup, name: str) -> float:
+    lines = client().get(f"{setup.url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+@pytest.mark.parametrize("fault", ["status", "dead"])
+def test_a_failing_prefill_is_replaced(make: Make, fault: str) -> None:
+    setup = make(others=["prefill"])
+    if fault == "status":
+        setup.prefill.status = 503
+    else:
+        setup.loop.run(setup.prefill.stop())
+    assert [complete(setup).status_code for _ in range(20)] == [200] * 20
+    assert [body["kv_transfer_params"] for body in setup.decode.bodies] == [PARAMS] * 20
+    assert metric(setup, "disagg_router_retries_total") >= 1
+    assert len(setup.prefill.bodies) <= 4, "it rests after three failures"
+    assert metric(setup, "disagg_router_local_total") == 0
+    assert metric(setup, "disagg_router_in_flight") == 0
+
+
+@pytest.mark.parametrize("fault", [500, 503, "dead"])
+def test_a_failing_decode_is_replaced(make: Make, fault: Any) -> None:
+    setup = make(others=["prefill", "decode"])
+    if fault == "dead":
+        setup.loop.run(setup.decode.stop())
+    else:
+        setup.decode.status = fault
+    assert [complete(setup).status_code for _ in range(20)] == [200] * 20
+    assert all(body["kv_transfer_params"] == PARAMS for body in setup.others[1].bodies)
+    assert metric(setup, 'disagg_router_retries_total{role="decode"}') >= 1
+    assert setup.prefill.released == setup.others[0].released == []
+    assert metric(setup, "disagg_router_in_flight") == 0
+
+
+def test_all_decodes_fail(make: Make) -> None:
+    setup = make(others=["prefill", "decode"])
+    setup.decode.status = setup.others[1].status = 500
+    answer = complete(setup)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "told to"
+    deadline = time.monotonic() + 5
+    while not setup.prefill.released + setup.others[0].released and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert setup.prefill.released + setup.others[0].released == [PARAMS]

@@ -1,0 +1,130 @@
+"""What people see: the document of `/ui/state`, the page that shows it, and `disagg status`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from unit.router.conftest import Setup
+from unit.router.pairing.test_admission import complete, until
+
+from disagg.testing.http import client
+
+Make = Callable[..., Setup]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def state_of(setup: Setup) -> dict[str, Any]:
+    state: dict[str, Any] = client().get(f"{setup.url}/ui/state", timeout=10).json()
+    return state
+
+
+def status(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "disagg.cli", "status", *args]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={"COLUMNS": "150"}
+    )
+
+
+def test_engines_pairings_and_traffic(make: Make) -> None:
+    setup = make(section={"pairing": {"local_prefill_tokens": 20}})
+    setup.decode.hand_overs = {"loaded": 5, "failed": 1}
+    for length in (4, 30, 30):
+        assert complete(setup, list(range(length))).status_code == 200
+    state = state_of(setup)
+    prefill, decode = state["engines"]
+    assert (prefill["name"], prefill["state"]) == ("prefill-0", "up")
+    assert (decode["name"], decode["running"], decode["kv_usage"]) == ("decode-0", 3, 0.25)
+    assert decode["leases"] == 2
+    assert decode["handoffs"] == {"tcp": {"loaded": 5, "failed": 1}}
+    assert decode["load_failures"] == {"peer_lost": 1}
+    router = state["router"]
+    assert router["requests"] == {"200": 3}
+    assert router["in_flight"] == {"prefill": 0, "decode": 0}
+    assert router["pairings"][0]["requests"] + router["local"].get("prefix_known", 0) == 2
+    assert router["local"]["short_prompt"] == 1
+    assert router["seconds"]["ttft"]["count"] == 3
+    assert state["failures"] == []
+
+
+def test_failures_name_the_request_and_no_address(setup: Setup) -> None:
+    setup.loop.run(setup.decode.stop())
+    answer = complete(setup)
+    assert answer.status_code == 503
+    until(lambda: state_of(setup)["failures"] != [])
+    text = client().get(f"{setup.url}/ui/state", timeout=10).text
+    failure = json.loads(text)["failures"][0]
+    assert failure["status"] == 503
+    assert failure["id"] == answer.headers["x-request-id"]
+    assert failure["why"]
+    for engine in setup.endpoints:
+        assert engine.url.partition("//")[2] not in text
+
+
+def test_an_engine_that_is_gone_is_shown_at_once(setup: Setup) -> None:
+    assert len(state_of(setup)["engines"]) == 2
+    setup.loop.run(setup.server.replace(setup.endpoints[:1], {"decode-0": "starts again"}))
+    engines = {engine["name"]: engine["state"] for engine in state_of(setup)["engines"]}
+    assert engines == {"prefill-0": "up", "decode-0": "starts again"}
+
+
+def test_many_viewers_cost_one_scrape_a_second(setup: Setup) -> None:
+    documents = {json.dumps(state_of(setup)) for _ in range(5)}
+    assert len(documents) <= 2
+
+
+def test_the_command(setup: Setup) -> None:
+    complete(setup)
+    shown = status(setup.url)
+    assert shown.returncode == 0, shown.stderr
+    for word in ("prefill-0", "decode-0", "up", "25.0%", "Pairings", "1 x 200"):
+        assert word in shown.stdout
+    assert json.loads(status(setup.url, "--json").stdout)["router"]["requests"] == {"200": 1}
+
+    setup.loop.run(setup.server.replace(setup.endpoints[:1], {"decode-0": "starts again"}))
+    gone = status(setup.url)
+    assert gone.returncode == 1
+    assert "starts again" in gone.stdout
+
+    nobody = status("http://127.0.0.1:9")
+    assert nobody.returncode == 1
+    assert "error: http://127.0.0.1:9: " in nobody.stderr
+    assert "Traceback" not in nobody.stderr
+    assert status("no-url").returncode == 1
+
+
+def test_the_page_asks_nobody_else(setup: Setup) -> None:
+    page = client().get(f"{setup.url}/ui", timeout=10)
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for outside in ("http:", "https:", "src=", "@import", "url("):
+        assert outside not in page.text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_the_page_in_a_browser(setup: Setup) -> None:
+    assert CHROMIUM is not None
+
+    def seen() -> str:
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
+        command = [CHROMIUM, *options, "--dump-dom", f"{setup.url}/ui"]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.partition("<script>")[0]
+
+    complete(setup)
+    dom = seen()
+    assert '<td class="good left">up</td>' in dom
+    assert ">ready</span>" in dom
+    assert "2 of 2 engines up" in dom
+    assert '<td>prefill-0</td><td class="left">decode-0</td><td>1</td>' in dom
+    setup.loop.run(setup.server.replace(setup.endpoints[1:], {"prefill-0": "starts again"}))
+    until(lambda: state_of(setup)["engines"][0]["state"] == "starts again")
+    dom = seen()
+    assert '<td class="bad left">starts again</td>' in dom
+    assert "degraded: decode alone" in dom

@@ -1,0 +1,72 @@
+"""The lease table: blocks are handed back once, and never while in use."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from disagg.errors import LeaseGone
+from disagg.transport.control.lease import LeaseTable
+from disagg.transport.deadline import Deadline
+
+
+def test_released_in_use_ends_when_unused() -> None:
+    table = LeaseTable(20)
+    table.grant(0, "r", [1, 2], 30)
+    table.acquire(0, Deadline.after(1))
+    table.release(0, "aborted")
+    assert table.take_ended() == []
+    with pytest.raises(LeaseGone):
+        table.acquire(0, Deadline.after(1))
+    table.done_using(0)
+    assert [tuple(ended) for ended in table.take_ended()] == [("r", "aborted")]
+    assert table.held() == 0
+
+
+def test_renewed_lease_lives_on() -> None:
+    table = LeaseTable(20)
+    table.grant(0, "r", [1], 0.2)
+    for _ in range(4):
+        time.sleep(0.1)
+        table.renew([0, 99])
+        assert table.take_ended() == []
+    time.sleep(0.3)
+    table.renew([0])
+    assert table.take_ended()[0].outcome == "expired"
+
+
+def test_unknown_is_told_from_gone_without_waiting() -> None:
+    table = LeaseTable(20)
+    table.grant(5, "r", [1], 30)
+    began = time.monotonic()
+    with pytest.raises(LeaseGone):
+        table.acquire(4, Deadline.after(5))
+    assert time.monotonic() - began < 1
+
+
+def test_each_lease_ends_once_under_contention() -> None:
+    table, ended = LeaseTable(20), []
+    generator = random.Random(3)
+
+    def consumer(numbers: list[int]) -> None:
+        for number in numbers:
+            try:
+                table.acquire(number, Deadline.after(5))
+            except LeaseGone:
+                continue
+            table.release(number, "fetched")
+            table.done_using(number)
+
+    for number in range(300):
+        table.grant(number, str(number), [number], generator.choice([0.001, 30]))
+    orders = [generator.sample(range(300), 300) for _ in range(4)]
+    threads = [threading.Thread(target=consumer, args=(order,)) for order in orders]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or table.held():
+        ended += [lease.request_id for lease in table.take_ended()]
+        table.check_integrity()
+    assert sorted(ended, key=int) == [str(number) for number in range(300)]

@@ -1,0 +1,51 @@
+"""Tickets: nothing in one can be made up or changed."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from disagg.errors import TransferError
+from disagg.transport.control.client import Endpoint
+from disagg.transport.control.ticket import Handoff, sign, verify
+
+HANDOFF = Handoff("prefill-0", 7, [Endpoint("127.0.0.1", 4000, "life")], [32], 300, 128, bytes(24))
+
+
+def test_round_trip() -> None:
+    assert verify(sign(HANDOFF, b"secret"), b"secret") == HANDOFF
+
+
+def test_every_byte_counts() -> None:
+    raw = base64.b64decode(sign(HANDOFF, b"secret"))
+    for at in range(len(raw)):
+        changed = raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+        with pytest.raises(TransferError) as error:
+            verify(base64.b64encode(changed).decode(), b"secret")
+        assert error.value.reason == "forged"
+
+
+@pytest.mark.parametrize("ticket", [None, 5, ["x"], {"a": 1}, "%", "ä", "A" * (5 << 20)])
+def test_not_a_ticket(ticket: object) -> None:
+    with pytest.raises(TransferError) as error:
+        verify(ticket, b"secret")
+    assert error.value.reason == "malformed"
+
+
+def test_signed_but_of_another_version() -> None:
+    import msgspec
+
+    from disagg.transport.control import ticket
+
+    body = msgspec.msgpack.encode(["too", "short"])
+    token = base64.b64encode(ticket._mac(body, b"secret") + body).decode()
+    with pytest.raises(TransferError) as error:
+        verify(token, b"secret")
+    assert error.value.reason == "malformed"
+
+
+def test_other_deployment() -> None:
+    with pytest.raises(TransferError) as error:
+        verify(sign(HANDOFF, b"secret"), b"other")
+    assert error.value.reason == "forged"

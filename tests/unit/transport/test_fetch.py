@@ -1,0 +1,550 @@
+"""Producer and consumer over a real socket and real files: what moves, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from disagg.errors import DataCorrupt, LeaseGone, PeerLost, PeerRefused, TransferError
+from disagg.transport import fetch as handoff
+from disagg.transport import protocol as p
+from disagg.transport.base import FetchJob
+from disagg.transport.blocks import BlockCache, Region, Selection
+from disagg.transport.control.channel import Channel
+from disagg.transport.control.client import Endpoint, Peers
+from disagg.transport.control.lease import FETCHED, LeaseTable
+from disagg.transport.control.server import ControlServer
+from disagg.transport.control.ticket import Handoff
+from disagg.transport.deadline import Deadline
+from disagg.transport.shared_storage import SharedStorageReceiver, SharedStorageSender, Storage
+
+BLOCKS = 40
+POISON = 0xA5
+SECRET = b"correct horse"
+FINGERPRINT = {"model": "tiny", "dtype": "bfloat16"}
+LAYERS = ("a", "b")
+
+
+def cache(fill: Callable[[Sequence[int]], torch.Tensor]) -> BlockCache:
+    """Two regions of 2 heads and 4 tokens; the second is strided as in block-outermost layouts."""
+    small = fill((BLOCKS, 2, 4, 12))
+    wide = fill((BLOCKS, 2, 2, 4, 32))
+    return BlockCache([Region("a", small, "U8"), Region("b", wide[:, 1], "F32")])
+
+
+def random_bytes(shape: Sequence[int]) -> torch.Tensor:
+    return torch.randint(0, 256, list(shape), dtype=torch.uint8)
+
+
+def poison(shape: Sequence[int]) -> torch.Tensor:
+    return torch.full(list(shape), POISON, dtype=torch.uint8)
+
+
+@dataclass
+class Pair:
+    """One producer that listens, one consumer that may connect."""
+
+    source: BlockCache
+    target: BlockCache
+    leases: LeaseTable
+    server: ControlServer
+    sender: SharedStorageSender
+    receiver: SharedStorageReceiver
+    peers: Peers
+    endpoint: Endpoint
+    folder: Path
+
+    def grant(self, lease: int, block_ids: list[int], seconds: float = 30) -> None:
+        self.leases.grant(lease, f"request-{lease}", block_ids, seconds)
+
+    def wanted(self, lease: int, start: int, stop: int, readers: int = 1) -> handoff.Wanted:
+        """Whole blocks [start, stop) of a lease."""
+        return handoff.Wanted(self.endpoint, lease, p.Part(4, ((start, stop),)), LAYERS, readers)
+
+    def job(self, block_ids: list[int], seconds: float = 5) -> FetchJob:
+        return FetchJob(self.target.whole(block_ids), Deadline.after(seconds))
+
+    def fetch(
+        self, lease: int, block_ids: list[int], start: int = 0, readers: int = 1
+    ) -> handoff.Moved:
+        wanted = self.wanted(lease, start, start + len(block_ids), readers)
+        return handoff.fetch(self.peers, wanted, self.job(block_ids), [self.receiver])
+
+    def send(self, block_ids: list[int], sender: SharedStorageSender | None = None) -> bytes:
+        blocks = self.source.whole(block_ids)
+        return (sender or self.sender).send(blocks, b"", Deadline.after(5))
+
+    def files(self) -> list[str]:
+        return [name for name in os.listdir(self.folder) if not name.endswith(".probe")]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    source, target, leases = cache(random_bytes), cache(poison), LeaseTable(20)
+    storage = Storage(tmp_path / "storage", 1 << 20)
+    sender = SharedStorageSender(source, storage)
+    server = ControlServer(
+        host="127.0.0.1",
+        port=0,
+        secret=SECRET,
+        hello=p.Welcome("prefill-0", "life-1", {sender.name: sender.offer()}, LAYERS),
+        fingerprint=FINGERPRINT,
+        cache=source,
+        leases=leases,
+        senders=[sender],
+        use_limit_s=2,
+    )
+    peers = Peers("decode-0", FINGERPRINT, SECRET)
+    receiver = SharedStorageReceiver(target, storage)
+    endpoint = Endpoint("127.0.0.1", server.port, "life-1")
+    yield Pair(source, target, leases, server, sender, receiver, peers, endpoint, storage.folder)
+    peers.close()
+    server.close()
+    sender.close()
+    leases.check_integrity()
+    assert os.listdir(storage.folder) == []
+
+
+def same(pair: Pair, sources: list[int], targets: list[int]) -> bool:
+    return all(
+        torch.equal(ours.memory[sources], theirs.memory[targets])
+        for ours, theirs in zip(pair.source.regions, pair.target.regions, strict=True)
+    )
+
+
+def untouched(pair: Pair, but: list[int]) -> bool:
+    rest = [block for block in range(BLOCKS) if block not in but]
+    return all(bool((region.memory[rest] == POISON).all()) for region in pair.target.regions)
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets"),
+    [
+        ([7], [3]),
+        ([0, 1, 2, 3], [10, 11, 12, 13]),
+        ([9, 4, 5, 6, 39], [0, 2, 1, 30, 29]),
+        (list(range(BLOCKS)), list(reversed(range(BLOCKS)))),
+    ],
+    ids=["one", "a-run", "any-order", "all"],
+)
+def test_the_asked_blocks_and_no_others(pair: Pair, sources: list[int], targets: list[int]) -> None:
+    pair.grant(0, sources)
+    moved = pair.fetch(0, targets)
+    assert same(pair, sources, targets)
+    assert untouched(pair, targets)
+    assert moved.num_bytes == len(sources) * (96 + 256)
+    assert moved.transport == "shared_storage"
+    assert [tuple(ended) for ended in pair.leases.take_ended()] == [("request-0", "fetched")]
+    assert pair.files() == []
+
+
+def test_from_a_position_on(pair: Pair) -> None:
+    pair.grant(0, [5, 6, 7, 8])
+    pair.fetch(0, [20, 21], start=2)
+    assert same(pair, [7, 8], [20, 21])
+    assert untouched(pair, [20, 21])
+
+
+def test_heads_and_units_smaller_than_a_block(pair: Pair) -> None:
+    """Head 1 of the tokens 2..8, put where our head 0 and our tokens 4..10 are."""
+    pair.grant(0, [5, 6])
+    wanted = handoff.Wanted(pair.endpoint, 0, p.Part(2, ((1, 4),), (1, 2)), LAYERS)
+    job = FetchJob(Selection([20, 21, 22], 2, 2, 3, (0, 1)), Deadline.after(5))
+    moved = handoff.fetch(pair.peers, wanted, job, [pair.receiver])
+    assert moved.num_bytes == 6 * (12 + 32)
+    for ours, theirs in zip(pair.source.regions, pair.target.regions, strict=True):
+        sent = torch.cat([ours.memory[5], ours.memory[6]], dim=1)[1, 2:8]
+        got = torch.cat([theirs.memory[block] for block in (20, 21, 22)], dim=1)
+        assert torch.equal(got[0, 4:10], sent)
+        assert bool((got[1] == POISON).all())
+        assert bool((got[0, :4] == POISON).all())
+        assert bool((got[0, 10:] == POISON).all())
+    assert untouched(pair, [20, 21, 22])
+
+
+def test_several_spans_and_blocks_that_are_gone(pair: Pair) -> None:
+    """As of a model with a sliding window: the first group whole, the end of the second."""
+    pair.grant(0, [7, 3, 9, -1, -1, 20])
+    wanted = handoff.Wanted(pair.endpoint, 0, p.Part(4, ((1, 3), (5, 6))), LAYERS)
+    handoff.fetch(pair.peers, wanted, pair.job([30, 31, 5]), [pair.receiver])
+    assert same(pair, [3, 9, 20], [30, 31, 5])
+    assert untouched(pair, but=[30, 31, 5])
+    pair.grant(1, [7, 3, 9, -1, -1, 20])
+    wanted = handoff.Wanted(pair.endpoint, 1, p.Part(4, ((1, 3), (4, 6))), LAYERS)
+    with pytest.raises(TransferError, match="given back") as error:
+        handoff.fetch(pair.peers, wanted, pair.job([1, 2, 3, 4]), [pair.receiver])
+    assert error.value.reason == "window"
+
+
+def test_a_lease_with_two_readers_ends_with_the_second(pair: Pair) -> None:
+    pair.grant(0, [5])
+    pair.fetch(0, [1], readers=2)
+    assert pair.leases.take_ended() == []
+    pair.fetch(0, [2], readers=2)
+    assert pair.leases.take_ended()[0].outcome == "fetched"
+    assert same(pair, [5, 5], [1, 2])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        p.Part(3, ((0, 1),)),
+        p.Part(0, ((0, 1),)),
+        p.Part(-4, ((0, 1),)),
+        p.Part(4, ((-1, 1),)),
+        p.Part(4, ((2, 1),)),
+        p.Part(4, ((0, 1 << 62),)),
+        p.Part(4, ((0, 1), (0, 1))),
+        p.Part(2, ((0, 1), (1, 2))),
+        p.Part(4, ((0, 1),), (0, 3)),
+        p.Part(4, ((0, 1),), (1, 1)),
+        p.Part(4, ((0, 1),), (-1, 1)),
+    ],
+)
+def test_a_part_outside_of_the_lease_is_refused(pair: Pair, part: p.Part) -> None:
+    pair.grant(0, [1, 2])
+    opened = hello(pair)
+    assert isinstance(ask(opened, p.Acquire("life-1", 0)), p.Acquired)
+    refused = ask(opened, p.Fetch("shared_storage", part, b""))
+    assert isinstance(refused, p.Failed)
+    assert refused.reason == "range"
+    opened.close()
+
+
+def test_many_at_once(pair: Pair) -> None:
+    for lease in range(BLOCKS):
+        pair.grant(lease, [lease])
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda lease: pair.fetch(lease, [lease]), range(BLOCKS)))
+    assert same(pair, list(range(BLOCKS)), list(range(BLOCKS)))
+    assert len(pair.leases.take_ended()) == BLOCKS
+    assert pair.leases.held() == 0
+
+
+def test_a_lease_serves_once(pair: Pair) -> None:
+    pair.grant(0, [1])
+    pair.fetch(0, [1])
+    pair.leases.take_ended()
+    with pytest.raises(LeaseGone):
+        pair.fetch(0, [2])
+    assert untouched(pair, [1])
+
+
+def test_a_lease_that_is_gone_costs_no_connection(pair: Pair) -> None:
+    """The fetch that was asked with it is answered, too; the answers stay in step."""
+    pair.grant(0, [1])
+    pair.fetch(0, [1])
+    for lease in (1, 2):
+        with pytest.raises(LeaseGone):
+            pair.fetch(0, [2])
+        pair.grant(lease, [5])
+        pair.fetch(lease, [6 + lease])
+        assert same(pair, [5], [6 + lease])
+    assert pair.server.connections() == 1
+    assert pair.files() == []
+
+
+def test_expired_lease_is_gone(pair: Pair) -> None:
+    pair.grant(0, [1], seconds=0.05)
+    time.sleep(0.1)
+    with pytest.raises(LeaseGone):
+        pair.fetch(0, [1])
+    assert pair.leases.take_ended()[0].outcome == "expired"
+
+
+def test_grant_may_come_after_the_consumer(pair: Pair) -> None:
+    timer = threading.Timer(0.2, pair.grant, (0, [3]))
+    timer.start()
+    pair.fetch(0, [4])
+    assert same(pair, [3], [4])
+
+
+def test_other_life_of_the_producer(pair: Pair) -> None:
+    pair.grant(0, [1])
+    endpoint = Endpoint("127.0.0.1", pair.server.port, "life-0")
+    wanted = handoff.Wanted(endpoint, 0, p.Part(4, ((0, 1),)), LAYERS)
+    with pytest.raises(LeaseGone):
+        handoff.fetch(pair.peers, wanted, pair.job([1]), [pair.receiver])
+    assert pair.leases.held() == 1
+
+
+def test_more_blocks_than_leased(pair: Pair) -> None:
+    pair.grant(0, [1, 2])
+    with pytest.raises(TransferError, match=r"units 0\.\.3 of 0\.\.2") as error:
+        pair.fetch(0, [5, 6, 7])
+    assert error.value.reason == "range"
+    assert untouched(pair, [])
+
+
+def test_misfit_is_refused_by_name(pair: Pair) -> None:
+    peers = Peers("decode-0", {**FINGERPRINT, "dtype": "float32"}, SECRET)
+    pair.grant(0, [1])
+    with pytest.raises(PeerRefused, match="dtype differs: 'bfloat16' here, 'float32' there"):
+        handoff.fetch(peers, pair.wanted(0, 0, 1), pair.job([1]), [pair.receiver])
+
+
+def test_wrong_secret(pair: Pair) -> None:
+    peers = Peers("decode-0", FINGERPRINT, b"guessed")
+    pair.grant(0, [1])
+    with pytest.raises(PeerLost, match="is the secret the same"):
+        handoff.fetch(peers, pair.wanted(0, 0, 1), pair.job([1]), [pair.receiver])
+    pair.fetch(0, [1])
+
+
+def test_no_common_folder(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    elsewhere = SharedStorageReceiver(pair.target, Storage(tmp_path / "elsewhere", 1 << 20))
+    pair.grant(0, [1])
+    with pytest.raises(TransferError) as error:
+        handoff.fetch(pair.peers, pair.wanted(0, 0, 1), pair.job([1]), [elsewhere])
+    assert error.value.reason == "no_transport"
+    assert pair.leases.take_ended()[0].outcome == "aborted"
+
+
+def test_a_folder_that_was_away_is_used_again(pair: Pair, tmp_path: Path) -> None:
+    """First unknown at hello, then gone with the connection in use; the connection stays."""
+    away = tmp_path / "away"
+    for lease, reason in enumerate(("no_transport", "storage_write")):
+        pair.folder.rename(away)
+        pair.grant(2 * lease, [1])
+        with pytest.raises(TransferError) as error:
+            pair.fetch(2 * lease, [1])
+        assert error.value.reason == reason
+        away.rename(pair.folder)
+        pair.grant(2 * lease + 1, [1])
+        pair.fetch(2 * lease + 1, [1])
+        assert same(pair, [1], [1])
+        assert pair.server.connections() == 1
+    assert [ended.outcome for ended in pair.leases.take_ended()] == ["aborted", "fetched"] * 2
+
+
+def test_budget_is_kept(pair: Pair, tmp_path: Path) -> None:
+    tight = SharedStorageSender(pair.source, Storage(tmp_path / "tight", 2000))
+    answer = pair.send([1, 2], tight)
+    with pytest.raises(TransferError, match="max_bytes") as error:
+        pair.send([1, 2, 3, 4], tight)
+    assert error.value.reason == "storage_full"
+    tight.finish(answer)
+    tight.finish(pair.send([1, 2, 3], tight))
+    tight.close()
+    assert os.listdir(tmp_path / "tight") == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: data[:-1], "storage_size"),
+        (lambda data: b"", "storage_size"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "storage_checksum"),
+        (lambda data: data[:20] + b"9" + data[21:], "storage_header"),
+    ],
+    ids=["short", "empty", "flipped", "header"],
+)
+def test_damaged_file(pair: Pair, damage: Callable[[bytes], bytes], reason: str) -> None:
+    answer = pair.send([1, 2, 3])
+    path = pair.folder / pair.files()[0]
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataCorrupt) as error:
+        pair.receiver.receive(pair.job([1, 2, 3]), answer)
+    assert error.value.reason == reason
+    assert pair.files() == []
+    pair.sender.finish(answer)
+
+
+def test_file_is_ordinary_safetensors(pair: Pair) -> None:
+    from safetensors.torch import load_file
+
+    answer = pair.send([4, 2])
+    tensors = load_file(pair.folder / pair.files()[0])
+    assert torch.equal(tensors["a"], pair.source.regions[0].memory[[4, 2]])
+    assert tensors["b"].shape == (2, 2, 4, 8)
+    assert tensors["b"].dtype is torch.float32
+    pair.sender.finish(answer)
+
+
+def test_name_from_the_wire_is_no_path(pair: Pair, tmp_path: Path) -> None:
+    victim = tmp_path / "victim.safetensors"
+    victim.write_bytes(b"precious")
+    answer = msgspec.msgpack.encode({"name": f"../{victim.name}", "size": 8, "checksum": b""})
+    with pytest.raises(TransferError):
+        pair.receiver.receive(pair.job([1]), answer)
+    assert victim.read_bytes() == b"precious"
+
+
+def test_sweep_takes_what_dead_processes_left(pair: Pair) -> None:
+    alive = pair.send([1])
+    name = pair.files()[0]
+    host, _, rest = name.partition("-")
+    pid_and_more = rest.split("-", 2)
+    dead = pair.folder / f"{host}-4194304-1-{pid_and_more[2]}"
+    recycled = pair.folder / f"{host}-{os.getpid()}-1-{pid_and_more[2]}"
+    foreign_old = pair.folder / "ffffffff-1-1-old.safetensors"
+    foreign_new = pair.folder / "ffffffff-1-1-new.safetensors"
+    unrelated = pair.folder / "notes.txt"
+    for path in (dead, recycled, foreign_old, foreign_new, unrelated):
+        path.write_bytes(b"x")
+    os.utime(foreign_old, (0, 0))
+    SharedStorageSender(pair.source, Storage(pair.folder, 1 << 20)).close()
+    assert sorted(pair.files()) == sorted([name, foreign_new.name, unrelated.name])
+    pair.sender.finish(alive)
+    foreign_new.unlink()
+    unrelated.unlink()
+
+
+# ---- what hostile or broken peers send ------------------------------------------------------
+
+
+def channel(pair: Pair, secret: bytes = SECRET) -> Channel:
+    return Channel.connect("127.0.0.1", pair.server.port, secret, Deadline.after(5))
+
+
+def ask(on: Channel, message: p.Request) -> p.Answer:
+    on.send(p.encode(message), Deadline.after(5))
+    return p.decode_answer(on.receive(Deadline.after(5)))
+
+
+def hello(pair: Pair) -> Channel:
+    opened = channel(pair)
+    answer = ask(opened, p.Hello(p.VERSION, "decode-0", FINGERPRINT))
+    assert isinstance(answer, p.Welcome)
+    return opened
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<I", 0xFFFFFFFF) + bytes(16),
+        struct.pack("<I", 100) + bytes(16),
+        os.urandom(4096),
+    ],
+    ids=["nothing", "http", "oversized", "truncated", "noise"],
+)
+def test_garbage_ends_the_connection_only(pair: Pair, garbage: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", pair.server.port), timeout=5) as raw:
+        raw.recv(64)
+        raw.settimeout(8)
+        # The server may have hung up before all of it was sent, or with some of it unread.
+        with contextlib.suppress(ConnectionError):
+            raw.sendall(os.urandom(16) + garbage)
+            with contextlib.suppress(OSError):
+                raw.shutdown(socket.SHUT_WR)
+            assert raw.recv(64) == b""
+    pair.grant(0, [1])
+    pair.fetch(0, [1])
+
+
+def test_frames_cannot_be_replayed(pair: Pair) -> None:
+    pair.grant(0, [1])
+    opened = hello(pair)
+    body = p.encode(p.Renew("life-1", [0]))
+    opened.send(body, Deadline.after(5))
+    opened.receive(Deadline.after(5))
+    opened._sent -= 1  # the same frame once more, bit for bit
+    opened.send(body, Deadline.after(5))
+    with pytest.raises(PeerLost):
+        opened.receive(Deadline.after(5))
+
+
+def test_what_is_asked_at_once_is_answered_in_order(pair: Pair) -> None:
+    pair.grant(0, [1, 2, 3])
+    opened = hello(pair)
+    renew, gone = p.Renew("life-1", [0]), p.Acquire("life-0", 0)
+    requests: list[p.Request] = [p.Acquire("life-1", 0), *[renew] * 40, gone]
+    requests.append(p.Release("life-1", 0, FETCHED))
+    opened.send_all([p.encode(request) for request in requests], Deadline.after(5))
+    answers = [p.decode_answer(opened.receive(Deadline.after(5))) for _ in requests]
+    assert answers[:-2] == [p.Acquired(3), *[p.Done()] * 40]
+    assert isinstance(answers[-2], p.Failed)
+    assert answers[-1] == p.Done()
+    opened.close()
+
+
+def test_requests_before_hello_and_out_of_order(pair: Pair) -> None:
+    early = channel(pair)
+    early.send(p.encode(p.Acquire("life-1", 0)), Deadline.after(5))
+    with pytest.raises(PeerLost):
+        early.receive(Deadline.after(5))
+    opened = hello(pair)
+    unasked = ask(opened, p.Fetch("shared_storage", p.Part(4, ((0, 1),)), b""))
+    assert isinstance(unasked, p.Failed)
+    assert unasked.reason == "protocol"
+    opened.close()
+
+
+def test_peer_without_cache_may_only_release(pair: Pair) -> None:
+    pair.grant(0, [1])
+    opened = channel(pair)
+    assert isinstance(ask(opened, p.Hello(p.VERSION, "router", {})), p.Welcome)
+    refused = ask(opened, p.Acquire("life-1", 0))
+    assert isinstance(refused, p.Failed)
+    opened.close()
+    ticket = Handoff("prefill-0", 0, [pair.endpoint], [1], 1, 1, b"")
+    handoff.release_everywhere(ticket, SECRET, Deadline.after(5))
+    assert pair.leases.take_ended()[0].outcome == "aborted"
+
+
+def test_dead_consumer_gives_the_lease_back(pair: Pair) -> None:
+    pair.grant(0, [1, 2], seconds=0.3)
+    pair.grant(1, [3, 4], seconds=60)
+    opened = [hello(pair), hello(pair)]
+    for lease, channel in enumerate(opened):
+        assert isinstance(ask(channel, p.Acquire("life-1", lease)), p.Acquired)
+        fetch = p.Fetch("shared_storage", p.Part(4, ((0, 2),)), b"")
+        assert isinstance(ask(channel, fetch), p.Fetched)
+    time.sleep(0.5)
+    assert pair.leases.take_ended() == [], "a lease in use must not run out"
+    assert len(pair.files()) == 2
+    for channel in opened:
+        channel.close()
+    deadline = time.monotonic() + 4
+    ended: list[object] = []
+    while len(ended) < 2 and time.monotonic() < deadline:
+        ended += pair.leases.take_ended()
+        time.sleep(0.01)
+    assert len(ended) == 2, "also the one that had a minute left"
+    assert pair.files() == []
+
+
+def test_silent_consumer_loses_the_lease(pair: Pair) -> None:
+    pair.grant(0, [1], seconds=0.1)
+    opened = hello(pair)
+    assert isinstance(ask(opened, p.Acquire("life-1", 0)), p.Acquired)
+    deadline = time.monotonic() + 5  # the server's use limit is 2 s
+    while pair.leases.held() and time.monotonic() < deadline:
+        pair.leases.take_ended()
+        time.sleep(0.05)
+    assert pair.leases.held() == 0
+
+
+def test_producer_that_closes_is_noticed_at_once(pair: Pair) -> None:
+    pair.grant(0, [1])
+    pair.fetch(0, [1])
+    pair.server.close()
+    began = time.monotonic()
+    with pytest.raises(PeerLost):
+        pair.fetch(1, [1])
+    assert time.monotonic() - began < 2
+
+
+def test_a_rank_that_is_gone_does_not_keep_the_others_from_hearing(pair: Pair) -> None:
+    pair.grant(0, [1, 2])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        gone = Endpoint("127.0.0.1", taken.getsockname()[1], "life-0")
+        with pytest.raises(PeerLost):
+            handoff.release_all(pair.peers, [gone, pair.endpoint], 0, Deadline.after(5))
+    assert [ended.outcome for ended in pair.leases.take_ended()] == ["aborted"]
