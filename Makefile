@@ -4,7 +4,7 @@
 #   make serve    serve a small model on 127.0.0.1:8000, until Ctrl-C
 #   make check    lint, format, types
 #   make test     all tests
-#   make bench    measure a hand-over
+#   make bench    measure a handoff
 #   make gpu      what only a GPU can show: tests of transports, and how fast they are
 #   make soak     many requests for a long time, faults and pressure all the while
 #   make clean    remove all that make made

@@ -279,7 +279,7 @@ def status(
         Path | None, typer.Option(help="Certificate to trust, of a router with TLS.")
     ] = None,
 ) -> None:
-    """Show a running router's engines, pairings, hand-overs and recent failures.
+    """Show a running router's engines, pairings, handoffs and recent failures.
 
     Exit status 0 if every engine is up, 1 if not.
     """

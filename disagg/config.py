@@ -258,7 +258,7 @@ class PairingSection(Section):
         "x-session-id", pattern=r"^[A-Za-z0-9-]+$", description="What session_affinity goes by"
     )
     local_prefill_tokens: int = Field(
-        64, ge=0, description="Decode computes up to so many tokens itself: no hand-over"
+        64, ge=0, description="Decode computes up to so many tokens itself: no handoff"
     )
     prefill_wait_share: float | None = Field(
         None,
@@ -269,7 +269,7 @@ class PairingSection(Section):
     )
     first_token: Role = Field(
         "decode",
-        description="Whose first token a stream begins with: prefill's is there a hand-over sooner",
+        description="Whose first token a stream begins with: prefill's is there a handoff sooner",
     )
     first_token_hold_s: float = Field(
         0.0,

@@ -1,4 +1,4 @@
-"""Our connector without vLLM's engine: one hand-over between two workers, in GB/s.
+"""Our connector without vLLM's engine: one handoff between two workers, in GB/s.
 
 Producer and consumer are two processes, each with a cache of its own and no model. What a
 scheduler half would decide is written down by hand; everything after that is the real thing.
@@ -33,7 +33,13 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from xxhash import xxh3_128_hexdigest
 
 from disagg.connector.handoff.connector import DisaggConnector
-from disagg.connector.handoff.messages import Grant, Load, StepReport, StepWork, WorkerAddress
+from disagg.connector.handoff.messages import (
+    Grant,
+    HandoffLoad,
+    StepReport,
+    StepWork,
+    WorkerAddress,
+)
 from disagg.connector.model_runner import Lifecycle
 from disagg.testing.checkpoint import make_model
 
@@ -96,7 +102,7 @@ def step(lifecycle: Lifecycle, work: StepWork) -> KVConnectorOutput:
 def produce(
     lifecycle: Lifecycle, address: object, blocks: int, times: int, pipe: Connection
 ) -> None:
-    """Keep all blocks under one lease per hand-over, until each was fetched."""
+    """Keep all blocks under one lease per handoff, until each was fetched."""
     assert isinstance(address, WorkerAddress)
     leases = [Grant(lease, f"request-{lease}", list(range(blocks)), 60.0) for lease in range(times)]
     step(lifecycle, StepWork(grants=leases))
@@ -112,7 +118,7 @@ def consume(lifecycle: Lifecycle, blocks: int, times: int, pipe: Connection) -> 
     there = pipe.recv()
     one_stage = [there.regions]  # of a pipeline, here and there
     for lease in range(times):
-        load = Load(
+        load = HandoffLoad(
             f"request-{lease}",
             lease,
             [there.endpoint],
@@ -137,7 +143,7 @@ def consume(lifecycle: Lifecycle, blocks: int, times: int, pipe: Connection) -> 
 
 
 def main() -> None:
-    """Two workers, a few hand-overs, and whether the bytes are the same."""
+    """Two workers, a few handoffs, and whether the bytes are the same."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--times", type=int, default=4, help="the first also connects")

@@ -77,7 +77,7 @@ def speeds(
     repeats: Annotated[int, typer.Option(min=1, help="Of all; one more warms up.")] = 3,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Of both engines.")] = 2048,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Of both engines.")] = 64,
-    load_threads: Annotated[int, typer.Option(min=1, help="Hand-overs at once.")] = 8,
+    load_threads: Annotated[int, typer.Option(min=1, help="Handoffs at once.")] = 8,
     prefill: Annotated[str | None, typer.Option(help="URL of a prefill engine.")] = None,
     decode: Annotated[
         str | None, typer.Option(help="URL of a decode engine; without both, a pair is started.")
@@ -87,7 +87,7 @@ def speeds(
     """How fast engines compute prompts, make tokens and hand over: the file of disagg plan."""
     from disagg.bench.speeds import run as bench
 
-    plan = bench.Plan(
+    plan = bench.SpeedsPlan(
         lengths=_numbers(lengths),
         batches=_numbers(batches),
         contexts=_numbers(contexts),
@@ -120,9 +120,9 @@ def predicted(
     """What disagg plan foretells of one load, and what real engines do with it: the error."""
     from disagg.bench.serve.trace import parse_mix
     from disagg.bench.speeds import predicted as bench
-    from disagg.bench.speeds.run import Plan
+    from disagg.bench.speeds.run import SpeedsPlan
 
-    measuring = Plan(
+    measuring = SpeedsPlan(
         lengths=[128, 512, 1000, 2000, 4000],
         batches=[1, 4, 8, 16],
         contexts=[128, 1000, 3000],
@@ -134,7 +134,7 @@ def predicted(
         decode=None,
         note="",
     )
-    plan = bench.Plan(
+    plan = bench.PredictionPlan(
         pairs=_numbers(pairs),
         rate=rate,
         duration_s=duration,
@@ -213,7 +213,7 @@ def router(
     """What a router costs: none, ours and vllm-router, in front of fake engines."""
     from disagg.bench.router import run as bench
 
-    plan = bench.Plan(
+    plan = bench.RouterBenchPlan(
         requests=requests,
         rounds=rounds,
         clients=_numbers(clients),
@@ -283,7 +283,7 @@ def serve(
     from disagg.bench.serve.score import Targets
     from disagg.bench.serve.trace import parse_mix
 
-    plan = bench.Plan(
+    plan = bench.ServePlan(
         ways=[name for name in ways.split(",") if name],
         rates=_rates(rates),
         duration_s=duration,
@@ -337,9 +337,9 @@ def transfer(
 ) -> None:
     """Whole fetches over each transport, beside what bounds them and NIXL. No engine, no Ray."""
     from disagg.bench.transfer import run as bench
-    from disagg.bench.transfer.plan import Plan
+    from disagg.bench.transfer.plan import TransferPlan
 
-    plan = Plan.of(
+    plan = TransferPlan.of(
         device,
         repeats,
         transports=[name for name in transports.split(",") if name] if transports else None,

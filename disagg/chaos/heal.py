@@ -18,7 +18,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from disagg.chaos.steady_load import Load
+from disagg.chaos.steady_load import SteadyLoad
 from disagg.cluster import RunningDeployment, start
 from disagg.cluster.serve import Progress
 from disagg.config import Deployment, ResourcesSection
@@ -39,7 +39,7 @@ _BLOCKS = 512
 
 
 @dataclass(frozen=True)
-class Row:
+class HealRow:
     """One death. Seconds from the SIGKILL; `own_start_s`: of the engine that came back."""
 
     victim: str
@@ -76,7 +76,7 @@ def _run(clients: int, victims: Sequence[str], cluster: RayNodes | None) -> int:
     ):
         single.wait_ready()
         progress.close()
-        load = Load(running.url, single)
+        load = SteadyLoad(running.url, single)
         with load.clients(clients):
             rows = [_death(console, running, load, victim, cluster) for victim in victims]
     Console(width=max(console.width, 100), highlight=False).print(_table(rows))
@@ -104,10 +104,10 @@ def _deployment(cpus: float) -> Deployment:
 def _death(
     console: Console,
     running: RunningDeployment,
-    load: Load,
+    load: SteadyLoad,
     victim: str,
     cluster: RayNodes | None,
-) -> Row:
+) -> HealRow:
     _heal_until(running, _clock(_SETTLE_S))
     before = Counter(load.counts)
     console.print(f"kill -9: {victim}")
@@ -136,7 +136,7 @@ def _death(
     since = load.counts - before
     answers = since["right"] + since["wrong"]
     shown = victim if len(names) == 1 else f"node of {' and '.join(names)}"
-    return Row(shown, out_s, whole_s, own_start_s, answers, since["error"])
+    return HealRow(shown, out_s, whole_s, own_start_s, answers, since["error"])
 
 
 def _neighbours(running: RunningDeployment, name: str) -> list[str]:
@@ -198,7 +198,7 @@ def _is_up(running: RunningDeployment, name: str) -> bool:
     return state is not None and state.get(name) == "up"
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[HealRow]) -> Table:
     table = Table(title="Deaths", title_justify="left")
     table.add_column("killed")
     for column in ("out of rotation", "serves again", "its own start", "answers", "errors"):

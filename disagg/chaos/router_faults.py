@@ -38,7 +38,7 @@ _MILD = 15  # requests that prefill does right, for one that it may do wrong
 
 
 @dataclass(frozen=True)
-class Case:
+class FaultCase:
     """One request: which fault on which leg (`reset/once`: at its first engine alone)."""
 
     number: int
@@ -99,7 +99,7 @@ def run(
     return 1 if report.problems else 0
 
 
-def cases(requests: int, seed: int, first_token: Role = "decode") -> list[Case]:
+def cases(requests: int, seed: int, first_token: Role = "decode") -> list[FaultCase]:
     """Every combination of faults, again and again, in any order.
 
     Prefill engines that fail so often are given a rest by the router most of the time. For streams
@@ -115,7 +115,7 @@ def cases(requests: int, seed: int, first_token: Role = "decode") -> list[Case]:
     return [_case(number, pair, generator) for number, pair in enumerate(pairs[:requests])]
 
 
-def _case(number: int, kinds: tuple[str, str], generator: random.Random) -> Case:
+def _case(number: int, kinds: tuple[str, str], generator: random.Random) -> FaultCase:
     path = generator.choice(["/v1/completions", "/v1/completions", CHAT])
     # The first token tells prompts apart, so that no answer passes for another's.
     prompt = [number % VOCABULARY, *(generator.randrange(VOCABULARY) for _ in range(20))]
@@ -133,7 +133,7 @@ def _case(number: int, kinds: tuple[str, str], generator: random.Random) -> Case
     if body["stream"] and generator.random() < 0.5:
         body["stream_options"] = {"include_usage": True}
     prefill, decode = (f"{kind}/{generator.choice(['once', 'always'])}" for kind in kinds)
-    return Case(number, prefill, decode, path, body)
+    return FaultCase(number, prefill, decode, path, body)
 
 
 # ---- the storm -----------------------------------------------------------------------------
@@ -173,7 +173,7 @@ async def storm(
     return report
 
 
-async def _all(scene: Scene, batch: Sequence[Case], clients: int, report: Report) -> None:
+async def _all(scene: Scene, batch: Sequence[FaultCase], clients: int, report: Report) -> None:
     left = iter(batch)
 
     async def client() -> None:
@@ -191,7 +191,7 @@ async def _all(scene: Scene, batch: Sequence[Case], clients: int, report: Report
     await asyncio.gather(*(client() for _ in range(clients)))
 
 
-async def ask(scene: Scene, case: Case) -> str:
+async def ask(scene: Scene, case: FaultCase) -> str:
     """How one request ends; see `answer_check.judge`."""
     headers = {
         "x-request-id": f"storm-{case.number}",

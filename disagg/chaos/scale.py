@@ -24,7 +24,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from disagg.chaos.steady_load import Load
+from disagg.chaos.steady_load import SteadyLoad
 from disagg.errors import DisaggError
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL
@@ -41,7 +41,7 @@ _DISAGG = [sys.executable, "-m", "disagg.cli"]
 
 
 @dataclass(frozen=True)
-class Row:
+class ScaleRow:
     """One order under load. Seconds from the order to its end."""
 
     order: str
@@ -56,7 +56,7 @@ def run(clients: int) -> int:
     with _scene(console) as (folder, port, single):
         changed = folder / "b.yaml"
         changed.write_text(yaml.safe_dump(_deployment(port, _OTHER_BLOCKS)))
-        load = Load(f"http://127.0.0.1:{port}", single)
+        load = SteadyLoad(f"http://127.0.0.1:{port}", single)
         with load.clients(clients):
             rows = [
                 _order(console, load, ["scale", "--name", _NAME, "prefill=2", "decode=2"]),
@@ -73,7 +73,7 @@ def run_waves(clients: int, waves: int, half_s: float) -> int:
     """`waves` times `clients` for `half_s` and none for `half_s`. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     with _scene(console, _FOLLOWING) as (folder, port, single):
-        load = Load(f"http://127.0.0.1:{port}", single, tokens=_LONG)
+        load = SteadyLoad(f"http://127.0.0.1:{port}", single, tokens=_LONG)
         log = folder / _LOG
         changes = [_half(console, load, log, n, half_s) for n in (clients, 0) * waves]
     load.report(console)
@@ -99,7 +99,7 @@ def _scene(console: Console, autoscale: Any = None) -> Iterator[tuple[Path, int,
             yield folder, port, single
 
 
-def _half(console: Console, load: Load, log: Path, clients: int, seconds: float) -> list[str]:
+def _half(console: Console, load: SteadyLoad, log: Path, clients: int, seconds: float) -> list[str]:
     """The autoscaler's changes during half a wave."""
     console.print(f"{clients} clients for {seconds:g} s")
     before = len(log.read_text().splitlines())
@@ -149,7 +149,7 @@ def _served(console: Console, file: Path, log: Path) -> Iterator[None]:
         process.wait(STOP_S)
 
 
-def _order(console: Console, load: Load, words: list[str]) -> Row:
+def _order(console: Console, load: SteadyLoad, words: list[str]) -> ScaleRow:
     time.sleep(_SETTLE_S)
     shown = " ".join(Path(w).name for w in words if w not in ("--name", _NAME))
     console.print(f"disagg {shown}")
@@ -164,10 +164,10 @@ def _order(console: Console, load: Load, words: list[str]) -> Row:
         raise DisaggError(f"disagg {shown} failed:\n{done.stderr[-2000:]}")
     time.sleep(_SETTLE_S)
     since = load.counts - before
-    return Row(shown, seconds, since["right"] + since["wrong"], since["error"])
+    return ScaleRow(shown, seconds, since["right"] + since["wrong"], since["error"])
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[ScaleRow]) -> Table:
     table = Table(title="Orders under load", title_justify="left")
     table.add_column("order")
     for column in ("done after", "answers meanwhile", "errors"):

@@ -42,7 +42,7 @@ _ANSWER = 16
 
 
 @dataclass(frozen=True)
-class Plan:
+class SoakPlan:
     """One request; `patience_s` is when its client leaves, None for one that waits."""
 
     prompt: list[int]
@@ -125,7 +125,7 @@ def as_options(args: Mapping[str, Any]) -> list[str]:
 
 
 def _print_metrics(console: Console, url: str) -> None:
-    """How the hand-overs ended, as the engines counted."""
+    """How the handoffs ended, as the engines counted."""
     shown = (
         "disagg_handoffs_total",
         "disagg_kv_load_failures_total",
@@ -137,11 +137,11 @@ def _print_metrics(console: Console, url: str) -> None:
             console.print(line)
 
 
-def plans(requests: int, cancel: float, longest: int = max(_LENGTHS)) -> list[Plan]:
+def plans(requests: int, cancel: float, longest: int = max(_LENGTHS)) -> list[SoakPlan]:
     """Prompts of many lengths, a third of which begin as an earlier one does; `cancel`: the share
     of clients that leave."""
     generator = random.Random(2)
-    made, lengths = list[Plan](), [length for length in _LENGTHS if length <= longest]
+    made, lengths = list[SoakPlan](), [length for length in _LENGTHS if length <= longest]
     for _ in range(requests):
         length = generator.choice(lengths)
         prompt = [generator.randrange(300, 1000) for _ in range(length)]
@@ -149,7 +149,7 @@ def plans(requests: int, cancel: float, longest: int = max(_LENGTHS)) -> list[Pl
             alike = generator.choice(made).prompt[: generator.randrange(length)]
             prompt[: len(alike)] = alike
         leaves = generator.random() < cancel
-        made.append(Plan(prompt, generator.choice([0.02, 0.1, 0.4]) if leaves else None))
+        made.append(SoakPlan(prompt, generator.choice([0.02, 0.1, 0.4]) if leaves else None))
     return made
 
 
@@ -157,7 +157,7 @@ def load(
     console: Console,
     url: str,
     single: VllmServer,
-    asked: list[Plan],
+    asked: list[SoakPlan],
     concurrency: int,
     model: str = "tiny",
 ) -> Counter[str]:
@@ -173,7 +173,7 @@ def load(
     return outcomes
 
 
-def _one(console: Console, url: str, single: VllmServer, plan: Plan, model: str) -> str:
+def _one(console: Console, url: str, single: VllmServer, plan: SoakPlan, model: str) -> str:
     body = {"model": model, **completion(plan.prompt, max_tokens=_ANSWER)}
     try:
         answer = client().post(f"{url}/v1/completions", json=body, timeout=plan.patience_s or 300)

@@ -20,7 +20,7 @@ from disagg.testing.vllm_server import VllmServer, completion
 
 
 @dataclass
-class Load:
+class SteadyLoad:
     """Clients that ask and compare, each answer before its next question.
 
     url: of a router. single: an engine to compare with. tokens: of an answer. counts: right,

@@ -45,7 +45,7 @@ Word = Literal["done", "refused", "taken back"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandOutcome:
     """What became of an order, and why if it came to nothing. refused: before anything was done."""
 
     word: Word
@@ -58,13 +58,13 @@ class News:
 
     lines: Sequence[str]
     after: int
-    outcome: Outcome | None
+    outcome: CommandOutcome | None
 
 
 @dataclass
 class _Given:
     order: Order
-    outcome: Outcome | None = None
+    outcome: CommandOutcome | None = None
 
 
 class Orders:
@@ -130,14 +130,14 @@ class Control(Orders):
         self._loop.call_soon_threadsafe(self._say, line)
 
     def over(self, number: int, word: Word, problems: Sequence[str] = ()) -> None:
-        self._loop.call_soon_threadsafe(self._over, number, Outcome(word, tuple(problems)))
+        self._loop.call_soon_threadsafe(self._over, number, CommandOutcome(word, tuple(problems)))
 
     def _say(self, line: str) -> None:
         self._lines.append(line)
         self._said += 1
         self._changed.set()
 
-    def _over(self, number: int, outcome: Outcome) -> None:
+    def _over(self, number: int, outcome: CommandOutcome) -> None:
         self._orders[number].outcome = outcome
         self._changed.set()
 

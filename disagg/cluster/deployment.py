@@ -16,8 +16,8 @@ from pathlib import Path
 
 from disagg import credentials
 from disagg.cluster import pools, ray_session
-from disagg.cluster.driver import Owner
-from disagg.cluster.router_handle import Router, RouterSpec, bad_port
+from disagg.cluster.driver import Driver
+from disagg.cluster.router_handle import RouterHandle, RouterSpec, bad_port
 from disagg.cluster.run_folder import PortLock, RunFolder, sweep, user_folder
 from disagg.cluster.signals import StopSignals, kept
 from disagg.cluster.supervisor.loop import Inheritance
@@ -30,7 +30,7 @@ from disagg.router.server.server import url_of
 class RunningDeployment:
     """A deployment whose endpoint answers. `stop` it, or use it as a context manager."""
 
-    def __init__(self, url: str, dashboard_url: str | None, owner: Owner) -> None:
+    def __init__(self, url: str, dashboard_url: str | None, owner: Driver) -> None:
         self.url = url
         self.dashboard_url = dashboard_url
         self._owner = owner
@@ -47,7 +47,7 @@ class RunningDeployment:
         return self._owner.supervisor_pid
 
     def look_after(self, timeout_s: float) -> str | None:
-        """Watch for up to `timeout_s`; see `Owner.step`. To be called again and again."""
+        """Watch for up to `timeout_s`; see `Driver.step`. To be called again and again."""
         return self._owner.step(timeout_s)
 
     def stop(self) -> None:
@@ -71,7 +71,7 @@ def start(
     """Start a deployment; returns when its endpoint answers.
 
     `progress` is told, about twice a second, what is going on; `tell`, later, what died and came
-    back (see `Owner`). Raises ConfigError or StartupError; whatever it raises (`signals` may
+    back (see `Driver`). Raises ConfigError or StartupError; whatever it raises (`signals` may
     interrupt it), nothing stays behind.
     """
     with ExitStack() as undo:
@@ -115,13 +115,13 @@ def _start(
         engine_key,
         deployment.transfer.strict,
     )
-    router = Router(wanted_router)
+    router = RouterHandle(wanted_router)
     undo.callback(router.kill)
     router.launch()
     # Only a Ray of ours has one node for certain: others get more, also while we start.
     run = pools.Run(run_id, str(storage.path), session.private, secret, engine_key)
     engines = pools.launch(run.specs(deployment))
-    owner = Owner(deployment.name, session.node_id, router, tell)
+    owner = Driver(deployment.name, session.node_id, router, tell)
     owner.hold(engines)
     undo.callback(owner.stop_engines)
     ready = pools.wait_ready(engines, deployment.engine.startup_timeout_s, progress)

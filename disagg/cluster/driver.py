@@ -20,9 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from disagg.cluster import pools, router_handle
 from disagg.cluster.control import NAME
 from disagg.cluster.engines import Engine, Held, NotNow, engine_of
-from disagg.cluster.router_handle import Router
+from disagg.cluster.router_handle import RouterHandle
 from disagg.cluster.supervisor.actor import SupervisorActor
-from disagg.cluster.supervisor.fallback import Deputy
+from disagg.cluster.supervisor.fallback import Fallback
 from disagg.cluster.supervisor.loop import (
     Changed,
     Event,
@@ -46,14 +46,14 @@ _BEGIN_S = 120.0
 _PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.5, 30.0, 300.0
 
 
-class Owner:
+class Driver:
     """Of one deployment's actors. `tell` gets what happened, and log lines where there are any.
 
     Made before the engines start, so that the supervisor's process is there when they serve.
     """
 
     def __init__(
-        self, deployment: str, node_id: str, router: Router, tell: Callable[[str, str], None]
+        self, deployment: str, node_id: str, router: RouterHandle, tell: Callable[[str, str], None]
     ) -> None:
         self.engines: Sequence[EngineInfo] = ()
         """Those that serve."""
@@ -71,7 +71,7 @@ class Owner:
         self._asked_at = 0.0
         self._numbers = itertools.count()
         self._actor: Any = self._created()
-        self._deputy: Deputy | None = None
+        self._deputy: Fallback | None = None
         self._coming: Any = None
         self._ready: Any = None
         self._created_at = 0.0
@@ -233,7 +233,7 @@ class Owner:
         ray.kill(self._actor)
         self._actor = self._pid = None
         self._tell(f"the supervisor died: {why}; {self._pause()}", "")
-        self._deputy = Deputy(self._inheritance())
+        self._deputy = Fallback(self._inheritance())
 
     def _pause(self) -> str:
         wait_s = pause_s(self._deaths, _PAUSE_S, _LONGEST_PAUSE_S)

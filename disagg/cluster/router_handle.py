@@ -48,7 +48,7 @@ def create(spec: RouterSpec) -> Any:
         raise NotNow(str(error)) from error
 
 
-class Router:
+class RouterHandle:
     """A deployment's router: one at a time, always on the same port of the same node."""
 
     def __init__(self, spec: RouterSpec, create: Create = create) -> None:

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from disagg.connector import kv_cache_layout
-from disagg.connector.load_admission import Room, room_of
+from disagg.connector.load_admission import LoadAdmission, load_admission_of
 from disagg.connector.vllm_logging import log_as_vllm_does
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ SchedulerT = TypeVar("SchedulerT")
 WorkerT = TypeVar("WorkerT")
 
 
-class TwoHalves(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
+class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
     """A connector without its halves: who derives from it makes one of them, by its role."""
 
     stats_class: ClassVar[type[KVConnectorStats]]
@@ -51,7 +51,7 @@ class TwoHalves(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
         log_as_vllm_does()
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
-        self._room: Room | None = None
+        self._room: LoadAdmission | None = None
 
     @classmethod
     def device_bytes(cls, extra_config: dict[str, Any]) -> int:
@@ -84,7 +84,7 @@ class TwoHalves(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if kv_cache_layout.has_windows(self._kv_cache_config):
-            self._room = room_of(kv_cache_manager)
+            self._room = load_admission_of(kv_cache_manager)
 
     def _where_room_is(
         self, request: Request, computed: int, found: tuple[int | None, bool]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class Room:
+class LoadAdmission:
     """Of one engine; its connectors share it. Used by the scheduler's thread alone."""
 
     def __init__(self, manager: KVCacheManager) -> None:
@@ -62,11 +62,11 @@ class Room:
         return lacking if most is None else min(lacking, most)
 
 
-_rooms: WeakKeyDictionary[KVCacheManager, Room] = WeakKeyDictionary()
+_rooms: WeakKeyDictionary[KVCacheManager, LoadAdmission] = WeakKeyDictionary()
 
 
-def room_of(manager: KVCacheManager) -> Room:
+def load_admission_of(manager: KVCacheManager) -> LoadAdmission:
     """The one of this manager's engine."""
     if manager not in _rooms:
-        _rooms[manager] = Room(manager)
+        _rooms[manager] = LoadAdmission(manager)
     return _rooms[manager]

@@ -25,7 +25,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": UID,
         "title": "disagg",
-        "description": "Prefill and decode apart: requests, hand-overs, engines, failures.",
+        "description": "Prefill and decode apart: requests, handoffs, engines, failures.",
         "tags": ["disagg", "vllm", "ray"],
         "schemaVersion": 39,
         "editable": True,

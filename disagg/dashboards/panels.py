@@ -46,7 +46,7 @@ def rows() -> Mapping[str, Sequence[Panel]]:
     """All panels, by the title of their row."""
     return {
         "Requests": _requests(),
-        "Hand-over": _handover(),
+        "Handoff": _handoff(),
         "Engines": _engines(),
         "Failures": _failures(),
     }
@@ -102,11 +102,11 @@ def _requests() -> list[Panel]:
     ]
 
 
-def _handover() -> list[Panel]:
+def _handoff() -> list[Panel]:
     moved, seconds = "disagg_handoff_bytes_total", "disagg_handoff_seconds"
     return [
         Panel(
-            "Hand-over on the decode engine",
+            "Handoff on the decode engine",
             "From taking a lease into use to its release: connecting, moving, checking.",
             "s",
             _quantiles(seconds),
@@ -128,8 +128,8 @@ def _handover() -> list[Panel]:
             stacked=True,
         ),
         Panel(
-            "Speed of a hand-over",
-            "Bytes that arrived for each second that hand-overs took, by decode engine.",
+            "Speed of a handoff",
+            "Bytes that arrived for each second that handoffs took, by decode engine.",
             "Bps",
             [
                 Query(
@@ -139,7 +139,7 @@ def _handover() -> list[Panel]:
             ],
         ),
         Panel(
-            "Hand-overs",
+            "Handoffs",
             "By how they ended on the decode engine.",
             "ops",
             [_rates("disagg_handoffs_total", "transport", "outcome")],

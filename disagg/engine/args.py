@@ -57,23 +57,23 @@ def _cpu_args(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def kv_transfer_config(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any]:
-    """How vLLM loads and configures our connectors: the hand-over's, and the tiers' beside it."""
+    """How vLLM loads and configures our connectors: the handoff's, and the tiers' beside it."""
     common = {
         "kv_role": "kv_producer" if spec.role == "prefill" else "kv_consumer",
         "kv_load_failure_policy": "fail" if spec.deployment.transfer.strict else "recompute",
     }
-    handover, tiers = _handover(spec, host), _tiers(spec)
+    handoff, tiers = _handoff(spec, host), _tiers(spec)
     if tiers is None:
-        return {**handover, **common, "engine_id": engine_id}
+        return {**handoff, **common, "engine_id": engine_id}
     return {
         "kv_connector": "MultiConnector",
         **common,
         "engine_id": engine_id,
-        "kv_connector_extra_config": {"connectors": [{**c, **common} for c in (handover, tiers)]},
+        "kv_connector_extra_config": {"connectors": [{**c, **common} for c in (handoff, tiers)]},
     }
 
 
-def _handover(spec: EngineSpec, host: str) -> dict[str, Any]:
+def _handoff(spec: EngineSpec, host: str) -> dict[str, Any]:
     transfer = spec.deployment.transfer
     # Ranks that are on several nodes listen each on its own.
     everywhere = spec.deployment.spreads_ranks(spec.role) and not spec.loopback

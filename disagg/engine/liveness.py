@@ -18,7 +18,7 @@ EVERY_S = 1.0
 SILENT_S = 3.0
 
 
-class Pulse:
+class Liveness:
     """`ask` returns when the engine's process has answered."""
 
     def __init__(self, ask: Callable[[], Awaitable[Any]]) -> None:
@@ -39,10 +39,10 @@ class Pulse:
             await asyncio.sleep(EVERY_S)
 
 
-class HealthOfPulse:
+class LivenessHealth:
     """ASGI: `/health` is 503 while the engine is silent; all else is the app's."""
 
-    def __init__(self, app: ASGIApp, pulse: Pulse) -> None:
+    def __init__(self, app: ASGIApp, pulse: Liveness) -> None:
         self._app, self._pulse = app, pulse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

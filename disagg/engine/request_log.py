@@ -1,6 +1,6 @@
 """One line of JSON in an engine's log for each request of the router's, by the router's id.
 
-vLLM's own line of a request has all its parameters, a hand-over's signed ticket among them. Here
+vLLM's own line of a request has all its parameters, a handoff's signed ticket among them. Here
 is nothing that a client wrote but its id, and nothing that opens a lease.
 """
 

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from disagg.engine.liveness import HealthOfPulse, Pulse
+from disagg.engine.liveness import Liveness, LivenessHealth
 
 if TYPE_CHECKING:
     import uvicorn
@@ -112,7 +112,7 @@ async def run_engine(
     vllm_args = AsyncEngineArgs.from_cli_args(parsed)
     propagate_flash_late_interaction(parsed, vllm_args)
     async with build_async_engine_client_from_engine_args(vllm_args) as engine:
-        pulse = Pulse(engine.is_sleeping)
+        pulse = Liveness(engine.is_sleeping)
         server = await _build_server(engine, parsed, pulse)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         await _until_started(server, serving)
@@ -133,7 +133,7 @@ def metrics() -> Iterable[Metric]:
     return families
 
 
-async def _build_server(engine: EngineClient, parsed: Namespace, pulse: Pulse) -> uvicorn.Server:
+async def _build_server(engine: EngineClient, parsed: Namespace, pulse: Liveness) -> uvicorn.Server:
     import uvicorn
     from vllm import envs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -148,7 +148,7 @@ async def _build_server(engine: EngineClient, parsed: Namespace, pulse: Pulse) -
     app: FastAPI = build_app(parsed, tasks, engine.model_config)
     await init_app_state(engine, app.state, parsed, tasks)
     config = uvicorn.Config(
-        HealthOfPulse(RequestLog(with_routes(app)), pulse),
+        LivenessHealth(RequestLog(with_routes(app)), pulse),
         log_config=get_uvicorn_log_config(parsed) or uvicorn.config.LOGGING_CONFIG,
         log_level=parsed.uvicorn_log_level,
         access_log=not parsed.disable_uvicorn_access_log,
@@ -172,7 +172,7 @@ async def _watch(
     engine: EngineClient,
     serving: asyncio.Task[None],
     stop: asyncio.Event,
-    pulse: Pulse,
+    pulse: Liveness,
     hang_timeout_s: float,
 ) -> None:
     stopping = asyncio.create_task(stop.wait())

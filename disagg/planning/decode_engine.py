@@ -1,11 +1,11 @@
-"""A decode engine in the simulation: continuous batching, hand-overs, prompts of its own.
+"""A decode engine in the simulation: continuous batching, handoffs, prompts of its own.
 
 Steps are counted one by one and simulated in stretches: while nothing comes and nobody finishes,
 each step is longer than the last by the same amount, so a whole stretch is one event, whatever
 its length. Steps that compute prompts as well are simulated singly.
 
 A request is admitted when the KV cache has room for its prompt and its whole answer and a seat
-of `max_num_seqs` is free, in the order of arrival; its hand-over begins then. vLLM knows no
+of `max_num_seqs` is free, in the order of arrival; its handoff begins then. vLLM knows no
 answer's length, admits earlier, and preempts when it was wrong.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from disagg.planning.events import Clock
-from disagg.planning.speeds import DecodeSpeed, HandOver
+from disagg.planning.speeds import DecodeSpeed, HandoffSpeed
 
 
 class Watcher(Protocol):
@@ -48,7 +48,7 @@ class DecodeEngine:
         "_finishing",
         "_gap_count",
         "_growth",
-        "_handover",
+        "_handoff",
         "_is_local",
         "_joining",
         "_kv_used",
@@ -71,16 +71,16 @@ class DecodeEngine:
     def __init__(
         self,
         speed: DecodeSpeed,
-        handover: HandOver,
+        handoff: HandoffSpeed,
         sizes: tuple[Sequence[int], Sequence[int]],
         is_local: Callable[[int], bool],
         clock: Clock,
         watcher: Watcher,
     ) -> None:
-        self._speed, self._handover, self._is_local = speed, handover, is_local
+        self._speed, self._handoff, self._is_local = speed, handoff, is_local
         self._prompts, self._outputs = sizes
         self._clock, self._watcher = clock, watcher
-        # Before their turn: for room, for a hand-over's, and those that join with the next step.
+        # Before their turn: for room, for a handoff's, and those that join with the next step.
         self._waiting: deque[int] = deque()
         self._to_fetch: deque[int] = deque()
         self._joining: list[int] = []
@@ -123,7 +123,7 @@ class DecodeEngine:
             self._admitted += 1
             if self._is_local(request):
                 self._local.append(request)
-            elif self._fetching < self._handover.parallel:
+            elif self._fetching < self._handoff.parallel:
                 self._fetch(now, request)
             else:
                 self._to_fetch.append(request)
@@ -131,7 +131,7 @@ class DecodeEngine:
 
     def _fetch(self, now: float, request: int) -> None:
         self._fetching += 1
-        self._clock.at(now + self._handover.takes(self._prompts[request]), self._fetched, request)
+        self._clock.at(now + self._handoff.takes(self._prompts[request]), self._fetched, request)
 
     def _fetched(self, now: float, request: int) -> None:
         self._fetching -= 1
@@ -182,7 +182,7 @@ class DecodeEngine:
         self._starting = False
         self._gap_count = len(running)
         for request in self._joining:
-            # The hand-over brought all but the first token, which the next step makes.
+            # The handoff brought all but the first token, which the next step makes.
             heapq.heappush(running, (self._step + self._outputs[request], request))
             self._context += self._prompts[request]
         if not running and not self._local:

@@ -61,7 +61,7 @@ class Gaps:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """One simulated run with so many engines. Times in seconds, of requests that were served."""
 
     prefill: int

@@ -18,9 +18,9 @@ from rich.table import Table
 from disagg.errors import ConfigError
 from disagg.planning import speeds as speeds_file
 from disagg.planning import trace as trace_file
-from disagg.planning.outcome import Outcome, Targets
+from disagg.planning.outcome import SimulationOutcome, Targets
 from disagg.planning.search import Choice, Costs, Unreachable, search
-from disagg.planning.simulation import Load, Routing, simulate
+from disagg.planning.simulation import Routing, SimulatedLoad, simulate
 
 ASSUMED = (
     "prompts are computed whole: no prefix cache, no tiers, no prompt is like another",
@@ -31,7 +31,7 @@ ASSUMED = (
 )
 NOT_MODELLED = (
     "a full KV cache of a prefill engine, and leases that run out",
-    "a network that hand-overs share: each gets the measured speed",
+    "a network that handoffs share: each gets the measured speed",
     "the router's limits, its queue",
     "other policies than least_loaded",
     "engines that fail, start or drain; speculative decoding; clients that leave",
@@ -120,13 +120,13 @@ def run(question: Question, *, as_json: bool) -> int:
     return 0 if choice is not None and choice.best.meets(question.targets) else 1
 
 
-def _load(question: Question) -> Load:
+def _load(question: Question) -> SimulatedLoad:
     measured = speeds_file.load(question.speeds)
     if question.trace is not None:
         load = trace_file.read(question.trace, question.rate, question.seed)
     else:
         load = trace_file.synthetic(question.synthetic or "", question.rate, question.seed)
-    return Load(load, measured, question.targets, question.routing, question.seed)
+    return SimulatedLoad(load, measured, question.targets, question.routing, question.seed)
 
 
 # ---- for people --------------------------------------------------------------------------------
@@ -174,9 +174,9 @@ def _verdict(choice: Choice, question: Question) -> str:
     )
 
 
-def _assumptions(load: Load) -> list[str]:
+def _assumptions(load: SimulatedLoad) -> list[str]:
     speeds, trace = load.speeds, load.trace
-    p, d, h, routing = speeds.prefill, speeds.decode, speeds.handover, load.routing
+    p, d, h, routing = speeds.prefill, speeds.decode, speeds.handoff, load.routing
     where = ", ".join(f"{k}: {v}" for k, v in speeds.measured.items() if not isinstance(v, dict))
     return [
         "Assumed:",
@@ -189,7 +189,7 @@ def _assumptions(load: Load) -> list[str]:
         f"- decode engine: {_ms(d.request_s)} ms a request, {_ms(d.step_s)} ms a step, "
         f"{d.sequence_s * 1e6:.3g} us a sequence, {d.context_token_s * 1e9:.3g} ns a token of "
         f"context; {d.max_num_seqs} sequences, {d.kv_tokens:,} tokens of KV cache",
-        f"- hand-over: {_ms(h.latency_s)} ms and {h.bytes_per_token:,.0f} bytes a token at "
+        f"- handoff: {_ms(h.latency_s)} ms and {h.bytes_per_token:,.0f} bytes a token at "
         f"{h.bytes_per_s / 1e9:.3g} GB/s, {h.parallel} at once",
         f"- decode computes prompts of at most {routing.local_prefill_tokens} tokens itself"
         f"{_helps(routing)}, in steps that take {d.prompt_token_s * 1e6:.3g} us longer a token and "
@@ -243,11 +243,11 @@ def _mean(values: Sequence[int]) -> float:
 
 
 def _as_json(
-    question: Question, load: Load, choice: Choice | None, reason: str | None
+    question: Question, load: SimulatedLoad, choice: Choice | None, reason: str | None
 ) -> dict[str, Any]:
     costs, trace = question.costs, load.trace
 
-    def shown(outcome: Outcome) -> dict[str, Any]:
+    def shown(outcome: SimulationOutcome) -> dict[str, Any]:
         cost = costs.of(outcome.prefill, outcome.decode)
         return {**outcome.as_json(), "cost": cost, "meets": outcome.meets(load.targets)}
 

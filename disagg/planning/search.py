@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from disagg.errors import DisaggError
-from disagg.planning.outcome import Outcome
-from disagg.planning.simulation import Load, meets, simulate
+from disagg.planning.outcome import SimulationOutcome
+from disagg.planning.simulation import SimulatedLoad, meets, simulate
 
 _PLENTY = 4  # times what serves: what is added beyond changes nothing
 _FINE = 50  # numbers beyond it are found to within one in so many
@@ -48,12 +48,12 @@ class Choice:
     prompts; None if no number does.
     """
 
-    best: Outcome
-    candidates: list[Outcome]
-    together: Outcome | None
+    best: SimulationOutcome
+    candidates: list[SimulationOutcome]
+    together: SimulationOutcome | None
 
 
-def search(load: Load, costs: Costs) -> Choice:
+def search(load: SimulatedLoad, costs: Costs) -> Choice:
     """Find it. Raises Unreachable."""
     refuse_unreachable(load)
     pair = _Cheapest(load, costs).pair()
@@ -71,7 +71,7 @@ def _step(number: int, share: int) -> int:
     return max(1, number // share)
 
 
-def refuse_unreachable(load: Load) -> None:
+def refuse_unreachable(load: SimulatedLoad) -> None:
     """Raises Unreachable if too many requests miss a target with nothing else in the way."""
     trace, speeds, targets = load.trace, load.speeds, load.targets
     late: list[tuple[float, int]] = []
@@ -117,7 +117,7 @@ def refuse_unreachable(load: Load) -> None:
 
 
 class _Cheapest:
-    def __init__(self, load: Load, costs: Costs) -> None:
+    def __init__(self, load: SimulatedLoad, costs: Costs) -> None:
         self._load, self._costs = load, costs
         self._known: dict[tuple[int, int], bool] = {}
 
@@ -197,7 +197,7 @@ def _least(serves: Callable[[int], bool], guess: int, most: int, least: int = 1)
     return enough
 
 
-def _together(load: Load, like: int) -> Outcome | None:
+def _together(load: SimulatedLoad, like: int) -> SimulationOutcome | None:
     """The fewest engines that serve without prefill engines."""
     most = max(1, like)
     while not meets(load, 0, most):
@@ -207,7 +207,7 @@ def _together(load: Load, like: int) -> Outcome | None:
     return simulate(load, 0, _least(lambda n: meets(load, 0, n), like, most))
 
 
-def _prefill_work(load: Load) -> int:
+def _prefill_work(load: SimulatedLoad) -> int:
     speed, trace = load.speeds.prefill, load.trace
     seconds = sum(
         speed.alone(prompt) - speed.request_s
@@ -217,7 +217,7 @@ def _prefill_work(load: Load) -> int:
     return max(1, math.ceil(seconds / max(trace.at[-1], load.targets.ttft)))
 
 
-def _decode_work(load: Load) -> int:
+def _decode_work(load: SimulatedLoad) -> int:
     """Of the growth of steps with each sequence and its tokens; what a step costs anyhow is
     shared by who runs together."""
     speed, trace = load.speeds.decode, load.trace

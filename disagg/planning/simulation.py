@@ -20,13 +20,13 @@ import numpy as np
 
 from disagg.planning.decode_engine import DecodeEngine
 from disagg.planning.events import Clock
-from disagg.planning.outcome import Floats, Gaps, Outcome, Targets, missed
+from disagg.planning.outcome import Floats, Gaps, SimulationOutcome, Targets, missed
 from disagg.planning.prefill_engine import PrefillEngine
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
-from disagg.router.pairing.first_token_hold import Holding
-from disagg.router.pairing.local_prefill import Helping
-from disagg.router.pairing.prefill_backlog import Reading, Speed
+from disagg.router.pairing.first_token_hold import FirstTokenHold
+from disagg.router.pairing.local_prefill import LocalPrefill
+from disagg.router.pairing.prefill_backlog import PrefillBacklog, Speed
 
 # What a request costs besides its prompt, in prompt tokens, as the router counts.
 _REQUEST_TOKENS = 256
@@ -43,7 +43,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Load:
+class SimulatedLoad:
     """What does not change from one number of engines to another."""
 
     trace: Trace
@@ -77,14 +77,14 @@ class Load:
         return tokens <= self.speeds.decode.kv_tokens
 
 
-def simulate(load: Load, prefill: int, decode: int) -> Outcome:
+def simulate(load: SimulatedLoad, prefill: int, decode: int) -> SimulationOutcome:
     """The load on so many engines, to its last token."""
     run = _Run(load, prefill, decode, misses=len(load.trace))
     run.serve()
     return run.outcome()
 
 
-def meets(load: Load, prefill: int, decode: int) -> bool:
+def meets(load: SimulatedLoad, prefill: int, decode: int) -> bool:
     """Whether enough requests meet the targets; ends as soon as too many have missed them."""
     run = _Run(load, prefill, decode, load.targets.misses_allowed(len(load.trace)))
     try:
@@ -127,10 +127,10 @@ class _Help:
     (`Service._prefill_is_busy`), by its estimates."""
 
     def __init__(self, share: float, prompts: Sequence[int], prefill: int, decode: int) -> None:
-        self._helping, self._prompts, self._now = Helping(share), prompts, 0.0
+        self._local_prefill, self._prompts, self._now = LocalPrefill(share), prompts, 0.0
         self._speed = Speed()
-        self._prefill = [Reading(self._speed, self._time) for _ in range(prefill)]
-        self._decode = [Reading(self._speed, self._time) for _ in range(decode)]
+        self._prefill = [PrefillBacklog(self._speed, self._time) for _ in range(prefill)]
+        self._decode = [PrefillBacklog(self._speed, self._time) for _ in range(decode)]
         self._requests = [0] * decode
 
     def seated(self, engine: int) -> None:
@@ -147,7 +147,7 @@ class _Help:
             wait_s = min(wait_s, reading.left_s())
             if not wait_s:
                 break
-        return self._helping.is_worth_it(
+        return self._local_prefill.is_worth_it(
             wait_s,
             self._decode[engine].left_s(),
             self._speed.takes(self._prompts[request]),
@@ -175,7 +175,7 @@ class _Help:
 
 
 class _Run:
-    def __init__(self, load: Load, prefill: int, decode: int, misses: int) -> None:
+    def __init__(self, load: SimulatedLoad, prefill: int, decode: int, misses: int) -> None:
         trace, speeds = load.trace, load.speeds
         drawn = random.Random(load.seed)
         self._load, self._trace, self._misses_left = load, trace, misses
@@ -195,7 +195,7 @@ class _Run:
         self._decode = [
             DecodeEngine(
                 speeds.decode,
-                speeds.handover,
+                speeds.handoff,
                 self._sizes,
                 self._is_local.__getitem__,
                 self._clock,
@@ -206,7 +206,7 @@ class _Run:
         self._prefill_of, self._decode_of = [-1] * len(trace), [-1] * len(trace)
         self._first, self._last = [math.nan] * len(trace), [math.nan] * len(trace)
         self._begun: dict[int, float] = {}  # until when prefill's first token is held
-        self._holding = Holding(load.routing.first_token_hold_s)
+        self._first_token_hold = FirstTokenHold(load.routing.first_token_hold_s)
         # Until the last request came: seconds of prefill steps, of decode steps, of sequences.
         self._busy_s = (0.0, 0.0, 0.0)
 
@@ -258,7 +258,7 @@ class _Run:
         if self._help is not None:
             self._help.prefill_has_read(now, request, engine)
         if self._load.begins_at_prefill(request):
-            self._begun[request] = now + self._holding.of(now - self._trace.at[request])
+            self._begun[request] = now + self._first_token_hold.of(now - self._trace.at[request])
             prompts, outputs = self._sizes
             prompts[request] += 1
             outputs[request] -= 1
@@ -303,7 +303,7 @@ class _Run:
 
     # ---- what came of it ---------------------------------------------------------------------
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationOutcome:
         """After `serve`."""
         first, last = np.array(self._first), np.array(self._last)
         ttft = first - np.array(self._trace.at)
@@ -311,7 +311,7 @@ class _Run:
         served = ttft[~np.isnan(ttft)]
         came_s = self._trace.at[-1]
         prefill_s, decode_s, sequences_s = self._busy_s
-        return Outcome(
+        return SimulationOutcome(
             prefill=len(self._prefill),
             decode=len(self._decode),
             ttft_p50=_quantile(served, 0.5),

@@ -18,7 +18,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from disagg.config_file import explain
 from disagg.errors import ConfigError
@@ -27,13 +27,15 @@ Seconds = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 
 
-class Part(BaseModel):
+class SpeedsSection(BaseModel):
     """Base of all parts: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_by_name=True
+    )
 
 
-class PrefillSpeed(Part):
+class PrefillSpeed(SpeedsSection):
     """A prefill engine."""
 
     request_s: Seconds = Field(description="Of a request, in which the engine can do other work")
@@ -50,7 +52,7 @@ class PrefillSpeed(Part):
         return self.request_s + steps * self.step_s + work
 
 
-class DecodeSpeed(Part):
+class DecodeSpeed(SpeedsSection):
     """A decode engine."""
 
     request_s: Seconds = Field(description="Of a request, in which the engine can do other work")
@@ -78,33 +80,34 @@ class DecodeSpeed(Part):
         return self.request_s + steps * self.step_s + work
 
 
-class HandOver(Part):
+class HandoffSpeed(SpeedsSection):
     """What moving a prompt's KV cache costs."""
 
     latency_s: Seconds
     bytes_per_token: Annotated[float, Field(gt=0)]
-    bytes_per_s: Annotated[float, Field(gt=0)] = Field(description="Of one hand-over")
-    parallel: Count = Field(description="Hand-overs at once, of one decode engine")
+    bytes_per_s: Annotated[float, Field(gt=0)] = Field(description="Of one handoff")
+    parallel: Count = Field(description="Handoffs at once, of one decode engine")
 
     def takes(self, prompt: int) -> float:
         """Seconds for the cache of this prompt."""
         return self.latency_s + prompt * self.bytes_per_token / self.bytes_per_s
 
 
-class Speeds(Part):
+class Speeds(SpeedsSection):
     """The whole file. `measured` says where they are from; it is shown and not used."""
 
     measured: dict[str, Any] = Field(min_length=1)
     prefill: PrefillSpeed
     decode: DecodeSpeed
-    handover: HandOver
+    # "handover": its name in files of 0.1.
+    handoff: HandoffSpeed = Field(validation_alias=AliasChoices("handoff", "handover"))
     router_s: Seconds = Field(description="What the router adds to a request")
 
     def first_token_alone(self, prompt: int, *, local: bool) -> float:
         """Time to the first token when nothing else runs; `local`: decode computes the prompt."""
         if local:
             return self.router_s + self.decode.prompt_alone(prompt)
-        handed = self.router_s + self.prefill.alone(prompt) + self.handover.takes(prompt)
+        handed = self.router_s + self.prefill.alone(prompt) + self.handoff.takes(prompt)
         return handed + self.decode.request_s + self.decode.step(1, prompt)
 
 

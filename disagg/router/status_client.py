@@ -26,10 +26,10 @@ def run(url: str, *, ca: Path | None, as_json: bool) -> int:
         print(json.dumps(state, indent=2))
     else:
         console = Console(highlight=False)
-        for table in (_engines(state), _pairings(state), _hand_overs(state), _failures(state)):
+        for table in (_engines(state), _pairings(state), _handoffs(state), _failures(state)):
             if table.row_count:
                 console.print(table)
-        console.print(_traffic(state))
+        console.print(_in_flight(state))
     return 0 if all(engine["state"] == "up" for engine in state["engines"]) else 1
 
 
@@ -73,8 +73,8 @@ def _pairings(state: dict[str, Any]) -> Table:
     return table
 
 
-def _hand_overs(state: dict[str, Any]) -> Table:
-    table = _table("Hand-overs", "to", "over", "loaded", "failed", "aborted", "MiB")
+def _handoffs(state: dict[str, Any]) -> Table:
+    table = _table("Handoffs", "to", "over", "loaded", "failed", "aborted", "MiB")
     for engine in state["engines"]:
         for way, of in engine.get("handoffs", {}).items():
             counts = (_count(of.get(outcome, 0.0)) for outcome in ("loaded", "failed", "aborted"))
@@ -92,7 +92,7 @@ def _failures(state: dict[str, Any]) -> Table:
     return table
 
 
-def _traffic(state: dict[str, Any]) -> str:
+def _in_flight(state: dict[str, Any]) -> str:
     router = state["router"]
     requests = ", ".join(f"{_count(n)} x {status}" for status, n in router["requests"].items())
     local = ", ".join(f"{reason} {_count(n)}" for reason, n in router["local"].items())

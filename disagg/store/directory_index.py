@@ -38,7 +38,7 @@ _THREADS = 4
 
 
 @dataclass(frozen=True)
-class Memory:
+class FindingsLimits:
     """How long findings count, in seconds from when they were first told, and how many are kept.
 
     `patience_s`: how long a lookup may take before the answer is MISS.
@@ -73,14 +73,14 @@ class DirectoryIndex:
         root: Path,
         fingerprint: Fingerprint,
         ranks: int,
-        memory: Memory | None = None,
+        memory: FindingsLimits | None = None,
         *,
         events: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = str(claim(root, fingerprint))
         self._ranks = ranks
-        self._memory = memory or Memory()
+        self._memory = memory or FindingsLimits()
         self._clock = clock
         self._findings: OrderedDict[Key, _Finding] = OrderedDict()
         self._present = 0

@@ -33,7 +33,7 @@ _QUESTION = "Why are prompts read in one place and answers written in another?"
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One prompt's way through the system. Times in seconds."""
 
     prompt_tokens: int
@@ -72,18 +72,18 @@ def run() -> int:
     return _verdict(console, rows)
 
 
-def _measure(running: RunningDeployment, single: VllmServer) -> list[Row]:
+def _measure(running: RunningDeployment, single: VllmServer) -> list[DemoRow]:
     generator = random.Random(0)
     prompts = [[generator.randrange(300, 1000) for _ in range(n)] for n in LENGTHS]
     prompts.append([*prompts[-1], *(generator.randrange(300, 1000) for _ in range(200))])
     return [_row(running.url, single, prompt) for prompt in prompts]
 
 
-def _row(url: str, single: VllmServer, prompt: Sequence[int]) -> Row:
+def _row(url: str, single: VllmServer, prompt: Sequence[int]) -> DemoRow:
     before = _handoffs(url)
     tokens, first_token_s, usage = _stream(url, prompt)
     moved = _handoffs(url).since(before)
-    return Row(
+    return DemoRow(
         len(prompt),
         (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         first_token_s,
@@ -142,7 +142,7 @@ def _handoffs(url: str) -> Handoffs:
     return Handoffs(seconds, by_transport)
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[DemoRow]) -> Table:
     table = Table(title="Prefill on one engine, decode on another (float32, CPU)")
     for column in ("prompt tokens", "cached", "first token", "moved", "transport", "GB/s", "equal"):
         table.add_column(column, justify="right")
@@ -178,7 +178,7 @@ def _chat(console: Console, running: RunningDeployment) -> None:
     console.print("\n[dim](random weights: it speaks, it does not think)[/]\n")
 
 
-def _verdict(console: Console, rows: Sequence[Row]) -> int:
+def _verdict(console: Console, rows: Sequence[DemoRow]) -> int:
     wrong = [row.prompt_tokens for row in rows if not row.equal]
     if wrong:
         console.print(f"[bold red]Different from a single engine[/] at {wrong} tokens.")

@@ -104,22 +104,24 @@ class OneSidedReceiver(ABC):
     """
 
     @abstractmethod
-    def reading(self, offer: bytes, slot: int, lease: int) -> AbstractContextManager[Posted | None]:
+    def reading(
+        self, offer: bytes, slot: int, lease: int
+    ) -> AbstractContextManager[PostedLease | None]:
         """The lease as it is posted by the producer that made the offer, which is `usable`; in use
         within the context, by the connection of this slot. None if it is not posted, or cannot be
         used so."""
 
     @abstractmethod
-    def read(self, offer: bytes, posted: Posted, part: Part, job: FetchJob) -> int | None:
+    def read(self, offer: bytes, posted: PostedLease, part: Part, job: FetchJob) -> int | None:
         """Fill the job's blocks with this part of it; returns the number of bytes moved. None if
         the lease has no such part."""
 
     @abstractmethod
-    def still_there(self, offer: bytes, posted: Posted) -> bool:
+    def still_there(self, offer: bytes, posted: PostedLease) -> bool:
         """Whether the lease kept its blocks all the time since it was looked up."""
 
 
-class Posted(NamedTuple):
+class PostedLease(NamedTuple):
     """A lease as it stood on a board. `head`: as it was read, int64 [lease + 1, count, checksum];
     `at`: its address. `block_ids`: as in `Lease`."""
 

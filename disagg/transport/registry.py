@@ -13,7 +13,7 @@ from disagg.transport.base import Receiver, Sender
 from disagg.transport.blocks import BlockCache
 from disagg.transport.device.staging import Staging
 from disagg.transport.names import TransportName
-from disagg.transport.one_sided.lease_board import Board
+from disagg.transport.one_sided.lease_board import LeaseBoard
 from disagg.transport.shared_storage import Storage
 
 
@@ -26,7 +26,7 @@ class Means:
     secret: bytes
     storage: Storage
     staging: Staging | None = None
-    board: Board | None = None
+    board: LeaseBoard | None = None
 
 
 def make_sender(name: TransportName, cache: BlockCache, means: Means) -> Sender:

@@ -47,7 +47,7 @@ _IOV_MAX = 512
 _MAX_AGE_S = 3600.0
 
 
-class _Offer(msgspec.Struct, frozen=True):
+class _StorageOffer(msgspec.Struct, frozen=True):
     """A file the consumer must find in its own folder, and its content."""
 
     name: str
@@ -87,7 +87,7 @@ class SharedStorageSender:
         self._count = 0
         storage.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(storage.folder)
-        self._probe = _Offer(f"{self._prefix}.probe", secrets.token_bytes(16))
+        self._probe = _StorageOffer(f"{self._prefix}.probe", secrets.token_bytes(16))
         self._probe_path.write_bytes(self._probe.token)
 
     @property
@@ -174,7 +174,7 @@ class SharedStorageReceiver:
 
     def usable(self, offer: bytes) -> bool:
         try:
-            probe = msgspec.msgpack.decode(offer, type=_Offer)
+            probe = msgspec.msgpack.decode(offer, type=_StorageOffer)
             return (self._folder / Path(probe.name).name).read_bytes() == probe.token
         except (msgspec.DecodeError, OSError, ValueError):
             return False

@@ -89,13 +89,13 @@ def tiers(**extra: object) -> dict[str, object]:
     }
 
 
-def beside(handover: dict[str, object], tier: dict[str, object]) -> dict[str, object]:
+def beside(handoff: dict[str, object], tier: dict[str, object]) -> dict[str, object]:
     """Both in one engine."""
     return {
         "kv_connector": "MultiConnector",
-        "kv_role": handover["kv_role"],
+        "kv_role": handoff["kv_role"],
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [handover, tier]},
+        "kv_connector_extra_config": {"connectors": [handoff, tier]},
     }
 
 

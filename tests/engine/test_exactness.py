@@ -35,7 +35,7 @@ class Pair:
     def moved(self) -> float:
         return self.consumer.metric("disagg_handoff_bytes_total", transport=self.transport)
 
-    def hand_over(self, prompt: Any, **options: Any) -> dict[str, Any]:
+    def handoff(self, prompt: Any, **options: Any) -> dict[str, Any]:
         """Prefill on one engine, decode on the other; the decode engine must have loaded."""
         before = self.loads()
         params = self.producer.prefill(prompt, **options)
@@ -86,17 +86,17 @@ def test_any_length(pair: Pair, prompt: Prompt, length: int) -> None:
 @pytest.mark.parametrize("length", [2, 300, 1000])
 def test_blocks_do_arrive(pair: Pair, prompt: Prompt, length: int) -> None:
     before = pair.moved()
-    pair.hand_over(prompt(length))
+    pair.handoff(prompt(length))
     assert pair.moved() - before == -(-length // 128) * BLOCK
 
 
 def test_repeated_prompt_uses_prefix_caches(pair: Pair, prompt: Prompt) -> None:
     ids = prompt(1500)
-    first = pair.hand_over(ids)
+    first = pair.handoff(ids)
     again = pair.consumer.complete(ids, kv_transfer_params=pair.producer.prefill(ids))
     longer = [*ids, *prompt(200)]
     before = pair.moved()
-    extended = pair.hand_over(longer)
+    extended = pair.handoff(longer)
     moved = pair.moved() - before
     assert token_ids(first) == token_ids(again) == token_ids(pair.single.complete(ids))
     assert token_ids(extended) == token_ids(pair.single.complete(longer))
@@ -105,7 +105,7 @@ def test_repeated_prompt_uses_prefix_caches(pair: Pair, prompt: Prompt) -> None:
 
 def test_text_and_chat(pair: Pair) -> None:
     text = "def hand_over(blocks):\n    " * 40
-    assert token_ids(pair.hand_over(text)) == token_ids(pair.single.complete(text))
+    assert token_ids(pair.handoff(text)) == token_ids(pair.single.complete(text))
     chat = {
         "messages": [{"role": "user", "content": "Why is the sky blue? " * 30}],
         "temperature": 0,
@@ -135,7 +135,7 @@ def test_text_and_chat(pair: Pair) -> None:
 )
 def test_options(pair: Pair, prompt: Prompt, options: dict[str, Any]) -> None:
     ids = prompt(700)
-    answer, reference = pair.hand_over(ids, **options), pair.single.complete(ids, **options)
+    answer, reference = pair.handoff(ids, **options), pair.single.complete(ids, **options)
     assert token_ids(answer) == token_ids(reference)
     if "logprobs" in options:
         ours, theirs = (a["choices"][0]["logprobs"]["token_logprobs"] for a in (answer, reference))
@@ -146,7 +146,7 @@ def test_stop_string(pair: Pair) -> None:
     text = "import torch\nfrom typing import " * 20
     whole = pair.single.complete(text)["choices"][0]["text"]
     stop = whole[len(whole) // 2 :][:3]
-    answer = pair.hand_over(text, stop=[stop])["choices"][0]
+    answer = pair.handoff(text, stop=[stop])["choices"][0]
     reference = pair.single.complete(text, stop=[stop])["choices"][0]
     assert answer["text"] == reference["text"]
     assert answer["finish_reason"] == reference["finish_reason"] == "stop"
@@ -156,7 +156,7 @@ def test_32_at_once(pair: Pair, prompt: Prompt) -> None:
     # Together far over max_num_batched_tokens: prefilled in chunks that share steps.
     prompts = [prompt(100 + 53 * number) for number in range(32)]
     with ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(lambda ids: pair.hand_over(ids), prompts))
+        answers = list(pool.map(lambda ids: pair.handoff(ids), prompts))
         references = list(pool.map(lambda ids: pair.single.complete(ids), prompts))
     wrong = [
         i

@@ -210,7 +210,7 @@ def test_what_tiers_keep(tiered: EnginesWithTiers, prompt: Prompt, length: int) 
     tiered.check_what_is_loaded(prompt, length, full * BLOCK, kept, loads)
 
 
-def test_tiers_beside_the_hand_over_and_under_pressure(
+def test_tiers_beside_the_handoff_and_under_pressure(
     tiered: EnginesWithTiers, prompt: Prompt
 ) -> None:
     tiered.check_under_pressure(prompt)

@@ -1,7 +1,7 @@
 """One rank hands over to two and two to one: heads are sliced and merged, tokens stay the same.
 
 vLLM's ranks poll with sched_yield, which on a machine of two cores can keep every other process
-waiting for seconds. Leases and deadlines are long here, and a hand-over that came too late is
+waiting for seconds. Leases and deadlines are long here, and a handoff that came too late is
 tried again; every answer must be right, late or not.
 """
 
@@ -55,7 +55,7 @@ def two_ranks(
         yield server
 
 
-def hand_over(fleet: Fleet, source: VllmServer, target: VllmServer, ids: list[int]) -> float:
+def handoff(fleet: Fleet, source: VllmServer, target: VllmServer, ids: list[int]) -> float:
     """Bytes that moved over TCP. The answer must be a single engine's in any case."""
     before = target.metric("disagg_handoff_bytes_total", transport="tcp")
     answer = target.complete(ids, kv_transfer_params=source.prefill(ids))
@@ -69,9 +69,9 @@ def test_exact_between_sizes(
     fleet: Fleet, two_ranks: VllmServer, prompt: Prompt, way: str, length: int
 ) -> None:
     pair = (fleet.producer, two_ranks) if way == "1-to-2" else (two_ranks, fleet.consumer)
-    moved = [hand_over(fleet, *pair, prompt(length)) for _ in range(2)]
+    moved = [handoff(fleet, *pair, prompt(length)) for _ in range(2)]
     while not any(moved) and len(moved) < TRIES:
-        moved.append(hand_over(fleet, *pair, prompt(length)))
+        moved.append(handoff(fleet, *pair, prompt(length)))
     assert max(moved) == -(-length // 128) * BLOCK
 
 

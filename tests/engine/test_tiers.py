@@ -27,7 +27,7 @@ SMALL = ("--num-gpu-blocks-override", "36", "--max-model-len", "4096")
 
 
 class Engines(NamedTuple):
-    """`first`: a host tier of few slots, files, and the hand-over beside. `second`: a large host
+    """`first`: a host tier of few slots, files, and the handoff beside. `second`: a large host
     tier, ARC, and the same folder of files."""
 
     first: VllmServer

@@ -52,5 +52,5 @@ def test_answers_and_what_is_loaded(engines: EnginesWithTiers, prompt: Prompt, l
     engines.check_what_is_loaded(prompt, length, full * BLOCK, GROUPS * all_full, loads)
 
 
-def test_beside_the_hand_over_and_under_pressure(engines: EnginesWithTiers, prompt: Prompt) -> None:
+def test_beside_the_handoff_and_under_pressure(engines: EnginesWithTiers, prompt: Prompt) -> None:
     engines.check_under_pressure(prompt)

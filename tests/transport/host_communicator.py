@@ -17,7 +17,7 @@ from transport.host_device import HostStream
 
 from disagg.errors import TransferError
 from disagg.transport.control.channel import shut
-from disagg.transport.device.base import Stream, Wait
+from disagg.transport.device.base import DeviceStream, Wait
 
 _PIECE = 1 << 20
 
@@ -94,10 +94,10 @@ class HostCommunicator:
         self._aborted = threading.Event()
         HostCommunicators.open += 1
 
-    def send(self, address: int, size: int, stream: Stream, wait: Wait) -> None:
+    def send(self, address: int, size: int, stream: DeviceStream, wait: Wait) -> None:
         self._put(stream, lambda: self._send(_bytes(address, size)))
 
-    def receive(self, address: int, size: int, stream: Stream, wait: Wait) -> None:
+    def receive(self, address: int, size: int, stream: DeviceStream, wait: Wait) -> None:
         self._put(stream, lambda: self._receive(_bytes(address, size)))
 
     def check(self) -> None:
@@ -112,7 +112,7 @@ class HostCommunicator:
             HostCommunicators.open -= 1
             shut(self._sock)
 
-    def _put(self, stream: Stream, work: object) -> None:
+    def _put(self, stream: DeviceStream, work: object) -> None:
         self.check()
         assert isinstance(stream, HostStream)
         assert callable(work)

@@ -25,7 +25,7 @@ from disagg.transport.control.client import Endpoint
 from disagg.transport.deadline import Deadline
 from disagg.transport.host import process_vm
 from disagg.transport.one_sided import hazard_pointers, lease_board
-from disagg.transport.one_sided.hazard_pointers import RemoteHazards
+from disagg.transport.one_sided.hazard_pointers import RemoteHazardPointers
 from disagg.transport.one_sided.remote_lease_board import BoardReceiver
 
 ROWS = 1024
@@ -182,7 +182,7 @@ def test_without_slots_it_is_asked_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     if why == "all taken":
-        monkeypatch.setattr(RemoteHazards, "have", lambda *_: False)
+        monkeypatch.setattr(RemoteHazardPointers, "have", lambda *_: False)
     else:
         monkeypatch.setattr(hazard_pointers, "_BYTES", 1 << 30)
     offer_of(pair)

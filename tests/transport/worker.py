@@ -24,7 +24,7 @@ from transport import caches, host_device
 
 from disagg.transport import fetch as handoff
 from disagg.transport import protocol as p
-from disagg.transport.base import FetchJob, OneSidedReceiver, Posted, Receiver
+from disagg.transport.base import FetchJob, OneSidedReceiver, PostedLease, Receiver
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.control.client import Endpoint, Peers
 from disagg.transport.control.lease import LeaseTable
@@ -271,10 +271,10 @@ class _InterruptedReading(_Interrupted, OneSidedReceiver):
 
     def reading(
         self, offer: bytes, slot: int, lease: int
-    ) -> contextlib.AbstractContextManager[Posted | None]:
+    ) -> contextlib.AbstractContextManager[PostedLease | None]:
         return self._reading.reading(offer, slot, lease)
 
-    def read(self, offer: bytes, posted: Posted, part: p.Part, job: FetchJob) -> int | None:
+    def read(self, offer: bytes, posted: PostedLease, part: p.Part, job: FetchJob) -> int | None:
         if self._before:
             self._before()
         moved = self._reading.read(offer, posted, part, job)
@@ -283,7 +283,7 @@ class _InterruptedReading(_Interrupted, OneSidedReceiver):
         self._before = self._after = None  # if it asks now, that is another matter
         return moved
 
-    def still_there(self, offer: bytes, posted: Posted) -> bool:
+    def still_there(self, offer: bytes, posted: PostedLease) -> bool:
         return self._reading.still_there(offer, posted)
 
 

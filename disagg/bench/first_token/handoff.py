@@ -1,4 +1,4 @@
-"""`disagg bench handoff`: what a hand-over costs the decode engine's first token.
+"""`disagg bench handoff`: what a handoff costs the decode engine's first token.
 
 All engines live for the whole run, and each repetition visits every way with a fresh prompt, so
 that drift of the machine falls on all alike; who is not measured is stopped meanwhile. The
@@ -38,7 +38,7 @@ MODEL = Path(".cache/models/kv32k-float32")
 KV_BYTES_PER_TOKEN = 32 << 10
 # Prompts in one chunk: of a chunked one ExampleConnector stores a part, and its reader dies.
 _ARGS = ("--max-num-batched-tokens", "16384")
-_SHORT = (64, 256)  # not in the table: for the threshold of hand-overs that pay
+_SHORT = (64, 256)  # not in the table: for the threshold of handoffs that pay
 Samples = dict[tuple[int, str], list[float]]
 Row = dict[str, float]
 
@@ -95,7 +95,7 @@ def run(
 
 
 def _threshold(samples: Samples, lengths: Sequence[int]) -> int:
-    """Where a straight line through the times of hand-overs crosses that of computing."""
+    """Where a straight line through the times of handoffs crosses that of computing."""
     slopes, heights = zip(
         *(
             statistics.linear_regression(
@@ -198,14 +198,14 @@ def _first_meeting(
     samples: Samples,
     console: Console,
 ) -> None:
-    """The first hand-over between two warm engines that never met, and the three after it."""
+    """The first handoff between two warm engines that never met, and the three after it."""
     for pair in pairs:
         with _awake(servers, pair, alone=len(pairs) == 1):
             taken = [_one_round(pair, servers, generator, 300)[pair.name] for _ in range(4)]
         samples[0, f"{pair.name} first"] = taken[:1]
         samples[0, f"{pair.name} later"] = taken[1:]
         shown = ", ".join(f"{seconds * 1000:.0f}" for seconds in taken)
-        console.print(f"{pair.name}: first hand-overs, 300 tokens: {shown} ms")
+        console.print(f"{pair.name}: first handoffs, 300 tokens: {shown} ms")
 
 
 @contextmanager
@@ -221,7 +221,7 @@ def _awake(servers: dict[str, VllmServer], pair: Pair, *, alone: bool) -> Iterat
 def _one_round(
     pair: Pair, servers: dict[str, VllmServer], generator: random.Random, length: int
 ) -> dict[str, float]:
-    """prefill: request to answer. load: first token after the hand-over. floor: once more, from
+    """prefill: request to answer. load: first token after the handoff. floor: once more, from
     the prefix cache. local: another prompt, computed here."""
     prefill, decode = servers[f"{pair.name} prefill"], servers[f"{pair.name} decode"]
     prompt = _prompt(generator, length)

@@ -31,7 +31,7 @@ _NUMBER, _DIGITS = b"@number@", b"%012d"
 
 
 @dataclass(frozen=True)
-class Load:
+class RouterLoad:
     """What to send where. `stream`: events, or the answer in one piece. `as_decode`: with the
     params that a prefill leg would have given, as an engine gets it."""
 
@@ -52,12 +52,12 @@ class Batch:
     cpu: float = 0.0
 
 
-def run(load: Load) -> Batch:
+def run(load: RouterLoad) -> Batch:
     """Send it and wait for the answers. Raises `RuntimeError` for an answer that is not right."""
     return uvloop.run(_run(load))
 
 
-async def _run(load: Load) -> Batch:
+async def _run(load: RouterLoad) -> Batch:
     loop, batch = asyncio.get_running_loop(), Batch()
     work = _Work(iter(range(load.requests)), _request(load), load.stream, batch)
     host, _, port = urlsplit(load.url).netloc.rpartition(":")
@@ -81,7 +81,7 @@ async def _run(load: Load) -> Batch:
     return batch
 
 
-def _request(load: Load) -> tuple[bytes, bytes]:
+def _request(load: RouterLoad) -> tuple[bytes, bytes]:
     """What is before and after the number that makes a request's prompt its own."""
     body: dict[str, Any] = {
         "model": "fake",

@@ -25,7 +25,7 @@ TARGETS = (DIRECT, OURS, WITH_TWO_PROCESSES, WITH_MIGRATION, PEER)
 _MEASURES = ("requests_s", "first_p50", "cpu")
 
 
-class Case(NamedTuple):
+class RouterCase(NamedTuple):
     """`mode`: of `MODES`."""
 
     mode: str
@@ -52,7 +52,7 @@ class Sample(NamedTuple):
 
 
 # Of each round, in their order, by case and target.
-Samples = dict[tuple[Case, str], list[Sample]]
+Samples = dict[tuple[RouterCase, str], list[Sample]]
 
 # Heading, keys of a row, digits. Several values of one column are parted by strokes.
 _COLUMNS = (
@@ -84,7 +84,7 @@ def rows(samples: Samples) -> list[dict[str, Any]]:
     return found
 
 
-def _row(case: Case, name: str, mine: Sequence[Sample]) -> dict[str, Any]:
+def _row(case: RouterCase, name: str, mine: Sequence[Sample]) -> dict[str, Any]:
     requests = sum(sample.requests for sample in mine)
     rate = _median(mine, lambda s: s.rate)
     streams = case.mode == "stream"

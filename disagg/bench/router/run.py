@@ -32,7 +32,7 @@ from disagg.bench.router.report import (
     TARGETS,
     WITH_MIGRATION,
     WITH_TWO_PROCESSES,
-    Case,
+    RouterCase,
     Sample,
     Samples,
     rows,
@@ -48,7 +48,7 @@ _WARM_UP_SHARE = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class RouterBenchPlan:
     """What to measure. `requests`: of each batch; a batch is one case of one target, and comes
     once in each round."""
 
@@ -83,7 +83,7 @@ class _Target:
         return _family(self.process) if self.process else []
 
 
-def run(plan: Plan, *, json_path: Path | None) -> int:
+def run(plan: RouterBenchPlan, *, json_path: Path | None) -> int:
     """Measure and print. Returns the exit status."""
     plan.check()
     console = Console(highlight=False, soft_wrap=True)
@@ -119,7 +119,7 @@ def run(plan: Plan, *, json_path: Path | None) -> int:
 
 
 def _start(
-    stack: ExitStack, plan: Plan, urls: dict[str, str], console: Console
+    stack: ExitStack, plan: RouterBenchPlan, urls: dict[str, str], console: Console
 ) -> dict[str, _Target]:
     """The targets of a plan, less those that do not start here; ours must."""
     targets = {}
@@ -163,11 +163,14 @@ def _engine(role: str, pace_ms: float) -> list[str]:
 
 
 def _measure(
-    plan: Plan, targets: dict[str, _Target], engines: Sequence[psutil.Process], console: Console
+    plan: RouterBenchPlan,
+    targets: dict[str, _Target],
+    engines: Sequence[psutil.Process],
+    console: Console,
 ) -> Samples:
     samples: Samples = defaultdict(list)
     generator = random.Random(1)
-    cases = [Case(mode, clients) for mode in plan.modes for clients in plan.clients]
+    cases = [RouterCase(mode, clients) for mode in plan.modes for clients in plan.clients]
     for number in range(plan.rounds + 1):
         began = time.monotonic()
         for case in generator.sample(cases, len(cases)):
@@ -183,9 +186,9 @@ def _measure(
 
 
 def _batch(
-    case: Case, name: str, target: _Target, engines: Sequence[psutil.Process], requests: int
+    case: RouterCase, name: str, target: _Target, engines: Sequence[psutil.Process], requests: int
 ) -> Sample:
-    load = router_load.Load(
+    load = router_load.RouterLoad(
         target.url,
         case.clients,
         max(requests, _LEAST_PER_CLIENT * case.clients),

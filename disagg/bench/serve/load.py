@@ -30,7 +30,7 @@ _DONE = "[DONE]"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """What became of one request. Seconds, from when it was due.
 
     `gaps`: between the chunks of its answer that carry tokens. A chunk is what came in one piece:
@@ -54,7 +54,7 @@ class Outcome:
 class Batch:
     """All outcomes in the order of the load; seconds of all together, and of this process's CPU."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     wall_s: float
     cpu_s: float
 
@@ -85,7 +85,7 @@ async def _run(url: str, asks: Sequence[Ask], bodies: Sequence[bytes]) -> Batch:
     return Batch(outcomes, time.perf_counter() - began, time.process_time() - cpu)
 
 
-async def _one(client: Client, url: str, ask: Ask, body: bytes, due: float) -> Outcome:
+async def _one(client: Client, url: str, ask: Ask, body: bytes, due: float) -> RequestOutcome:
     late_s = time.perf_counter() - due
     reading = Reading()
     problem: str | None = None
@@ -113,10 +113,10 @@ async def _one(client: Client, url: str, ask: Ask, body: bytes, due: float) -> O
         if count != ask.output_tokens:
             problem = f"{count} tokens came, {ask.output_tokens} were asked for"
     if problem is not None:
-        return Outcome(ask, late_s, problem=problem)
+        return RequestOutcome(ask, late_s, problem=problem)
     times = [at for at, _ in chunks]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return Outcome(ask, late_s, times[0], times[-1], gaps)
+    return RequestOutcome(ask, late_s, times[0], times[-1], gaps)
 
 
 # ---- one answer ----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ _SECRET = {"DISAGG_SECRET": "of this bench"}
 
 
 @dataclass(frozen=True)
-class Load:
+class ServeLoad:
     """One trace, by its rate; None if it was read from a file. `offered`: requests a second."""
 
     rate: float | None
@@ -63,7 +63,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServePlan:
     """What to measure. `local_prefill_tokens`, `prefill_wait_share`, `first_token`,
     `first_token_hold_s`: of `apart`; `trace` replaces rates and mix.
 
@@ -111,11 +111,11 @@ class Plan:
         if problems:
             raise ConfigError(problems)
 
-    def loads(self) -> list[Load]:
+    def loads(self) -> list[ServeLoad]:
         """One for each rate, or the one of the trace. Raises `ConfigError`."""
         if self.trace is not None:
             asks = serve_trace.read(self.trace)
-            loads = [Load(None, len(asks) / max(1.0, asks[-1].at), asks)]
+            loads = [ServeLoad(None, len(asks) / max(1.0, asks[-1].at), asks)]
         else:
             loads = [self._load(rate) for rate in self.rates]
         longest = max(a.prompt_tokens + a.output_tokens for load in loads for a in load.asks)
@@ -126,16 +126,16 @@ class Plan:
             )
         return loads
 
-    def _load(self, rate: float) -> Load:
+    def _load(self, rate: float) -> ServeLoad:
         asks = serve_trace.poisson(self.kinds, rate, self.duration_s, self.seed, self.repeat_share)
         if not asks:
             raise ConfigError(
                 f"--duration: {self.duration_s:g} s at {rate:g} a second has no request; raise it"
             )
-        return Load(rate, len(asks) / self.duration_s, asks)
+        return ServeLoad(rate, len(asks) / self.duration_s, asks)
 
 
-def run(plan: Plan, *, json_path: Path | None) -> int:
+def run(plan: ServePlan, *, json_path: Path | None) -> int:
     """Measure and print. Returns the exit status: 1 if a request failed."""
     plan.check()
     loads = plan.loads()
@@ -167,7 +167,7 @@ def run(plan: Plan, *, json_path: Path | None) -> int:
     return 1 if any(one["failed"] for one in rows) else 0
 
 
-def _write_traces(path: Path, loads: Sequence[Load], console: Console) -> None:
+def _write_traces(path: Path, loads: Sequence[ServeLoad], console: Console) -> None:
     """To the path, or of several rates to one file each, beside it."""
     for load in loads:
         file = path if len(loads) == 1 else path.with_stem(f"{path.stem}-{load.rate:g}")
@@ -175,7 +175,7 @@ def _write_traces(path: Path, loads: Sequence[Load], console: Console) -> None:
         console.print(f"{file}: {len(load.asks)} requests")
 
 
-def _settings(plan: Plan) -> dict[str, Any]:
+def _settings(plan: ServePlan) -> dict[str, Any]:
     return {
         "cores": os.cpu_count(),
         "model": {"path": str(MODEL), "kv_bytes_per_token": KV_BYTES_PER_TOKEN},
@@ -201,7 +201,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
 class _Scene:
     """The engines of a plan, and a router before those whose turn it is."""
 
-    def __init__(self, plan: Plan, stack: ExitStack, console: Console) -> None:
+    def __init__(self, plan: ServePlan, stack: ExitStack, console: Console) -> None:
         self._plan = plan
         self._plain, self._apart = list[VllmServer](), list[VllmServer]()
         if COLOCATED in plan.ways:
@@ -230,7 +230,7 @@ class _Scene:
             args += ["--max-num-seqs", str(self._plan.prefill_seqs)]
         return stack.enter_context(VllmServer(name, MODEL.absolute(), None, config, args, env=env))
 
-    def run(self, way: str, load: Load, key: str) -> Run:
+    def run(self, way: str, load: ServeLoad, key: str) -> Run:
         """The load on one way to serve. `key`: which prompts; none may come twice."""
         servers = self._plain if way == COLOCATED else self._apart
         for server in servers:
@@ -265,7 +265,7 @@ class _Scene:
 
 
 def _loaded(servers: Sequence[VllmServer]) -> int:
-    """Hand-overs that arrived, as the engines count."""
+    """Handoffs that arrived, as the engines count."""
     loaded = "disagg_handoffs_total{outcome=loaded"
     found = [server.metrics("disagg_handoffs") for server in servers]
     return round(sum(v for counts in found for k, v in counts.items() if k.startswith(loaded)))
@@ -274,14 +274,16 @@ def _loaded(servers: Sequence[VllmServer]) -> int:
 # ---- measuring -----------------------------------------------------------------------------
 
 
-def _measure(plan: Plan, scene: _Scene, loads: Sequence[Load], console: Console) -> list[Run]:
+def _measure(
+    plan: ServePlan, scene: _Scene, loads: Sequence[ServeLoad], console: Console
+) -> list[Run]:
     for way in plan.ways:
         # Two of each kind at once, so that every engine has met what it will be asked; of many
         # kinds some, the longest among them.
         sizes = {(ask.prompt_tokens, ask.output_tokens) for load in loads for ask in load.asks}
         some = sorted(sizes, reverse=True)[:: max(1, len(sizes) // 4)]
         asks = [Ask(0.0, *size) for size in some for _ in range(2)]
-        _tell(scene.run(way, Load(None, 0.0, asks), f"{plan.seed} {way} warm-up"), console)
+        _tell(scene.run(way, ServeLoad(None, 0.0, asks), f"{plan.seed} {way} warm-up"), console)
         console.print(f"{way} is warm")
     generator = random.Random(plan.seed)
     runs = []

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from disagg.bench.serve.load import Batch, Outcome
+from disagg.bench.serve.load import Batch, RequestOutcome
 
 COLOCATED, APART, APART_ALL = "colocated", "apart", "apart-all"
 WAYS = (COLOCATED, APART, APART_ALL)
@@ -27,15 +27,15 @@ class Targets:
     first_s: float
     gap_s: float
 
-    def met_on_average(self, outcome: Outcome) -> bool:
+    def met_on_average(self, outcome: RequestOutcome) -> bool:
         """Whether the first token was in time, and the others were on average."""
         return self._first(outcome) and outcome.mean_gap_s <= self.gap_s
 
-    def met_throughout(self, outcome: Outcome) -> bool:
+    def met_throughout(self, outcome: RequestOutcome) -> bool:
         """Whether the first token was in time, and no gap was longer than the target."""
         return self._first(outcome) and max(outcome.gaps, default=0.0) <= self.gap_s
 
-    def _first(self, outcome: Outcome) -> bool:
+    def _first(self, outcome: RequestOutcome) -> bool:
         return outcome.problem is None and outcome.first_s <= self.first_s
 
 

@@ -123,7 +123,7 @@ def steps(samples: Sequence[StepSample]) -> Fit:
 
 
 def moves(samples: Sequence[MoveSample], waits_s: Sequence[float]) -> Fit:
-    """`latency_s` and `token_s` of hand-overs: what first tokens took beyond `waits_s`, which
+    """`latency_s` and `token_s` of handoffs: what first tokens took beyond `waits_s`, which
     the decode engine takes anyhow. Raises DisaggError if longer prompts did not take longer."""
     columns = {
         "latency_s": [1.0] * len(samples),

@@ -28,7 +28,7 @@ from disagg.bench.speeds import run as speeds
 from disagg.errors import ConfigError
 from disagg.planning import speeds as speeds_file
 from disagg.planning.outcome import Targets
-from disagg.planning.simulation import Load, Routing, simulate
+from disagg.planning.simulation import Routing, SimulatedLoad, simulate
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
 from disagg.testing.checkpoint import make_model
@@ -42,7 +42,7 @@ _NO_TARGETS = Targets(1e9, 1e9, 1.0)
 
 
 @dataclass(frozen=True)
-class Plan:
+class PredictionPlan:
     """What to compare. `pairs`: so many engines of each role, one number after another.
 
     `speeds`: how they are measured; `file`: those of an earlier run instead.
@@ -54,7 +54,7 @@ class Plan:
     kinds: Sequence[Kind]
     local_prefill_tokens: int
     seed: int
-    speeds: speeds.Plan
+    speeds: speeds.SpeedsPlan
     file: Path | None
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Plan:
                 raise ConfigError(f"--{name}: {value:g} — must be more than 0")
 
 
-def run(plan: Plan, *, json_path: Path | None) -> int:
+def run(plan: PredictionPlan, *, json_path: Path | None) -> int:
     """Measure, simulate, print. Returns the exit status: 1 if a request failed."""
     console = Console(highlight=False, soft_wrap=True)
     asks = serve_trace.poisson(plan.kinds, plan.rate, plan.duration_s, plan.seed)
@@ -94,7 +94,7 @@ def run(plan: Plan, *, json_path: Path | None) -> int:
 
 
 def _engines(
-    plan: Plan, known: Speeds | None, stack: ExitStack, console: Console
+    plan: PredictionPlan, known: Speeds | None, stack: ExitStack, console: Console
 ) -> list[tuple[VllmServer, VllmServer]]:
     """Pairs of a prefill and a decode engine, with the limits that the speeds are for."""
     tokens = known.decode.max_num_batched_tokens if known else plan.speeds.batched_tokens
@@ -121,7 +121,7 @@ def _servers(pairs: Sequence[tuple[VllmServer, VllmServer]]) -> list[VllmServer]
 
 
 def _measured(
-    plan: Plan,
+    plan: PredictionPlan,
     pairs: Sequence[tuple[VllmServer, VllmServer]],
     asks: Sequence[Ask],
     console: Console,
@@ -155,14 +155,16 @@ def _measured(
     }
 
 
-def _predicted(plan: Plan, known: Speeds, asks: Sequence[Ask], count: int) -> dict[str, Any]:
+def _predicted(
+    plan: PredictionPlan, known: Speeds, asks: Sequence[Ask], count: int
+) -> dict[str, Any]:
     trace = Trace(
         [ask.at for ask in asks],
         [ask.prompt_tokens for ask in asks],
         [ask.output_tokens for ask in asks],
         "disagg bench predicted",
     )
-    load = Load(trace, known, _NO_TARGETS, Routing(plan.local_prefill_tokens), plan.seed)
+    load = SimulatedLoad(trace, known, _NO_TARGETS, Routing(plan.local_prefill_tokens), plan.seed)
     return simulate(load, count, count).as_json()
 
 

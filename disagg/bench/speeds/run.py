@@ -1,7 +1,7 @@
 """`disagg bench speeds`: how fast a prefill and a decode engine are, for `disagg plan`.
 
 One request at a time on each engine while the other does nothing: prompts of several lengths on
-both, hand-overs between them, steps of several batches at several contexts. Least squares makes
+both, handoffs between them, steps of several batches at several contexts. Least squares makes
 speeds of it (`speeds_fit`), and what they do not explain is printed. What is written was measured
 on this machine, whatever else ran on it.
 """
@@ -27,7 +27,7 @@ from disagg.bench.speeds import fit as speeds_fit
 from disagg.bench.speeds.engine import Engine
 from disagg.bench.speeds.fit import Fit, MoveSample, PromptSample, StepSample
 from disagg.errors import ConfigError
-from disagg.planning.speeds import DecodeSpeed, HandOver, PrefillSpeed, Speeds, save
+from disagg.planning.speeds import DecodeSpeed, HandoffSpeed, PrefillSpeed, Speeds, save
 from disagg.testing.checkpoint import make_model
 from disagg.testing.launch import launch
 from disagg.testing.vllm_server import VllmServer
@@ -41,11 +41,11 @@ _ROUTER_PROMPT = 32  # tokens: short enough that the router leaves it to decode
 
 
 @dataclass(frozen=True)
-class Plan:
+class SpeedsPlan:
     """What to measure. `prefill`, `decode`: URLs of running engines; None: start a pair.
 
     `batched_tokens`, `seqs`: what both engines have as max_num_batched_tokens and max_num_seqs,
-    which no vLLM server tells. `parallel`: hand-overs at once, the connector's `load_threads`.
+    which no vLLM server tells. `parallel`: handoffs at once, the connector's `load_threads`.
     """
 
     lengths: Sequence[int]
@@ -84,7 +84,7 @@ class _Samples:
     router_s: float = 0.0
 
 
-def run(plan: Plan, out: Path) -> int:
+def run(plan: SpeedsPlan, out: Path) -> int:
     """Measure, print, write the file. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     began = time.monotonic()
@@ -94,7 +94,7 @@ def run(plan: Plan, out: Path) -> int:
     return 0
 
 
-def measure(plan: Plan, prefill_url: str, decode_url: str, console: Console) -> Speeds:
+def measure(plan: SpeedsPlan, prefill_url: str, decode_url: str, console: Console) -> Speeds:
     """The speeds of two engines that run and have nothing else to do; prints how well they fit."""
     prefill, decode = Engine("prefill", prefill_url), Engine("decode", decode_url)
     kv_tokens = decode.kv_tokens()
@@ -108,7 +108,7 @@ def measure(plan: Plan, prefill_url: str, decode_url: str, console: Console) -> 
     return _speeds(plan, samples, fits, _measured(plan, decode, fits), kv_tokens)
 
 
-def _engines(plan: Plan, stack: ExitStack, console: Console) -> tuple[str, str]:
+def _engines(plan: SpeedsPlan, stack: ExitStack, console: Console) -> tuple[str, str]:
     if plan.prefill is not None and plan.decode is not None:
         return plan.prefill, plan.decode
     make_model(MODEL, layers=4, hidden=256, kv_heads=8, head_dim=128)
@@ -128,7 +128,7 @@ def _engines(plan: Plan, stack: ExitStack, console: Console) -> tuple[str, str]:
 # ---- measuring ---------------------------------------------------------------------------------
 
 
-def _measure(plan: Plan, prefill: Engine, decode: Engine, console: Console) -> _Samples:
+def _measure(plan: SpeedsPlan, prefill: Engine, decode: Engine, console: Console) -> _Samples:
     draw, samples = random.Random(), _Samples()
     # In turns, so that drift of the machine falls on all lengths alike. The first turn warms up.
     for turn in range(plan.repeats + 1):
@@ -173,7 +173,7 @@ def _router(prefill: Engine, decode: Engine) -> float:
 # ---- what comes of it --------------------------------------------------------------------------
 
 
-def _fits(plan: Plan, samples: _Samples) -> dict[str, Fit]:
+def _fits(plan: SpeedsPlan, samples: _Samples) -> dict[str, Fit]:
     steps = speeds_fit.steps(samples.steps)
     request_s = speeds_fit.overhead(samples.local)
     own = steps.speeds["step_s"] + steps.speeds["sequence_s"]
@@ -186,19 +186,19 @@ def _fits(plan: Plan, samples: _Samples) -> dict[str, Fit]:
         "decode prompts": speeds_fit.prompts(
             samples.local, plan.batched_tokens, steps.speeds["step_s"]
         ),
-        "hand-over": speeds_fit.moves(samples.moves, waits),
+        "handoff": speeds_fit.moves(samples.moves, waits),
     }
 
 
 def _speeds(
-    plan: Plan,
+    plan: SpeedsPlan,
     samples: _Samples,
     fits: dict[str, Fit],
     measured: dict[str, Any],
     kv_tokens: int,
 ) -> Speeds:
     computed, prompts = fits["prefill"].speeds, fits["decode prompts"].speeds
-    steps, move = fits["decode steps"].speeds, fits["hand-over"].speeds
+    steps, move = fits["decode steps"].speeds, fits["handoff"].speeds
     bytes_per_token = statistics.median(samples.bytes_per_token)
     return Speeds(
         measured=measured,
@@ -221,7 +221,7 @@ def _speeds(
             max_num_seqs=plan.seqs,
             kv_tokens=kv_tokens,
         ),
-        handover=HandOver(
+        handoff=HandoffSpeed(
             latency_s=move["latency_s"],
             bytes_per_token=bytes_per_token,
             bytes_per_s=bytes_per_token / move["token_s"],
@@ -231,7 +231,7 @@ def _speeds(
     )
 
 
-def _measured(plan: Plan, decode: Engine, fits: dict[str, Fit]) -> dict[str, Any]:
+def _measured(plan: SpeedsPlan, decode: Engine, fits: dict[str, Fit]) -> dict[str, Any]:
     own = plan.decode is None
     return {
         "by": "disagg bench speeds",

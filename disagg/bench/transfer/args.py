@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from disagg.bench.transfer.plan import Plan
+from disagg.bench.transfer.plan import TransferPlan
 
 
 class Asked(NamedTuple):
     """What to run."""
 
-    plan: Plan
+    plan: TransferPlan
     with_peer: bool
     json_path: Path | None
 
@@ -35,7 +35,7 @@ def parse(arguments: Sequence[str]) -> Asked:
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     found = parser.parse_args(arguments)
-    plan = Plan.of(
+    plan = TransferPlan.of(
         found.device,
         found.repeats,
         transports=found.transports,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from disagg.errors import PeerLost
 from disagg.transport.deadline import Deadline
-from disagg.transport.device.base import Communicator, Pinned, Stream, Wait
+from disagg.transport.device.base import Communicator, DeviceStream, Pinned, Wait
 
 # Far beyond where what a message costs by itself counts.
 _MESSAGE = 1 << 30
@@ -29,7 +29,7 @@ Copy = tuple[int, int, int]
 Piece = tuple[int, int]
 
 
-def copy(stream: Stream, copies: Iterable[Copy], deadline: Deadline) -> float:
+def copy(stream: DeviceStream, copies: Iterable[Copy], deadline: Deadline) -> float:
     """Seconds until all copies are done, each asked for on its own."""
     began = time.perf_counter()
     for to, source, size in copies:
@@ -39,7 +39,7 @@ def copy(stream: Stream, copies: Iterable[Copy], deadline: Deadline) -> float:
 
 
 def copy_by_host(
-    stream: Stream, whole: Copy, pinned: Pinned, deadline: Deadline
+    stream: DeviceStream, whole: Copy, pinned: Pinned, deadline: Deadline
 ) -> tuple[float, float]:
     """Seconds out of the device into pinned memory, and seconds from there back onto it."""
     to, source, size = whole
@@ -51,7 +51,7 @@ def copy_by_host(
 
 
 def send(
-    communicator: Communicator, stream: Stream, messages: Iterable[Piece], deadline: Deadline
+    communicator: Communicator, stream: DeviceStream, messages: Iterable[Piece], deadline: Deadline
 ) -> None:
     """Send these, each as one message, and wait until they have left."""
     wait = Wait(deadline, communicator.check)
@@ -61,7 +61,7 @@ def send(
 
 
 def receive(
-    communicator: Communicator, stream: Stream, messages: Iterable[Piece], deadline: Deadline
+    communicator: Communicator, stream: DeviceStream, messages: Iterable[Piece], deadline: Deadline
 ) -> None:
     """Receive into these, each of them one message, and wait until they are here."""
     wait = Wait(deadline, communicator.check)
@@ -131,7 +131,7 @@ def _pieces(first: int, size: int, limit: int) -> Iterator[Piece]:
     return ((first + at, min(limit, size - at)) for at in range(0, size, limit))
 
 
-def _finish(stream: Stream, wait: Wait) -> None:
+def _finish(stream: DeviceStream, wait: Wait) -> None:
     """Wait until the stream has done all it was given."""
     event = stream.record()
     while not event.is_done():

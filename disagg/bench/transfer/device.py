@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from disagg.bench.transfer import ceilings
-from disagg.bench.transfer.memory import Memory
+from disagg.bench.transfer.memory import BenchMemory
 from disagg.bench.transfer.ours import Consumer, End, IdLists, Producer
 from disagg.errors import DisaggError
 from disagg.transport.deadline import Deadline
@@ -23,12 +23,12 @@ from disagg.transport.device.base import (
     Communicator,
     Communicators,
     Device,
+    DeviceMemory,
+    DeviceStream,
     Exported,
     Pinned,
-    Stream,
     Wait,
 )
-from disagg.transport.device.base import Memory as DeviceMemory
 
 LIMIT_S = 30.0
 _HOST = "127.0.0.1"
@@ -39,7 +39,7 @@ class DeviceEnd(End):
     """What both ends have: a device, a stream, a line and a communicator."""
 
     _device: Device | None = None
-    _opened_stream: Stream | None = None
+    _opened_stream: DeviceStream | None = None
     _line: ceilings.Line | None = None
     _communicators: Communicators | None = None
     _communicator: Communicator | None = None
@@ -97,7 +97,7 @@ class DeviceEnd(End):
         """As many bytes from the memory's begin on."""
         return list(ceilings.large_messages(self.address, self.num_bytes(ids)))
 
-    def _stream(self) -> Stream:
+    def _stream(self) -> DeviceStream:
         if self._opened_stream is None:
             self._opened_stream = self.device.stream(launches=False)
         self.device.use()
@@ -172,7 +172,7 @@ class DeviceConsumer(DeviceEnd, Consumer):
     _mapped: DeviceMemory | None = None
     _from = 0
 
-    def make_source(self) -> Memory | None:
+    def make_source(self) -> BenchMemory | None:
         """Made when it is known whether the producer's is on this device."""
         return None
 

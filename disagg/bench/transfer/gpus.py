@@ -12,7 +12,7 @@ from disagg.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
+class GpuPlace:
     """Where one end runs: torch's name of its device, and its environment."""
 
     device: str
@@ -23,8 +23,8 @@ class Place:
 class Places:
     """The producer's and the consumer's."""
 
-    producer: Place
-    consumer: Place
+    producer: GpuPlace
+    consumer: GpuPlace
     shared: bool  # whether both use one device
 
 
@@ -46,10 +46,10 @@ def require() -> None:
 def choose(device: str) -> Places:
     """The ends' places: GPU 0 and 1, or both of them on the only one."""
     if device == "cpu":
-        return Places(Place("cpu"), Place("cpu"), shared=True)
+        return Places(GpuPlace("cpu"), GpuPlace("cpu"), shared=True)
     if torch.cuda.device_count() > 1:
-        return Places(Place("cuda:0", _LOOPBACK), Place("cuda:1", _LOOPBACK), shared=False)
+        return Places(GpuPlace("cuda:0", _LOOPBACK), GpuPlace("cuda:1", _LOOPBACK), shared=False)
     # NCCL refuses two ranks on one GPU unless it takes them for two hosts. It then goes over the
     # network, which on one machine is sockets.
     hosts = [_LOOPBACK | {"NCCL_HOSTID": f"disagg-bench-{end}"} for end in ("out", "in")]
-    return Places(Place("cuda:0", hosts[0]), Place("cuda:0", hosts[1]), shared=True)
+    return Places(GpuPlace("cuda:0", hosts[0]), GpuPlace("cuda:0", hosts[1]), shared=True)

@@ -28,7 +28,7 @@ _SOME = _AT_ONCE // PIECE
 Ints = npt.NDArray[np.int64]
 
 
-class Memory:
+class BenchMemory:
     """One worker's cache memory: uint8 [L, bytes of a layer], host or device."""
 
     def __init__(self, num_bytes: int, device: str, layers: int = LAYERS) -> None:
@@ -134,7 +134,7 @@ def offsets(ids: Sequence[int], block_bytes: int, layer_bytes: int, layers: int 
     return found
 
 
-def pieces(memory: Memory, at: Ints, block_bytes: int) -> list[Bytes]:
+def pieces(memory: BenchMemory, at: Ints, block_bytes: int) -> list[Bytes]:
     """Host views of the blocks at these offsets."""
     flat = memory.flat.view(-1).numpy()
     return [flat[i : i + block_bytes] for i in at.tolist()]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from disagg.bench.transfer.memory import LAYERS, Memory, offsets
+from disagg.bench.transfer.memory import LAYERS, BenchMemory, offsets
 from disagg.errors import DisaggError
 
 INSTALL = (
@@ -92,7 +92,7 @@ class _End:
         if setting.threads:
             params["num_threads"] = str(setting.threads)
         self.agent.create_backend("UCX", params)
-        self.memory = Memory(num_bytes, device)
+        self.memory = BenchMemory(num_bytes, device)
         self.kind = "VRAM" if self.memory.flat.is_cuda else "DRAM"
         self.address = self.memory.flat.data_ptr()
         size = self.memory.flat.numel()

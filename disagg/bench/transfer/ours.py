@@ -19,7 +19,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from disagg.bench.transfer.memory import Ints, Memory, offsets, pieces
+from disagg.bench.transfer.memory import BenchMemory, Ints, offsets, pieces
 from disagg.errors import DisaggError
 from disagg.transport import protocol as p
 from disagg.transport.base import FetchJob, Receiver, Sender
@@ -31,7 +31,7 @@ from disagg.transport.deadline import Deadline
 from disagg.transport.device.staging import Staging, open_staging
 from disagg.transport.fetch import Moved, Wanted, fetched
 from disagg.transport.names import TransportName
-from disagg.transport.one_sided.lease_board import Board
+from disagg.transport.one_sided.lease_board import LeaseBoard
 from disagg.transport.registry import Means, make_receiver, make_sender
 from disagg.transport.shared_storage import Storage
 
@@ -65,18 +65,18 @@ class End:
         self.block_bytes = 0
         self.staging: Staging | None = None
 
-    def make_memory(self) -> Memory:
+    def make_memory(self) -> BenchMemory:
         """As large as asked for."""
         if self.setup.device != "cpu":
             torch.cuda.set_device(self.setup.device)
-        return Memory(self.setup.num_bytes, self.setup.device, self.setup.layers)
+        return BenchMemory(self.setup.num_bytes, self.setup.device, self.setup.layers)
 
     def make_staging(self, cache: BlockCache) -> Staging | None:
         """None for a cache in host memory."""
         size = self.setup.staging_bytes
         return open_staging(cache, size, sends=self.sends, receives=self.receives)
 
-    def make_means(self, cache: BlockCache, board: Board | None = None) -> Means:
+    def make_means(self, cache: BlockCache, board: LeaseBoard | None = None) -> Means:
         """What the transports of this cache need; files go to the folder."""
         self.staging = self.make_staging(cache)
         storage = Storage(self.setup.folder, max_bytes=64 << 30)
@@ -173,7 +173,7 @@ class Consumer(End):
         self._peers: Peers | None = None
         self._receivers: dict[str, Receiver] = {}
 
-    def make_source(self) -> Memory | None:
+    def make_source(self) -> BenchMemory | None:
         """What the producer has, for copies inside of this process."""
         source = self.make_memory()
         source.fill()

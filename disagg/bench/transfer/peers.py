@@ -8,7 +8,7 @@ from typing import Any
 from disagg.bench.transfer import nixl
 from disagg.bench.transfer.memory import LAYERS
 from disagg.bench.transfer.nixl import Setting
-from disagg.bench.transfer.plan import Ids, Plan
+from disagg.bench.transfer.plan import Ids, TransferPlan
 from disagg.bench.transfer.ways import READY_S, Pair, Way
 from disagg.testing.child_process import Child, ChildError
 
@@ -16,7 +16,7 @@ from disagg.testing.child_process import Child, ChildError
 Start = Callable[..., Child]
 
 
-def reason_against(plan: Plan, *, shared: bool) -> str | None:
+def reason_against(plan: TransferPlan, *, shared: bool) -> str | None:
     """Why NIXL cannot be measured here."""
     if not nixl.installed():
         return f"NIXL is not installed; {nixl.INSTALL}"
@@ -27,7 +27,7 @@ def reason_against(plan: Plan, *, shared: bool) -> str | None:
     return None
 
 
-def start(plan: Plan, child: Start, tell: Callable[[str], None]) -> list[Way]:
+def start(plan: TransferPlan, child: Start, tell: Callable[[str], None]) -> list[Way]:
     """A way for each setting that starts here, stopped while others move."""
     ways: list[Way] = []
     # Progress threads take whole cores even when idle, so these pairs start last.
@@ -46,7 +46,7 @@ def start(plan: Plan, child: Start, tell: Callable[[str], None]) -> list[Way]:
     return ways
 
 
-def _pair(plan: Plan, child: Start, setting: Setting) -> Pair:
+def _pair(plan: TransferPlan, child: Start, setting: Setting) -> Pair:
     env = {"UCX_TLS": setting.tls, "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
     args: Any = (setting, plan.cache_bytes(), plan.device)
     name = setting.label.replace(" ", "-")
@@ -56,7 +56,7 @@ def _pair(plan: Plan, child: Start, setting: Setting) -> Pair:
     )
 
 
-def _meet(plan: Plan, setting: Setting, pair: Pair) -> Way:
+def _meet(plan: TransferPlan, setting: Setting, pair: Pair) -> Way:
     met = pair.producer.call("metadata", timeout_s=READY_S)
     pair.consumer.call("connect", *met, timeout_s=READY_S)
     way = Way(setting.label, _read(pair), pair.consumer, is_peer=True, is_tcp=setting.is_tcp)
@@ -86,7 +86,7 @@ def _read(pair: Pair) -> Callable[[Ids, Ids], float]:
     return move
 
 
-def spread(plan: Plan, block_bytes: int, ids: Ids) -> Ids:
+def spread(plan: TransferPlan, block_bytes: int, ids: Ids) -> Ids:
     """The same bytes as blocks of a memory of `LAYERS` layers, which is what NIXL's ends have.
 
     Of 32 layers with B blocks each, four make one of 8 with 4 B blocks.

@@ -21,7 +21,7 @@ _OF_GPUS = "cuda_ipc", "nccl"
 Ids = list[list[int]]
 
 
-class Case(NamedTuple):
+class TransferCase(NamedTuple):
     """`fetches` at once, of `megabytes` each, in blocks of `block_bytes` in each layer."""
 
     megabytes: int
@@ -64,7 +64,7 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """What to measure. `staging_bytes`: of each end, for caches on a device."""
 
     transports: Sequence[str]
@@ -77,7 +77,7 @@ class Plan:
     staging_bytes: int = STAGING_BYTES
 
     @classmethod
-    def of(cls, device: str, repeats: int, **chosen: Any) -> Plan:
+    def of(cls, device: str, repeats: int, **chosen: Any) -> TransferPlan:
         """The device's defaults, but for what was chosen; None is not."""
         values: dict[str, Any] = DEFAULTS.get(device, DEFAULTS["cpu"])._asdict()
         values |= {name: value for name, value in chosen.items() if value is not None}
@@ -104,18 +104,18 @@ class Plan:
         if problems:
             raise ConfigError(problems)
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[TransferCase]:
         """All combinations, less those of several fetches that pass the largest single one."""
         most = max(self.sizes)
         return [
-            Case(size, block, fetches, self.layers)
+            TransferCase(size, block, fetches, self.layers)
             for block in self.block_bytes
             for fetches in self.concurrency
             for size in self.sizes
             if fetches == min(self.concurrency) or size * fetches <= most
         ]
 
-    def ids(self, case: Case, generator: np.random.Generator) -> Ids:
+    def ids(self, case: TransferCase, generator: np.random.Generator) -> Ids:
         """Blocks for each fetch of a case, no block twice."""
         ids = scattered(self.blocks(case.block_bytes), case.blocks * case.fetches, generator)
         return [ids[i : i + case.blocks] for i in range(0, len(ids), case.blocks)]

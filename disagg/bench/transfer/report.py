@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from disagg.bench.transfer.plan import Case, Plan
+from disagg.bench.transfer.plan import TransferCase, TransferPlan
 
 FLAT, IN_PIECES = "memcpy", "memcpy in blocks"
 DEVICE_COPY, NCCL_BARE, PCIE, SOCKETS_BARE = "device copy", "NCCL bare", "PCIe", "sockets bare"
 BLOCK_COPIES, BLOCK_NCCL = "copy per block", "NCCL per block"
 
 # Seconds of each repetition, by case and way.
-Samples = dict[tuple[Case, str], list[float]]
+Samples = dict[tuple[TransferCase, str], list[float]]
 
 
 class Ceiling(NamedTuple):
@@ -98,7 +98,7 @@ def _times(ratio: float | None) -> str:
 
 
 def rows(
-    plan: Plan, samples: Samples, peers: Collection[str], peers_over_tcp: Collection[str]
+    plan: TransferPlan, samples: Samples, peers: Collection[str], peers_over_tcp: Collection[str]
 ) -> list[dict[str, Any]]:
     """One row for each way of each case, with its ratios; peers are named."""
     found = []

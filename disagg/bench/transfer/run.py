@@ -31,9 +31,9 @@ from rich.progress import Progress
 from disagg.bench.transfer import args, peers, ways
 from disagg.bench.transfer import gpus as transfer_gpus
 from disagg.bench.transfer.device import DeviceConsumer, DeviceProducer
-from disagg.bench.transfer.gpus import Place, Places
+from disagg.bench.transfer.gpus import GpuPlace, Places
 from disagg.bench.transfer.ours import Consumer, Producer, Setup
-from disagg.bench.transfer.plan import Ids, Plan
+from disagg.bench.transfer.plan import Ids, TransferPlan
 from disagg.bench.transfer.report import Samples, rows, show
 from disagg.bench.transfer.ways import READY_S, Pair, Way
 from disagg.errors import ConfigError
@@ -48,7 +48,7 @@ class Ends(NamedTuple):
     places: Places
 
 
-def run(plan: Plan, *, with_peer: bool, json_path: Path | None) -> int:
+def run(plan: TransferPlan, *, with_peer: bool, json_path: Path | None) -> int:
     """Measure and print. 0 unless one of our transports failed or moved a wrong byte."""
     plan.check()
     if plan.device != "cpu":
@@ -59,7 +59,7 @@ def run(plan: Plan, *, with_peer: bool, json_path: Path | None) -> int:
     return measure(plan, ends, with_peer=with_peer, json_path=json_path)
 
 
-def measure(plan: Plan, ends: Ends, *, with_peer: bool, json_path: Path | None) -> int:
+def measure(plan: TransferPlan, ends: Ends, *, with_peer: bool, json_path: Path | None) -> int:
     """`run` of a plan that was checked, between these ends."""
     console = Console(highlight=False, soft_wrap=True)
     if with_peer and (reason := peers.reason_against(plan, shared=ends.places.shared)):
@@ -106,7 +106,7 @@ def _folder() -> Iterator[str]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _notes(bench: _Bench, plan: Plan) -> list[str]:
+def _notes(bench: _Bench, plan: TransferPlan) -> list[str]:
     notes = [
         f"{way.name}: with {min(plan.sizes)} MB only, since it takes a call of both ends for each "
         "block and layer"
@@ -121,7 +121,7 @@ def _notes(bench: _Bench, plan: Plan) -> list[str]:
 class _Bench:
     """The processes, and the ways there are between them."""
 
-    def __init__(self, plan: Plan, ends: Ends, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, plan: TransferPlan, ends: Ends, folder: Path, stack: ExitStack) -> None:
         self._plan, self._folder, self._stack = plan, folder, stack
         self.shared = ends.places.shared
         self._pair = Pair(
@@ -171,7 +171,7 @@ class _Bench:
                 child.call("leave")
         return found
 
-    def _end(self, name: str, make: Callable[[Setup], Any], place: Place) -> Child:
+    def _end(self, name: str, make: Callable[[Setup], Any], place: GpuPlace) -> Child:
         plan, files = self._plan, self._folder / "files"
         setup = Setup(plan.cache_bytes(), plan.layers, place.device, files, plan.staging_bytes)
         return self._child(name, make, setup, env=place.env)
@@ -183,7 +183,7 @@ class _Bench:
         return child
 
 
-def _measure(bench: _Bench, plan: Plan, samples: Samples, console: Console) -> None:
+def _measure(bench: _Bench, plan: TransferPlan, samples: Samples, console: Console) -> None:
     generator, prepared = np.random.default_rng(1), 0
     cases = plan.cases()
     steps = len(cases) * (plan.repeats + 1) * len(bench.ways)

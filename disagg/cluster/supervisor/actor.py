@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.cluster.control import Control, News, Order
-from disagg.cluster.supervisor.loop import Event, Inheritance, Supervision
+from disagg.cluster.supervisor.loop import Event, Inheritance, SupervisorLoop
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SupervisorActor:
         self._name = name
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._control: Control | None = None
-        self._supervision: Supervision | None = None
+        self._supervision: SupervisorLoop | None = None
 
     # ---- the driver ----------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ class SupervisorActor:
         def post(event: Event) -> None:
             loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-        self._supervision = Supervision(self._control, post)
+        self._supervision = SupervisorLoop(self._control, post)
         threading.Thread(
             target=_run, args=(self._supervision, given), name="supervisor", daemon=True
         ).start()
@@ -62,7 +62,7 @@ class SupervisorActor:
         return Report(events, self._supervision.silent_s if self._supervision else 0.0)
 
     async def made(self, number: int, actor: Any) -> None:
-        """See `Supervision`."""
+        """See `SupervisorLoop`."""
         assert self._supervision is not None
         self._supervision.made(number, actor)
 
@@ -87,7 +87,7 @@ class SupervisorActor:
         return self._control
 
 
-def _run(supervision: Supervision, given: Inheritance) -> None:
+def _run(supervision: SupervisorLoop, given: Inheritance) -> None:
     try:
         supervision.run(given)
     except BaseException:  # noqa: BLE001

@@ -19,18 +19,18 @@ from disagg.cluster.supervisor.loop import (
     MakeEngine,
     MakeRouter,
     Said,
-    Supervision,
+    SupervisorLoop,
 )
 
 _END_S = 5.0
 
 
-class Deputy:
+class Fallback:
     """At work from its making on. It takes no orders: commands do not reach this process."""
 
     def __init__(self, given: Inheritance) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._supervision = Supervision(Orders(), self._events.put)
+        self._supervision = SupervisorLoop(Orders(), self._events.put)
         self._thread = threading.Thread(target=self._run, args=(given,), name="deputy", daemon=True)
         self._thread.start()
 
@@ -45,7 +45,7 @@ class Deputy:
             return found
 
     def made(self, number: int, actor: Any) -> None:
-        """See `Supervision`."""
+        """See `SupervisorLoop`."""
         self._supervision.made(number, actor)
 
     def stop(self) -> None:
@@ -59,7 +59,7 @@ class Deputy:
 
     @property
     def silent_s(self) -> float:
-        """See `Supervision`."""
+        """See `SupervisorLoop`."""
         return self._supervision.silent_s
 
     def close(self) -> None:

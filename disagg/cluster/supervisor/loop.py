@@ -18,8 +18,8 @@ from typing import Any
 from disagg.cluster import pools
 from disagg.cluster.control import Orders
 from disagg.cluster.engines import Held, NotNow, engine_of
-from disagg.cluster.router_handle import Router, RouterSpec
-from disagg.cluster.supervisor.restarts import Healer
+from disagg.cluster.router_handle import RouterHandle, RouterSpec
+from disagg.cluster.supervisor.restarts import Restarts
 from disagg.cluster.supervisor.scaling import Scaler
 from disagg.cluster.supervisor.step import Supervisor
 from disagg.config import Deployment
@@ -96,7 +96,7 @@ class Hopeless:
 Event = Said | MakeEngine | MakeRouter | Gone | Changed | Hopeless
 
 
-class Supervision:
+class SupervisorLoop:
     """`post` gets the events, in the thread that `run`s; all else may be called from any other."""
 
     def __init__(self, orders: Orders, post: Callable[[Event], None]) -> None:
@@ -127,9 +127,9 @@ class Supervision:
             self._post(Said(what, log_tail))
             self._orders.say(what)
 
-        router = Router(given.router, self._make_router)
+        router = RouterHandle(given.router, self._make_router)
         router.adopt(given.router_actor)
-        healer = Healer(
+        healer = Restarts(
             [engine_of(held) for held in given.engines],
             router,
             given.wanted.engine,

@@ -17,7 +17,7 @@ import ray
 
 from disagg.cluster import placing, pools
 from disagg.cluster.engines import Engine, NoRoom, NotNow, outcome_of, too_slow, why_ended
-from disagg.cluster.router_handle import Router
+from disagg.cluster.router_handle import RouterHandle
 from disagg.config import EngineSection, Role
 from disagg.engine.spec import EngineFailure, EngineInfo, EngineSpec
 from disagg.errors import ConfigError, StartupError
@@ -37,7 +37,7 @@ Make = Callable[[EngineSpec, str | None, str | None, int], Any]
 
 
 @dataclass(eq=False)
-class Place:
+class EnginePlace:
     """An engine's place in its pool. deaths: in a row. again_at: monotonic, None unless it waits
     for its next start. why: it does not serve. leaving_at: since when it gets nothing new."""
 
@@ -93,7 +93,7 @@ def in_words(wait_s: float) -> str:
     return f" in {wait_s:g} s" if wait_s else ""
 
 
-class Healer:
+class Restarts:
     """Looks after engines that serve and the router in front of them.
 
     `tell` gets a line of what happened, and the log's last lines where there are any. `make`
@@ -103,13 +103,13 @@ class Healer:
     def __init__(
         self,
         engines: Sequence[Engine],
-        router: Router,
+        router: RouterHandle,
         settings: EngineSection,
         tell: Callable[[str, str], None],
         make: Make,
         gone: Callable[[str], None],
     ) -> None:
-        self.places = [Place(engine, engine.deaths, why="starts") for engine in engines]
+        self.places = [EnginePlace(engine, engine.deaths, why="starts") for engine in engines]
         self.settings = settings
         self._router, self._tell = router, tell
         self._make, self._gone = make, gone
@@ -163,24 +163,24 @@ class Healer:
                 engine = self._launch(spec, 0, self._present())
             except NotNow:
                 continue
-            self.places.append(Place(engine, why="starts"))
+            self.places.append(EnginePlace(engine, why="starts"))
             started.append(spec.name)
         self._tell_router()
         return started
 
-    def retire(self, place: Place) -> None:
+    def retire(self, place: EnginePlace) -> None:
         """Send it nothing new; `remove` it when it has served what it has."""
         place.leaving_at = time.monotonic()
         self._tell_router()
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: EnginePlace) -> None:
         """End an engine for good."""
         self.places.remove(place)
         pools.stop([place.engine], GRACE_S if place.engine.info else 0.0, STOP_S)
         self._gone(place.name)
         self._tell_router()
 
-    def _present(self, but: Place | None = None) -> list[Engine]:
+    def _present(self, but: EnginePlace | None = None) -> list[Engine]:
         return [place.engine for place in self.places if place is not but]
 
     def _launch(
@@ -193,7 +193,7 @@ class Healer:
 
     # ---- engines -------------------------------------------------------------------------------
 
-    def _ended(self, place: Place, ref: Any) -> None:
+    def _ended(self, place: EnginePlace, ref: Any) -> None:
         """A start or a life has."""
         engine = place.engine
         if engine.info is not None:
@@ -209,7 +209,7 @@ class Healer:
         what = "is back" if place.deaths else "serves"
         self._tell(f"{place.name} {what}: {outcome.url}, up in {outcome.startup_s:.0f} s", "")
 
-    def _died(self, place: Place, failure: EngineFailure, what: str) -> None:
+    def _died(self, place: EnginePlace, failure: EngineFailure, what: str) -> None:
         now = time.monotonic()
         if place.leaving_at is not None:
             self._tell(f"engine {place.name} {what} while it drained: {failure.cause}", "")
@@ -250,7 +250,7 @@ class Healer:
                 why = f"its node {gone[node_id].address} is gone"
                 self._died(place, EngineFailure(why, ""), what)
 
-    def _look(self, place: Place) -> None:
+    def _look(self, place: EnginePlace) -> None:
         now, settings = time.monotonic(), self.settings
         if place.again_at is not None and now >= place.again_at:
             last, others = place.engine, self._present(place)

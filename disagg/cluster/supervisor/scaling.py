@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from disagg.cluster import placing, pools
 from disagg.cluster.supervisor.config_diff import is_outdated
-from disagg.cluster.supervisor.restarts import LOOK_S, Healer, Place
+from disagg.cluster.supervisor.restarts import LOOK_S, EnginePlace, Restarts
 from disagg.config import Deployment, Role
 from disagg.engine.spec import EngineSpec
 
@@ -25,7 +25,7 @@ class Scaler:
 
     def __init__(
         self,
-        healer: Healer,
+        healer: Restarts,
         wanted: Deployment,
         before: Deployment | None,
         spec: Callable[[Deployment, Role, int], EngineSpec],
@@ -98,7 +98,9 @@ class Scaler:
             for place in order[: len(places) - wanted]:
                 self._retire(place)
 
-    def _roll(self, role: Role, places: list[Place], old: list[Place], wanted: int) -> None:
+    def _roll(
+        self, role: Role, places: list[EnginePlace], old: list[EnginePlace], wanted: int
+    ) -> None:
         """Engine by engine, and pool after pool: at most one is on its way."""
         if any(p.leaving_at is not None or not p.serves for p in self._healer.places):
             return
@@ -110,7 +112,7 @@ class Scaler:
             self._waits = True
             self._tell(f"{old[0].name} waits for room for its successor", "")
 
-    def _taken_back(self, role: Role, places: list[Place], old: list[Place]) -> bool:
+    def _taken_back(self, role: Role, places: list[EnginePlace], old: list[EnginePlace]) -> bool:
         """Whether the change was given up, because an engine as wanted does not start."""
         failed = [p for p in places if p not in old and p.deaths and not p.up_at]
         if self.before is None or not failed:
@@ -130,7 +132,7 @@ class Scaler:
         if started := self._healer.add(specs):
             self._tell(f"starting {', '.join(started)}", "")
 
-    def _retire(self, place: Place) -> None:
+    def _retire(self, place: EnginePlace) -> None:
         if not place.serves:
             self._tell(f"{place.name} goes", "")
             self._healer.remove(place)
@@ -139,7 +141,7 @@ class Scaler:
         self._idle_since.pop(place.name, None)
         self._healer.retire(place)
 
-    def _drain(self, place: Place) -> None:
+    def _drain(self, place: EnginePlace) -> None:
         now, load, asked_at = time.monotonic(), place.engine.load, place.engine.load_asked_at
         assert place.leaving_at is not None
         if now - place.leaving_at > self._healer.settings.drain_timeout_s:
@@ -160,7 +162,7 @@ class Scaler:
             for place in of_role
         )
 
-    def _staying(self, role: Role) -> list[Place]:
+    def _staying(self, role: Role) -> list[EnginePlace]:
         places = self._healer.places
         return [p for p in places if p.role == role and p.leaving_at is None]
 
@@ -171,5 +173,5 @@ class Scaler:
         return pools.populated(place.engine for place in self._healer.places)
 
 
-def _is_old(place: Place, wanted: Deployment) -> bool:
+def _is_old(place: EnginePlace, wanted: Deployment) -> bool:
     return is_outdated(place.engine.spec.deployment, wanted, place.role)

@@ -16,7 +16,7 @@ from disagg.cluster import pools
 from disagg.cluster.control import Order, Orders, Scale
 from disagg.cluster.supervisor import config_diff
 from disagg.cluster.supervisor.autoscaling import LOOK_S, Autoscaler, PoolLoad
-from disagg.cluster.supervisor.restarts import Healer
+from disagg.cluster.supervisor.restarts import Restarts
 from disagg.cluster.supervisor.scaling import Scaler
 from disagg.config import Deployment, Role
 
@@ -29,7 +29,7 @@ class Supervisor:
 
     def __init__(
         self,
-        healer: Healer,
+        healer: Restarts,
         scaler: Scaler,
         orders: Orders,
         tell: Callable[[str, str], None],

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from disagg.connector.base import TwoHalves
+from disagg.connector.base import ConnectorBase
 from disagg.connector.handoff.block_digests import hasher
 from disagg.connector.handoff.messages import StepWork, WorkerAddress
 from disagg.connector.handoff.metrics import ConnectorPromMetrics, ConnectorStats
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class DisaggConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
+class DisaggConnector(ConnectorBase[SchedulerHalf, WorkerHalf]):
     """Asynchronous pull of KV blocks from prefill to decode engines, under leases."""
 
     stats_class = ConnectorStats

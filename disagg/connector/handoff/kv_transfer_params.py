@@ -15,7 +15,7 @@ from disagg.transport.control.ticket import Handoff, sign, verify
 TICKET = "disagg"
 
 
-class Wanted(NamedTuple):
+class Requested(NamedTuple):
     """What the params of a request ask for. `problem` is a metric label, None if usable."""
 
     prefill: bool
@@ -47,15 +47,15 @@ def answer(
     }
 
 
-def read(params: object, secret: bytes) -> Wanted:
+def read(params: object, secret: bytes) -> Requested:
     """What these params, of whatever shape, ask for. Never raises."""
     if not isinstance(params, dict):
-        return Wanted(False, None, None if params is None else "malformed")
+        return Requested(False, None, None if params is None else "malformed")
     if params.get("do_remote_decode"):
-        return Wanted(True, None, None)
+        return Requested(True, None, None)
     if not params.get("do_remote_prefill"):
-        return Wanted(False, None, None)
+        return Requested(False, None, None)
     try:
-        return Wanted(False, verify(params.get(TICKET), secret), None)
+        return Requested(False, verify(params.get(TICKET), secret), None)
     except TransferError as error:
-        return Wanted(False, None, error.reason)
+        return Requested(False, None, error.reason)

@@ -27,7 +27,7 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Load:
+class HandoffLoad:
     """Scheduler -> worker: fill `block_ids` with the lease's `spans`, counted in units.
 
     A unit is `unit` tokens; the first one is unit `first` of `block_ids`, which cover all of them.
@@ -48,7 +48,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Letter:
+class LeaseMessage:
     """Scheduler -> worker: end or renew a lease that another engine holds for us."""
 
     lease: int
@@ -61,10 +61,10 @@ class StepWork(KVConnectorMetadata):
     number end, whoever waits for them."""
 
     grants: list[Grant] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[HandoffLoad] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
-    releases: list[Letter] = field(default_factory=list)
-    renewals: list[Letter] = field(default_factory=list)
+    releases: list[LeaseMessage] = field(default_factory=list)
+    renewals: list[LeaseMessage] = field(default_factory=list)
     revoked: int = 0
 
 

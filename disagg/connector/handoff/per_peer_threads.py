@@ -15,7 +15,7 @@ _LINGER_S = 10.0  # to start a thread takes the one that submits 0.1 ms
 
 
 @dataclass
-class _Lane:
+class _PeerThreads:
     """What is due for one peer. `idle`: threads that wait for more, of `threads`."""
 
     changed: threading.Condition
@@ -24,13 +24,13 @@ class _Lane:
     idle: int = 0
 
 
-class Lanes:
+class PerPeerThreads:
     """At most `limit` works at once of one key, begun in their order. Threads end when a key has
     had nothing for a while, so keys may be many."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._name, self._limit = name, limit
-        self._lanes: dict[Hashable, _Lane] = {}
+        self._lanes: dict[Hashable, _PeerThreads] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -41,7 +41,7 @@ class Lanes:
                 return
             lane = self._lanes.get(key)
             if lane is None:
-                lane = self._lanes[key] = _Lane(threading.Condition(self._lock))
+                lane = self._lanes[key] = _PeerThreads(threading.Condition(self._lock))
             lane.waiting.append(work)
             if lane.idle >= len(lane.waiting) or lane.threads >= self._limit:
                 lane.changed.notify()
@@ -57,14 +57,14 @@ class Lanes:
                 lane.waiting.clear()
                 lane.changed.notify_all()
 
-    def _run(self, key: Hashable, lane: _Lane) -> None:
+    def _run(self, key: Hashable, lane: _PeerThreads) -> None:
         while (work := self._next(key, lane)) is not None:
             try:
                 work()
             except Exception:
                 logger.exception("%s: unexpected", self._name)
 
-    def _next(self, key: Hashable, lane: _Lane) -> Work | None:
+    def _next(self, key: Hashable, lane: _PeerThreads) -> Work | None:
         """None when this thread is to end."""
         with self._lock:
             lane.idle += 1

@@ -1,6 +1,6 @@
 """The scheduler half: decides what is kept, what is loaded, and what is told to peers.
 
-Runs inside vLLM's scheduler, so it never waits and never does I/O. One `Pull` object follows a
+Runs inside vLLM's scheduler, so it never waits and never does I/O. One `PendingLoad` follows a
 request's load from arrival to end. Bad params of any kind end in local computation.
 """
 
@@ -18,7 +18,14 @@ from vllm.v1.request import RequestStatus
 from disagg.connector import recurrent_state
 from disagg.connector.handoff import block_digests, sharding
 from disagg.connector.handoff import kv_transfer_params as wire
-from disagg.connector.handoff.messages import Grant, Letter, Load, LoadReport, StepReport, StepWork
+from disagg.connector.handoff.messages import (
+    Grant,
+    HandoffLoad,
+    LeaseMessage,
+    LoadReport,
+    StepReport,
+    StepWork,
+)
 from disagg.connector.handoff.metrics import ConnectorStats
 from disagg.connector.handoff.settings import ConnectorSettings
 from disagg.connector.kv_cache_layout import NULL_BLOCK
@@ -37,7 +44,7 @@ _GONE = -1
 _KEPT = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
-class PullState(enum.Enum):
+class PendingLoadState(enum.Enum):
     """Where a load stands. QUEUED -> LOADING -> DONE, or QUEUED -> DONE."""
 
     QUEUED = "queued"
@@ -46,12 +53,12 @@ class PullState(enum.Enum):
 
 
 @dataclass
-class Pull:
+class PendingLoad:
     """One request's load on the consumer. tokens: prompt tokens to have when it ended."""
 
     handoff: Handoff
     tokens: int
-    state: PullState = PullState.QUEUED
+    state: PendingLoadState = PendingLoadState.QUEUED
     problem: str | None = None
     renewed: float = 0.0
     called_off: bool = False
@@ -89,7 +96,7 @@ class SchedulerHalf:
         self._layers: list[int] = []
         self._next_lease = 0
         self._leases: dict[str, str] = {}  # request id -> how it ended, once a rank said so
-        self._pulls: dict[str, Pull] = {}
+        self._pulls: dict[str, PendingLoad] = {}
         self._reports: dict[str, list[LoadReport]] = {}
         self._work = StepWork()
         self._stats = ConnectorStats()
@@ -117,7 +124,7 @@ class SchedulerHalf:
         if request.abort_immediately:
             # vLLM's message that a request with these params was refused or left before it came
             # here, with a made-up prompt. It is finished next, which lets go of the lease.
-            self._pulls[request.request_id] = Pull(wanted.handoff, 0)
+            self._pulls[request.request_id] = PendingLoad(wanted.handoff, 0)
             return
         tokens, problem = self._servable(request, wanted.handoff)
         if problem is not None:
@@ -128,7 +135,7 @@ class SchedulerHalf:
             # that it then needs: if it is told that all tokens are there, the window is a block
             # short whenever it begins with one.
             tokens = min(tokens, request.num_prompt_tokens - 1)
-        pull = Pull(wanted.handoff, tokens, renewed=time.monotonic())
+        pull = PendingLoad(wanted.handoff, tokens, renewed=time.monotonic())
         self._pulls[request.request_id] = pull
 
     def _servable(self, request: Request, handoff: Handoff) -> tuple[int, str | None]:
@@ -180,7 +187,7 @@ class SchedulerHalf:
             self._release(handoff)
         if self._settings.strict:
             handoff = handoff or Handoff("", -1, [], [], 0, self._block_size, b"")
-            pull = Pull(handoff, request.num_prompt_tokens, problem=problem)
+            pull = PendingLoad(handoff, request.num_prompt_tokens, problem=problem)
             self._pulls[request.request_id] = pull
 
     # ---- the consumer's load ---------------------------------------------------------------
@@ -188,7 +195,7 @@ class SchedulerHalf:
     def num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Tokens to load beyond `computed`. Without side effects; may be asked again."""
         pull = self._pulls.get(request.request_id)
-        if pull is None or pull.state is not PullState.QUEUED:
+        if pull is None or pull.state is not PendingLoadState.QUEUED:
             return 0, False
         if pull.tokens - computed <= 0 or computed >= request.num_tokens - 1:
             return 0, False  # the last token is computed in any case
@@ -196,9 +203,9 @@ class SchedulerHalf:
             return None, False  # n > 1: the other one's blocks will be in the prefix cache
         return pull.tokens - computed, True
 
-    def _lease_is_loading(self, pull: Pull) -> bool:
+    def _lease_is_loading(self, pull: PendingLoad) -> bool:
         return any(
-            other.state is PullState.LOADING and other.handoff == pull.handoff
+            other.state is PendingLoadState.LOADING and other.handoff == pull.handoff
             for other in self._pulls.values()
             if other is not pull
         )
@@ -206,17 +213,19 @@ class SchedulerHalf:
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks are allocated: start the load, or let go of a lease that is not needed."""
         pull = self._pulls.get(request.request_id)
-        if pull is None or pull.state is not PullState.QUEUED:
+        if pull is None or pull.state is not PendingLoadState.QUEUED:
             return
         if external == 0:
-            pull.state = PullState.DONE
+            pull.state = PendingLoadState.DONE
             self._stats.count("handoffs", "none|local_hit")
             self._release(pull.handoff)
             return
-        pull.state = PullState.LOADING
+        pull.state = PendingLoadState.LOADING
         self._work.loads.append(self._load(request.request_id, pull, blocks, external))
 
-    def _load(self, request_id: str, pull: Pull, blocks: KVCacheBlocks, external: int) -> Load:
+    def _load(
+        self, request_id: str, pull: PendingLoad, blocks: KVCacheBlocks, external: int
+    ) -> HandoffLoad:
         handoff = pull.handoff
         unit = min(self._block_size, handoff.block_size)
         start, stop = (pull.tokens - external) // unit, -(-pull.tokens // unit)
@@ -234,7 +243,7 @@ class SchedulerHalf:
                 spans.append((group * theirs + begin, group * theirs + stop))
                 ours += wanted
         first = start % per_block
-        return Load(
+        return HandoffLoad(
             request_id,
             handoff.lease,
             handoff.endpoints,
@@ -274,13 +283,13 @@ class SchedulerHalf:
             return False, None  # its state has gone on
         return True, self._grant(request, block_ids, tokens)
 
-    def _call_off(self, request_id: str, pull: Pull) -> None:
-        if pull.state is PullState.LOADING:
+    def _call_off(self, request_id: str, pull: PendingLoad) -> None:
+        if pull.state is PendingLoadState.LOADING:
             # vLLM keeps the blocks until the worker reports; the pull stays until then.
             pull.called_off = True
             self._work.cancels.append(request_id)
             return
-        if pull.state is PullState.QUEUED:
+        if pull.state is PendingLoadState.QUEUED:
             self._stats.count("handoffs", "none|aborted")
             self._release(pull.handoff)
         del self._pulls[request_id]
@@ -315,7 +324,7 @@ class SchedulerHalf:
     def _release(self, handoff: Handoff) -> None:
         # A producer alone has no connections to other producers; the lease ends by itself.
         if handoff.endpoints and self._consumes:
-            self._work.releases.append(Letter(handoff.lease, handoff.endpoints))
+            self._work.releases.append(LeaseMessage(handoff.lease, handoff.endpoints))
 
     def reset(self) -> bool:
         """What was computed before counts no more: the weights may be others now.
@@ -324,10 +333,10 @@ class SchedulerHalf:
         """
         self._work.revoked = self._next_lease
         for request_id, pull in self._pulls.items():
-            if pull.state is PullState.LOADING:
+            if pull.state is PendingLoadState.LOADING:
                 self._work.cancels.append(request_id)
-            elif pull.state is PullState.QUEUED and pull.problem is None:
-                pull.state = PullState.DONE
+            elif pull.state is PendingLoadState.QUEUED and pull.problem is None:
+                pull.state = PendingLoadState.DONE
                 self._stats.count("handoffs", "none|aborted")
                 self._release(pull.handoff)
         return True
@@ -343,10 +352,10 @@ class SchedulerHalf:
     def _renew_queued(self) -> None:
         now, every = time.monotonic(), self._settings.lease_s / 3
         for pull in self._pulls.values():
-            if pull.state is PullState.QUEUED and now - pull.renewed > every:
+            if pull.state is PendingLoadState.QUEUED and now - pull.renewed > every:
                 pull.renewed = now
                 if pull.problem is None:
-                    letter = Letter(pull.handoff.lease, pull.handoff.endpoints)
+                    letter = LeaseMessage(pull.handoff.lease, pull.handoff.endpoints)
                     self._work.renewals.append(letter)
 
     def update(self, output: KVConnectorOutput) -> None:
@@ -358,9 +367,9 @@ class SchedulerHalf:
             self._leases.update({ended.request_id: ended.outcome for ended in report.leases})
         for request_id in output.finished_recving or ():
             pull = self._pulls.get(request_id)
-            if pull is None or pull.state is not PullState.LOADING:
+            if pull is None or pull.state is not PendingLoadState.LOADING:
                 continue  # loaded by a connector beside this one
-            pull.state = PullState.DONE
+            pull.state = PendingLoadState.DONE
             reports = self._reports.pop(request_id)
             self._count_load(reports, pull)
             if all(report.outcome == "loaded" for report in reports):
@@ -379,11 +388,11 @@ class SchedulerHalf:
         for other in self._pulls.values():
             if other.problem is not None:
                 continue  # strict: it is to be an error, whatever others of this lease are
-            if other.state is PullState.QUEUED and other.handoff == handoff:
-                other.state = PullState.DONE
+            if other.state is PendingLoadState.QUEUED and other.handoff == handoff:
+                other.state = PendingLoadState.DONE
                 self._stats.count("handoffs", "none|local_hit")
 
-    def _count_load(self, reports: list[LoadReport], pull: Pull) -> None:
+    def _count_load(self, reports: list[LoadReport], pull: PendingLoad) -> None:
         worst = next((r for r in reports if r.outcome != "loaded"), reports[0])
         if pull.problem is None:
             self._stats.count("handoffs", f"{worst.transport}|{worst.outcome}")

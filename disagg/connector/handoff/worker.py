@@ -25,15 +25,15 @@ from disagg.connector.cpu_amx import ask_for_amx
 from disagg.connector.handoff import sharding
 from disagg.connector.handoff.messages import (
     Grant,
+    HandoffLoad,
+    LeaseMessage,
     LeaseReport,
-    Letter,
-    Load,
     LoadReport,
     StepReport,
     StepWork,
     WorkerAddress,
 )
-from disagg.connector.handoff.per_peer_threads import Lanes
+from disagg.connector.handoff.per_peer_threads import PerPeerThreads
 from disagg.connector.handoff.settings import ConnectorSettings
 from disagg.errors import PeerLost, PeerRefused, TransferError
 from disagg.transport import fetch as handoff
@@ -95,8 +95,8 @@ class WorkerHalf:
         self._cache: BlockCache | None = None
         self._layers: tuple[str, ...] = ()
         self._staging: Staging | None = None
-        self._loads = Lanes("disagg-load", settings.load_threads)
-        self._letters = Lanes("disagg-letter", _LETTERS_AT_ONCE)
+        self._loads = PerPeerThreads("disagg-load", settings.load_threads)
+        self._letters = PerPeerThreads("disagg-letter", _LETTERS_AT_ONCE)
 
     # ---- start and end ---------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class WorkerHalf:
             post = functools.partial(self._post, letter, release=False)
             self._letters.submit(_peer(letter), post)
 
-    def _start_loads(self, loads: Sequence[Load]) -> None:
+    def _start_loads(self, loads: Sequence[HandoffLoad]) -> None:
         after, deadline = self._fence(), Deadline.after(self._settings.load_deadline_s)
         for load in loads:
             self._cancelled[load.request_id] = threading.Event()
@@ -253,14 +253,16 @@ class WorkerHalf:
 
     # ---- in threads of ours ----------------------------------------------------------------
 
-    def _load(self, load: Load, deadline: Deadline, after: Event | TransferError | None) -> None:
+    def _load(
+        self, load: HandoffLoad, deadline: Deadline, after: Event | TransferError | None
+    ) -> None:
         """Always reports exactly once: vLLM holds the request's blocks until then."""
         with contextlib.ExitStack() as fetched:  # what is left to say is said after the report
             self._load_and_report(load, deadline, after, fetched)
 
     def _load_and_report(
         self,
-        load: Load,
+        load: HandoffLoad,
         deadline: Deadline,
         after: Event | TransferError | None,
         fetched: contextlib.ExitStack,
@@ -298,7 +300,7 @@ class WorkerHalf:
 
     def _fetch(
         self,
-        load: Load,
+        load: HandoffLoad,
         deadline: Deadline,
         after: Event | TransferError | None,
         fetched: contextlib.ExitStack,
@@ -327,13 +329,13 @@ class WorkerHalf:
         self._release(self._unread(load), load.lease)
         return handoff.total(moved)
 
-    def _cannot(self, load: Load) -> TransferError | None:
+    def _cannot(self, load: HandoffLoad) -> TransferError | None:
         """A draft may have other heads than its model, which are then not sliced."""
         if self._slices(_producers(load)) and self._cache and self._cache.heads is None:
             return PeerRefused("layers differ in their heads", "tensor_parallel_size")
         return None
 
-    def _wanted(self, load: Load) -> Iterator[tuple[handoff.Wanted, Selection]]:
+    def _wanted(self, load: HandoffLoad) -> Iterator[tuple[handoff.Wanted, Selection]]:
         """What to fetch from which rank: each of our layers and heads once."""
         producers, slices = _producers(load), self._slices(_producers(load))
         count = sum(stop - start for start, stop in load.spans)
@@ -361,7 +363,7 @@ class WorkerHalf:
         size = self._world_size
         return min(producers, self._kv_heads) != min(size, self._kv_heads)
 
-    def _unread(self, load: Load) -> list[Endpoint]:
+    def _unread(self, load: HandoffLoad) -> list[Endpoint]:
         """Producer ranks that nobody reads (replicas), and whose lease this rank is to end."""
         readers = sharding.readers(_producers(load), self._world_size, self._kv_heads)
         return [
@@ -370,7 +372,7 @@ class WorkerHalf:
             if readers[number % len(readers)] == 0 and number % self._ranks == self._number
         ]
 
-    def _post(self, letter: Letter, *, release: bool) -> None:
+    def _post(self, letter: LeaseMessage, *, release: bool) -> None:
         """Tell the producer's ranks; between them, our ranks tell each of them once."""
         assert self._peers is not None
         endpoints = letter.endpoints[self._number :: self._ranks]
@@ -394,11 +396,11 @@ class WorkerHalf:
             logger.warning("lease %d not released: %s", lease, error)
 
 
-def _peer(of: Load | Letter) -> Hashable:
+def _peer(of: HandoffLoad | LeaseMessage) -> Hashable:
     """Which producer it is about."""
     return tuple(of.endpoints[:1])
 
 
-def _producers(load: Load) -> int:
+def _producers(load: HandoffLoad) -> int:
     """The producer's tensor parallel size."""
     return len(load.endpoints) // len(load.layers[0])

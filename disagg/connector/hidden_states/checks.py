@@ -21,7 +21,7 @@ _EXAMPLE = (
 
 
 @dataclass(frozen=True)
-class Place:
+class HiddenStatesGroup:
     """Where the states are. group: of the KV cache groups. layer_ids: ascending, as in files."""
 
     group: int
@@ -29,7 +29,7 @@ class Place:
     layer_ids: tuple[int, ...]
 
 
-def find_place(config: VllmConfig, kv_cache: KVCacheConfig) -> Place:
+def find_group(config: VllmConfig, kv_cache: KVCacheConfig) -> HiddenStatesGroup:
     """Raises ConfigError with one line for each setting that does not fit."""
     speculative = config.speculative_config
     if speculative is None or speculative.method != METHOD:
@@ -40,7 +40,7 @@ def find_place(config: VllmConfig, kv_cache: KVCacheConfig) -> Place:
     group = _group(kv_cache)
     block_size = kv_cache.kv_cache_groups[group].kv_cache_spec.block_size
     # vLLM gives them in the order of the layers, however they were asked for.
-    return Place(group, block_size, tuple(sorted(layer_ids)))
+    return HiddenStatesGroup(group, block_size, tuple(sorted(layer_ids)))
 
 
 def _problems(config: VllmConfig, layer_ids: tuple[int, ...]) -> Iterator[str]:

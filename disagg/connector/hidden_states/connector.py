@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from disagg.connector.base import TwoHalves
-from disagg.connector.hidden_states.checks import find_place
+from disagg.connector.base import ConnectorBase
+from disagg.connector.hidden_states.checks import find_group
 from disagg.connector.hidden_states.messages import StepWork, WriterAddress
 from disagg.connector.hidden_states.metrics import HiddenStatesPromMetrics, HiddenStatesStats
 from disagg.connector.hidden_states.scheduler import SchedulerHalf
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class HiddenStatesConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
+class HiddenStatesConnector(ConnectorBase[SchedulerHalf, WorkerHalf]):
     """Each request's hidden states and token ids, in a file of their own."""
 
     stats_class = HiddenStatesStats
@@ -44,7 +44,7 @@ class HiddenStatesConnector(TwoHalves[SchedulerHalf, WorkerHalf]):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        place = find_place(vllm_config, kv_cache_config)
+        place = find_group(vllm_config, kv_cache_config)
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(place.group, place.block_size)

@@ -26,7 +26,7 @@ _LIFE = 0
 _FLOCK = struct.Struct("@hhqqi4x")
 
 
-class Promises:
+class PendingWrites:
     """The writer's side. Thread-safe."""
 
     def __init__(self, folder: Path, life: str) -> None:

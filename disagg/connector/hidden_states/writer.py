@@ -71,7 +71,7 @@ class HiddenStatesWriter:
         self.folder, self.life = folder, naming.new_life()
         self._blocks = blocks
         self._layer_ids = ",".join(map(str, layer_ids))
-        self._promises = pending_writes.Promises(folder, self.life)
+        self._promises = pending_writes.PendingWrites(folder, self.life)
         pending_writes.sweep(folder)
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(num_threads):

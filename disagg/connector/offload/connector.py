@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from disagg.connector import kv_cache_layout, recurrent_state
-from disagg.connector.base import TwoHalves
+from disagg.connector.base import ConnectorBase
 from disagg.connector.offload import setup
 from disagg.connector.offload.messages import OffloadWork
 from disagg.connector.offload.metrics import OffloadPromMetrics, OffloadStats
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class DisaggOffloadConnector(TwoHalves[OffloadScheduler, OffloadWorker]):
+class DisaggOffloadConnector(ConnectorBase[OffloadScheduler, OffloadWorker]):
     """Blocks kept in host memory and in files, found again by their hashes."""
 
     stats_class = OffloadStats

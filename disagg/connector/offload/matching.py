@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupChunks:
     """Of one KV cache group: the keys of the chunks from number `first` on."""
 
     group: int
@@ -35,7 +35,7 @@ class Match:
 
     computed: int
     stop: int
-    parts: tuple[Part, ...]
+    parts: tuple[GroupChunks, ...]
     in_files: frozenset[Key]
 
     @property
@@ -156,7 +156,7 @@ class _Search:
         for group in range(self._chunks.groups):
             first = max(self._first, self._chunks.first(group, stop))
             keys = self._chunks.keys(self._request, group, first, stop)
-            parts.append(Part(group, first, tuple(keys)))
+            parts.append(GroupChunks(group, first, tuple(keys)))
             if group in self._chunks.windowed and self._host.loading(keys):
                 self._later = True
         in_files = self._in_files.intersection(key for part in parts for key in part.keys)

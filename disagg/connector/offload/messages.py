@@ -38,7 +38,7 @@ class Filling:
 
 
 @dataclass(frozen=True)
-class Load:
+class TierLoad:
     """Scheduler -> worker: fill blocks of all groups. `from_files`: slots to be read from the
     directory before."""
 
@@ -65,7 +65,7 @@ class OffloadWork(KVConnectorMetadata):
     """
 
     stores: list[Store] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[TierLoad] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     flush: set[int] = field(default_factory=set)
     touched: list[Key] = field(default_factory=list)

@@ -25,11 +25,11 @@ from disagg.connector.offload.matching import Match, Matcher
 from disagg.connector.offload.messages import (
     Done,
     Filling,
-    Load,
     OffloadReport,
     OffloadWork,
     Read,
     Store,
+    TierLoad,
     Write,
 )
 from disagg.connector.offload.metrics import OffloadStats
@@ -149,7 +149,7 @@ class OffloadScheduler:
             skip, ids = self._chunks.wanted(part.first, table, begin, stop)
             fillings.append(Filling([slots[key] for key in part.keys if slots], skip, ids))
         from_files = frozenset(slot.key for slot in to_read)
-        self._work.loads.append(Load(number, request.request_id, fillings, from_files))
+        self._work.loads.append(TierLoad(number, request.request_id, fillings, from_files))
 
     def _begin_reads(self, number: int, slots: Sequence[Slot]) -> None:
         load = self._jobs[number]

@@ -21,7 +21,7 @@ from disagg.identity.model import model_fields
 from disagg.store.base import Key
 from disagg.store.directory import Directory
 from disagg.store.directory_files import TensorSpec
-from disagg.store.directory_index import DirectoryIndex, Memory
+from disagg.store.directory_index import DirectoryIndex, FindingsLimits
 from disagg.store.directory_space import DirectorySpace
 from disagg.store.fingerprint import Fingerprint
 from disagg.store.host_index import HostIndex
@@ -120,7 +120,7 @@ def directory_index(
         settings.directory,
         fingerprint(settings, config, kv_cache),
         ranks(config),
-        Memory(patience_s=settings.lookup_deadline_s),
+        FindingsLimits(patience_s=settings.lookup_deadline_s),
         events=_events(config),
     )
 

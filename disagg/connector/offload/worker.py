@@ -25,11 +25,11 @@ import torch
 from disagg.connector.kv_cache_layout import NULL_BLOCK
 from disagg.connector.offload.messages import (
     Done,
-    Load,
     OffloadReport,
     OffloadWork,
     Read,
     Store,
+    TierLoad,
     Write,
 )
 from disagg.connector.offload.settings import OffloadSettings
@@ -39,7 +39,7 @@ from disagg.store.directory import Directory
 from disagg.store.host_pool import HostPool
 from disagg.transport.blocks import BlockCache, Bytes, copy_all, copy_alone, parts
 from disagg.transport.deadline import Deadline, Event
-from disagg.transport.device.offload_copy import Keeper, Kept
+from disagg.transport.device.offload_copy import OffloadCopier, OffloadCopy
 from disagg.transport.device.staging import Staging, open_staging
 from disagg.transport.host.huge_pages import collapse
 
@@ -71,7 +71,7 @@ class OffloadWorker:
         self._cache: BlockCache | None = None
         self._pool: HostPool | None = None
         self._staging: Staging | None = None
-        self._keeper: Keeper | None = None
+        self._keeper: OffloadCopier | None = None
         self._deferred: list[Store] = []
         self._storing: dict[int, Future[None]] = {}
         self._ended: queue.SimpleQueue[Done | Read] = queue.SimpleQueue()
@@ -116,7 +116,7 @@ class OffloadWorker:
             setting="kv_connector_extra_config.staging_bytes",
         )
         if self._staging is not None:
-            self._keeper = Keeper(self._staging, cache, per)
+            self._keeper = OffloadCopier(self._staging, cache, per)
 
     def shutdown(self) -> None:
         """What was not stored by now is forgotten."""
@@ -213,7 +213,7 @@ class OffloadWorker:
         done = Done(store.job, TO_HOST, num_bytes, seconds, frozenset(failed), reason)
         self._ended.put(done)
 
-    def _load(self, load: Load, after: Event | None) -> None:
+    def _load(self, load: TierLoad, after: Event | None) -> None:
         """Always reports exactly once: vLLM holds the request's blocks until then."""
         began, reason = time.monotonic(), ""
         deadline = began + self._settings.load_deadline_s
@@ -245,7 +245,7 @@ class OffloadWorker:
         seconds = time.monotonic() - began
         self._ended.put(Done(load.job, FROM_HOST, copies.num_bytes, seconds, gone, reason))
 
-    def _chunks(self, load: Load) -> Iterator[tuple[Slot, int, list[int]]]:
+    def _chunks(self, load: TierLoad) -> Iterator[tuple[Slot, int, list[int]]]:
         """Slots, how many of their first blocks are not wanted, and where the others go."""
         per = self._settings.blocks_per_chunk
         for filling in load.fillings:
@@ -301,7 +301,7 @@ class OffloadWorker:
             ids = [id_ for id_ in of_slot if id_ != NULL_BLOCK]
             chunks.append((slot, per - len(ids), ids))
         if self._keeper is not None:
-            kept = [Kept(self._address(slot), skip, ids) for slot, skip, ids in chunks]
+            kept = [OffloadCopy(self._address(slot), skip, ids) for slot, skip, ids in chunks]
             self._keeper.store(kept, Deadline.after(_STORE_S), after)
         else:
             copy_all([pair for chunk in chunks for pair in self._pairs(*chunk)])
@@ -313,7 +313,7 @@ class OffloadWorker:
         """What is to be copied for the reverse, without the first `skip` blocks of the slot, goes
         to `pairs`. Returns the bytes."""
         if self._keeper is not None:
-            pairs.append(Kept(self._address(slot), skip, block_ids))
+            pairs.append(OffloadCopy(self._address(slot), skip, block_ids))
         else:
             pairs += [(to, data) for data, to in self._pairs(slot, skip, block_ids)]
         return len(block_ids) * self.cache.block_bytes

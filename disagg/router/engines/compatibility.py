@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _OWN = {"max_model_len", "max_tokens", "chats"}
 
 
-class Fits:
+class Compatibility:
     """What the engines said last."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class _Record:
     resting_until: float = 0.0
     missed: int = 0
     why: str | None = None
-    hand_overs_fail: bool = False
+    handoffs_fail: bool = False
     back_at: float | None = None
     held: str | None = None
 
@@ -124,9 +124,9 @@ class Health:
         if record.is_well:
             self._ailing.discard(engine.name)
 
-    def hand_overs(self, engine: EngineEndpoint, *, fail: bool) -> None:
+    def handoffs(self, engine: EngineEndpoint, *, fail: bool) -> None:
         """Whether caches arrive at this decode engine."""
-        self._record(engine).hand_overs_fail = fail
+        self._record(engine).handoffs_fail = fail
 
     def forget(self, engine: EngineEndpoint) -> None:
         """It is gone; who gets its name starts with a clean record."""
@@ -141,7 +141,7 @@ class Health:
             return record.why
         if record.failures >= _FAILURES:
             return f"{record.failures} requests in a row failed"
-        return record.held or ("hand-overs fail" if record.hand_overs_fail else None)
+        return record.held or ("handoffs fail" if record.handoffs_fail else None)
 
     def _is_up(self, engine: EngineEndpoint, now: float) -> bool:
         record = self._record(engine)

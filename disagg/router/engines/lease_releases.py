@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 RELEASE_S = 5.0
 
 
-class Handed(NamedTuple):
+class Prefilled(NamedTuple):
     """What a prefill leg gave: the params for decode, whom to give them back to, and its whole
     answer."""
 
@@ -27,18 +27,18 @@ class Handed(NamedTuple):
     answer: bytes
 
 
-class Releases:
+class LeaseReleases:
     """Those under way. A lease that cannot be given back ends by its deadline."""
 
     def __init__(self, client: aiohttp.ClientSession, metrics: RouterMetrics) -> None:
         self._client, self._metrics = client, metrics
         self._background: set[asyncio.Task[None]] = set()
 
-    def give_back(self, handed: Handed | None) -> None:
+    def give_back(self, prefilled: Prefilled | None) -> None:
         """Returns at once."""
-        if handed is None:
+        if prefilled is None:
             return
-        task = asyncio.create_task(self._release(handed.prefill, handed.params))
+        task = asyncio.create_task(self._release(prefilled.prefill, prefilled.params))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 

@@ -30,19 +30,19 @@ _ALREADY = "has already been loaded"
 _ASK_S = 2.0
 
 
-class _Load(msgspec.Struct):
+class _LoadAdapter(msgspec.Struct):
     lora_name: str
     lora_path: str
     is_3d_lora_weight: bool = False
     load_inplace: bool = False
 
 
-_LISTS = msgspec.json.Decoder(list[_Load])
+_LISTS = msgspec.json.Decoder(list[_LoadAdapter])
 Loads = Mapping[str, bytes]
 """Bodies of requests to load, by the adapters' names."""
 
 
-class Adapters:
+class LoraAdapters:
     """Has all engines load what the others have. `limit_s`: of one load. `on_ready` is called when
     an engine may get requests."""
 

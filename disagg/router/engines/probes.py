@@ -1,8 +1,8 @@
 """Asks the engines how they are, all the while: whether they answer, and whether caches arrive.
 
 An engine that answers health may still hand nothing over. So decode engines are asked for their
-counts of hand-overs too: since the last time, some failed and none was loaded means that the
-data path is broken. Then small hand-overs of the router's own find out when it works again.
+counts of handoffs too: since the last time, some failed and none was loaded means that the
+data path is broken. Then small handoffs of the router's own find out when it works again.
 
 Each question has a connection of its own: a host that is there answers that at once, however busy
 the engine is, and one that is not is known soon. Who did not answer is asked again at once.
@@ -21,7 +21,7 @@ import msgspec
 
 from disagg.router.api import bodies
 from disagg.router.api.errors import ApiError
-from disagg.router.engines.compatibility import Fits
+from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.upstream import client as upstream
@@ -41,11 +41,11 @@ class Probes:
         client: aiohttp.ClientSession,
         topology: Topology,
         health: Health,
-        fits: Fits,
+        fits: Compatibility,
         interval_s: float,
     ) -> None:
         self._client, self._topology, self._health = client, topology, health
-        self._fits = fits
+        self._compatibility = fits
         self._interval_s = interval_s
         self._counts: dict[str, dict[str, float]] = {}
         self._failing: set[str] = set()
@@ -72,7 +72,7 @@ class Probes:
             for engine in self._topology.of("decode"):
                 if engine.name in self._failing:
                     with contextlib.suppress(aiohttp.ClientError, TimeoutError, ApiError):
-                        await self._hand_over(engine)
+                        await self._handoff(engine)
             # Several routers shall not all ask at the same moment.
             await asyncio.sleep(self._interval_s * random.uniform(0.8, 1.2))
 
@@ -87,8 +87,8 @@ class Probes:
         try:
             async with self._client.get(f"{engine.url}/health", timeout=timeout) as answer:
                 problem = None if answer.status == 200 else f"/health answers {answer.status}"
-            if problem is None and not self._fits.knows(engine):
-                self._fits.note(engine, await self._fingerprint(engine))
+            if problem is None and not self._compatibility.knows(engine):
+                self._compatibility.note(engine, await self._fingerprint(engine))
             if problem is None and engine.role == "decode":
                 async with self._client.get(f"{engine.url}/metrics", timeout=timeout) as answer:
                     text = await answer.text()
@@ -102,7 +102,7 @@ class Probes:
         ):
             pass  # it has not answered health, or has nothing else to say
         if problem is not None:
-            self._fits.forget(engine)  # another one may come back at this address
+            self._compatibility.forget(engine)  # another one may come back at this address
         self._health.probed(engine, problem)
 
     async def _fingerprint(self, engine: EngineEndpoint) -> dict[str, str]:
@@ -121,7 +121,7 @@ class Probes:
                 found |= _words(await answer.read())
         return found
 
-    async def _hand_over(self, decode: EngineEndpoint) -> None:
+    async def _handoff(self, decode: EngineEndpoint) -> None:
         """One of a few tokens; the next probe sees what became of it."""
         prefills = self._health.usable(self._topology.of("prefill"))
         if not prefills:
@@ -143,7 +143,7 @@ class Probes:
 
     def _judge(self, engine: EngineEndpoint, text: str) -> None:
         counts = {"loaded": 0.0, "failed": 0.0}
-        for outcome, count in _hand_overs(text):
+        for outcome, count in _handoffs(text):
             if outcome in counts:
                 counts[outcome] += count
         before = self._counts.get(engine.name, counts)
@@ -154,9 +154,9 @@ class Probes:
         elif counts["failed"] > before["failed"]:
             failing = True
         if failing != (engine.name in self._failing):
-            logger.warning("hand-overs to %s %s", engine.name, "fail" if failing else "work again")
+            logger.warning("handoffs to %s %s", engine.name, "fail" if failing else "work again")
         (self._failing.add if failing else self._failing.discard)(engine.name)
-        self._health.hand_overs(engine, fail=failing)
+        self._health.handoffs(engine, fail=failing)
 
 
 def _words(answer: bytes) -> dict[str, str]:
@@ -179,7 +179,7 @@ def _room(models: bytes) -> dict[str, str]:
     return {"max_model_len": str(length)} if isinstance(length, int) else {}
 
 
-def _hand_overs(text: str) -> Iterator[tuple[str, float]]:
+def _handoffs(text: str) -> Iterator[tuple[str, float]]:
     """Outcomes and counts. Only these lines are looked at: an engine has thousands."""
     at = text.find(_COUNTS)
     while at >= 0:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from disagg.config import LimitsSection, Role
 from disagg.router.api.errors import ApiError
-from disagg.router.pairing.in_flight import Seat, Traffic
+from disagg.router.pairing.in_flight import InFlight, Seat
 from disagg.router.pairing.policies import Pairer
 from disagg.router.pairing.request_info import RequestInfo
 from disagg.router.telemetry.metrics import RouterMetrics
@@ -34,9 +34,9 @@ class Admission:
     """Seats at engines, within the limits."""
 
     def __init__(
-        self, pairer: Pairer, traffic: Traffic, limits: LimitsSection, metrics: RouterMetrics
+        self, pairer: Pairer, in_flight: InFlight, limits: LimitsSection, metrics: RouterMetrics
     ) -> None:
-        self._pairer, self._traffic, self._limits = pairer, traffic, limits
+        self._pairer, self._in_flight, self._limits = pairer, in_flight, limits
         self._metrics = metrics
         self._queues: dict[Role, deque[_Waiting]] = {"prefill": deque(), "decode": deque()}
         self._last_wait_s = 0.0
@@ -79,12 +79,12 @@ class Admission:
     ) -> Seat | None:
         """A seat at once, at an engine that is not among `tried`; None if there is none."""
         limits = self._limits
-        if role == "decode" and self._traffic.of_role(role) >= limits.max_in_flight:
+        if role == "decode" and self._in_flight.of_role(role) >= limits.max_in_flight:
             return None
         engine = self._pairer.choose(role, request, tried, room=limits.max_in_flight_per_engine)
         if engine is None:
             return None
-        return self._traffic.take(engine, request.tokens, self._admit_waiting)
+        return self._in_flight.take(engine, request.tokens, self._admit_waiting)
 
     def admit_waiting(self) -> None:
         """Look again: there may be other engines now."""

@@ -6,14 +6,14 @@ longer than most others need not wait for that too: of them is what the slowest 
 
 from __future__ import annotations
 
-from disagg.router.pairing.tail_latency import Slowest
+from disagg.router.pairing.tail_latency import TailLatency
 
 
-class Holding:
+class FirstTokenHold:
     """Of one router process."""
 
     def __init__(self, hold_s: float) -> None:
-        self._hold_s, self._slowest = hold_s, Slowest()
+        self._hold_s, self._slowest = hold_s, TailLatency()
 
     def of(self, waited_s: float) -> float:
         """Seconds, of the first token of a request that came so long ago: none if that is longer

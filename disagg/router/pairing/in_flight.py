@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeAlias, get_args
 
 from disagg.config import Role
-from disagg.router.pairing.prefill_backlog import Reading, Speed
+from disagg.router.pairing.prefill_backlog import PrefillBacklog, Speed
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
 
@@ -25,10 +25,10 @@ Left: TypeAlias = Callable[[Role], None]
 
 
 @dataclass(slots=True)
-class _Load:
+class _EngineLoad:
     """One engine's."""
 
-    reading: Reading
+    reading: PrefillBacklog
     cost: int = 0
     requests: int = 0
 
@@ -39,7 +39,7 @@ class Seat:
 
     engine: EngineEndpoint
     _cost: int
-    _load: _Load
+    _load: _EngineLoad
     _by_role: Counter[Role]
     _left: Left | None
     _is_taken: bool = True
@@ -75,7 +75,7 @@ class Seat:
             self._left(role)
 
 
-class Traffic:
+class InFlight:
     """The load of the engines."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
@@ -83,7 +83,7 @@ class Traffic:
         for role in get_args(Role):
             metrics.in_flight.labels(role).set_function(partial(self.of_role, role))
         self._speed = Speed()  # one for all: little is known of each, and pools are of one kind
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, _EngineLoad] = {}
 
     def take(self, engine: EngineEndpoint, tokens: int, left: Left | None = None) -> Seat:
         """A seat for a request of so many prompt tokens; `left` is called when it is free again."""
@@ -113,8 +113,8 @@ class Traffic:
         """How many requests have a seat at engines of this role."""
         return self._by_role[role]
 
-    def _of(self, engine: EngineEndpoint) -> _Load:
+    def _of(self, engine: EngineEndpoint) -> _EngineLoad:
         load = self._loads.get(engine.name)
         if load is None:
-            load = self._loads[engine.name] = _Load(Reading(self._speed))
+            load = self._loads[engine.name] = _EngineLoad(PrefillBacklog(self._speed))
         return load

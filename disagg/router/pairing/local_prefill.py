@@ -7,16 +7,16 @@ gains nothing there, so it has to be worth four times as much.
 
 from __future__ import annotations
 
-from disagg.router.pairing.tail_latency import Slowest
+from disagg.router.pairing.tail_latency import TailLatency
 
 _OTHERS = 4.0
 
 
-class Helping:
+class LocalPrefill:
     """Of one router process."""
 
     def __init__(self, share: float) -> None:
-        self._share, self._slowest = share, Slowest()
+        self._share, self._slowest = share, TailLatency()
 
     def is_worth_it(self, prefill_s: float, decode_s: float, takes_s: float, requests: int) -> bool:
         """Whether decode shall read a prompt that takes `takes_s` to read and would come to its

@@ -14,9 +14,9 @@ from typing import Protocol
 import xxhash
 
 from disagg.config import PairingSection, PolicyName, Role
-from disagg.router.engines.compatibility import Fits
+from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
-from disagg.router.pairing.in_flight import Traffic
+from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.prefix_memory import PrefixMemory
 from disagg.router.pairing.request_info import RequestInfo
 from disagg.router.topology import EngineEndpoint, Topology
@@ -45,21 +45,21 @@ class RoundRobin:
 class LeastLoaded:
     """The less busy of two drawn at random, so that several routers do not all choose the same."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
         self._random = random.Random()
 
     def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
         if len(engines) == 1:
             return engines[0]
-        return min(self._random.sample(engines, 2), key=self._traffic.cost)
+        return min(self._random.sample(engines, 2), key=self._in_flight.cost)
 
 
 class PrefixAffinity:
     """The engine that last had the longest prefix of this prompt, unless it is clearly busier."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic, self._otherwise = traffic, LeastLoaded(traffic)
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight, self._otherwise = in_flight, LeastLoaded(in_flight)
         self._memory = PrefixMemory()
 
     def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
@@ -71,12 +71,12 @@ class PrefixAffinity:
         self, request: RequestInfo, engines: Sequence[EngineEndpoint]
     ) -> EngineEndpoint | None:
         by_name = {engine.name: engine for engine in engines}
-        least = min(self._traffic.cost(engine) for engine in engines)
+        least = min(self._in_flight.cost(engine) for engine in engines)
         for key in reversed(request.prefix_keys):
             for name in self._memory.engines(key):
                 engine = by_name.get(name)
                 if engine is not None:
-                    busy = self._traffic.cost(engine) > least + _WORTH_WAITING_TOKENS
+                    busy = self._in_flight.cost(engine) > least + _WORTH_WAITING_TOKENS
                     return None if busy else engine
         return None
 
@@ -87,8 +87,8 @@ class SessionAffinity:
     Without any memory: all routers agree, and when an engine goes only its sessions move.
     """
 
-    def __init__(self, header: str, traffic: Traffic) -> None:
-        self._header, self._otherwise = header.lower(), LeastLoaded(traffic)
+    def __init__(self, header: str, in_flight: InFlight) -> None:
+        self._header, self._otherwise = header.lower(), LeastLoaded(in_flight)
 
     def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
         session = request.headers.get(self._header)
@@ -101,17 +101,17 @@ def _rank(session: str, engine: EngineEndpoint) -> int:
     return xxhash.xxh3_64_intdigest(f"{session}\0{engine.name}".encode(errors="replace"))
 
 
-def make_policy(name: PolicyName, settings: PairingSection, traffic: Traffic) -> Policy:
+def make_policy(name: PolicyName, settings: PairingSection, in_flight: InFlight) -> Policy:
     """The policy of this name."""
     match name:
         case "round_robin":
             return RoundRobin()
         case "least_loaded":
-            return LeastLoaded(traffic)
+            return LeastLoaded(in_flight)
         case "prefix_affinity":
-            return PrefixAffinity(traffic)
+            return PrefixAffinity(in_flight)
         case "session_affinity":
-            return SessionAffinity(settings.session_header, traffic)
+            return SessionAffinity(settings.session_header, in_flight)
 
 
 class Pairer:
@@ -121,15 +121,15 @@ class Pairer:
         self,
         topology: Topology,
         settings: PairingSection,
-        traffic: Traffic,
+        in_flight: InFlight,
         health: Health,
-        fits: Fits,
+        compatibility: Compatibility,
     ) -> None:
-        self._topology, self._traffic, self._health = topology, traffic, health
-        self._fits = fits
+        self._topology, self._in_flight, self._health = topology, in_flight, health
+        self._compatibility = compatibility
         self._policies: dict[Role, Policy] = {
-            "prefill": make_policy(settings.prefill, settings, traffic),
-            "decode": make_policy(settings.decode, settings, traffic),
+            "prefill": make_policy(settings.prefill, settings, in_flight),
+            "decode": make_policy(settings.decode, settings, in_flight),
         }
 
     def serves(
@@ -140,7 +140,7 @@ class Pairer:
 
     def wait_s(self, role: Role, request: RequestInfo) -> float:
         """About how long the least busy engine of this role reads before it; 0 without one."""
-        waits = (self._traffic.reading_s(engine) for engine in self._candidates(role, request))
+        waits = (self._in_flight.reading_s(engine) for engine in self._candidates(role, request))
         return min(waits, default=0.0)
 
     def choose(
@@ -156,7 +156,7 @@ class Pairer:
         engines = [
             engine
             for engine in self._candidates(role, request, tried)
-            if room is None or self._traffic.requests(engine) < room
+            if room is None or self._in_flight.requests(engine) < room
         ]
         if not engines:
             return None
@@ -172,7 +172,7 @@ class Pairer:
             engines = [engine for engine in engines if engine not in tried]
         partner = request.partner
         if partner is not None:
-            engines = [engine for engine in engines if self._fits.fit(engine, partner)]
+            engines = [engine for engine in engines if self._compatibility.fit(engine, partner)]
         usable = self._health.usable(engines)
         # Without prefill there is still decode; without decode, trying is better than refusing.
         return usable or (engines if role == "decode" else ())

@@ -30,7 +30,7 @@ class Speed:
         return tokens * self._seconds / self._tokens if self._tokens else 0.0
 
 
-class Reading:
+class PrefillBacklog:
     """What one engine has before it."""
 
     def __init__(self, speed: Speed, clock: Clock = time.monotonic) -> None:

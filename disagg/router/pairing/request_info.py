@@ -18,7 +18,7 @@ class RequestInfo:
         self, path: str, body: dict[str, Any], headers: Mapping[str, str] = _NO_HEADERS
     ) -> None:
         self.path, self.body, self.headers = path, body, headers
-        self.partner: EngineEndpoint | None = None  # at the other end of the hand-over
+        self.partner: EngineEndpoint | None = None  # at the other end of the handoff
         # By hand: Python 3.11's cached_property takes a lock each time.
         self._tokens: int | None = None
         self._prefix_keys: list[int] | None = None

@@ -8,7 +8,7 @@ _KEPT = 128  # requests
 _MOST = 0.9
 
 
-class Slowest:
+class TailLatency:
     """Of the requests of one router process."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 from pydantic import TypeAdapter
 
-from disagg.router.processes.rpc import ASK_S, Channel, ChannelClosed, open_channel
+from disagg.router.processes.rpc import ASK_S, RpcChannel, RpcClosed, open_channel
 from disagg.router.server.peer_processes import Alone, together
 from disagg.router.server.server import RouterPlan, RouterServer, bind, settle
 from disagg.router.topology import EngineEndpoint
@@ -26,7 +26,7 @@ class Child:
     """The server of this process, and what its parent may ask of it."""
 
     def __init__(self) -> None:
-        self.channel: Channel | None = None
+        self.channel: RpcChannel | None = None
         self.server: RouterServer | None = None
         self._grace_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -49,8 +49,8 @@ class Child:
         sock = bind(plan.section.host, given["port"], shared=True)
         self.server = server = plan.server(sock)
         self._grace_s = plan.section.limits.drain_s
-        self._alone: Alone = server.app.state.siblings
-        server.app.state.siblings = Family(self.channel)
+        self._alone: Alone = server.app.state.peer_processes
+        server.app.state.peer_processes = ParentPeers(self.channel)
         if given["draining"]:
             await self._alone.drain(True)
         await server.start()
@@ -90,13 +90,13 @@ class Child:
         return self.server
 
 
-class Family:
+class ParentPeers:
     """The siblings of a child: its parent knows them.
 
     Without a parent all of them are ending, and there is nothing more to tell.
     """
 
-    def __init__(self, parent: Channel) -> None:
+    def __init__(self, parent: RpcChannel) -> None:
         self._parent = parent
 
     async def drain(self, on: bool) -> int:
@@ -112,7 +112,7 @@ class Family:
         return together({int(number): text for number, text in texts.items()})
 
     async def _ask(self, name: str, argument: Any = None) -> Any:
-        with contextlib.suppress(ChannelClosed):
+        with contextlib.suppress(RpcClosed):
             return await self._parent.call(name, argument, timeout_s=ASK_S)
         return None
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from disagg.router.processes.rpc import ASK_S, Channel, ChannelClosed, open_channel
+from disagg.router.processes.rpc import ASK_S, RpcChannel, RpcClosed, open_channel
 from disagg.router.server.peer_processes import together
 from disagg.router.server.server import RouterPlan, RouterServer, bind
 from disagg.router.topology import EngineEndpoint
@@ -32,7 +32,7 @@ START_S = 60.0
 END_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _STEADY_S = 30.0  # who lived as long did not die of starting
-_FAILED = (ChannelClosed, TimeoutError, RuntimeError)
+_FAILED = (RpcClosed, TimeoutError, RuntimeError)
 
 
 def claim(host: str, port: int, processes: int) -> socket.socket:
@@ -55,9 +55,9 @@ class Processes:
     def __init__(self, plan: RouterPlan, sock: socket.socket) -> None:
         self._plan = plan
         self._count, self._socket = plan.section.processes, sock
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, RpcChannel] = {}
         """Of the children that serve, by number."""
-        self._open: set[Channel] = set()
+        self._open: set[RpcChannel] = set()
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._draining = False
@@ -175,7 +175,7 @@ class Processes:
     ) -> dict[int, Any]:
         """The answers of the children that gave one."""
 
-        async def one(number: int, channel: Channel) -> tuple[int, Any] | None:
+        async def one(number: int, channel: RpcChannel) -> tuple[int, Any] | None:
             try:
                 return number, await channel.call(name, argument, timeout_s=timeout_s)
             except _FAILED as error:

@@ -23,11 +23,11 @@ _LONGEST_LINE = 64 << 20
 Handlers: TypeAlias = Mapping[str, Callable[[Any], Awaitable[Any]]]
 
 
-class ChannelClosed(Exception):
+class RpcClosed(Exception):
     """The other side is gone."""
 
 
-class Channel:
+class RpcChannel:
     """One end. `serve` must run for calls to be answered, in both directions."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Channel:
             self.close()
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(ChannelClosed())
+                    future.set_exception(RpcClosed())
 
     def close(self) -> None:
         """The other side's `serve` returns."""
@@ -89,16 +89,16 @@ class Channel:
             answer["result"] = await self._handlers[message["call"]](message["with"])
         except Exception as error:  # noqa: BLE001 (handed to the caller)
             answer["failed"] = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(ChannelClosed):
+        with contextlib.suppress(RpcClosed):
             self._send(answer)
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._writer.is_closing():
-            raise ChannelClosed
+            raise RpcClosed
         self._writer.write(msgspec.json.encode(message) + b"\n")
 
 
-async def open_channel(sock: socket.socket, handlers: Handlers) -> Channel:
+async def open_channel(sock: socket.socket, handlers: Handlers) -> RpcChannel:
     """This process's end; takes the socket over."""
     reader, writer = await asyncio.open_connection(sock=sock, limit=_LONGEST_LINE)
-    return Channel(reader, writer, handlers)
+    return RpcChannel(reader, writer, handlers)

@@ -24,13 +24,13 @@ from disagg.router.pairing.request_info import RequestInfo
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
-from disagg.router.upstream.response import Answer
+from disagg.router.upstream.response import UpstreamResponse
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 2
 _LONGEST_REFUSAL = 64 << 10
-AnyAnswer: TypeAlias = aiohttp.ClientResponse | Answer
+AnyAnswer: TypeAlias = aiohttp.ClientResponse | UpstreamResponse
 Call: TypeAlias = Callable[[EngineEndpoint], Awaitable[AnyAnswer]]
 
 
@@ -76,7 +76,7 @@ class Opened:
     async def chunk(self, silence_s: float) -> bytes:
         """What has come since; empty at the end. What goes wrong becomes an `ApiError`."""
         self._waits_since, self._silence_s = time.monotonic(), silence_s
-        is_ready = isinstance(self.answer, Answer) and self.answer.is_ready
+        is_ready = isinstance(self.answer, UpstreamResponse) and self.answer.is_ready
         if self._timer is None and not is_ready:
             self._timer = self._loop.call_later(silence_s, self._look)
         try:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from disagg.config import RouterSection
 from disagg.router.api import bodies, paths
 from disagg.router.api.errors import ApiError
-from disagg.router.engines.compatibility import Fits
+from disagg.router.engines.compatibility import Compatibility
 from disagg.router.pairing.admission import Admission
 from disagg.router.pairing.in_flight import Seat
 from disagg.router.pairing.request_info import RequestInfo
@@ -80,7 +80,7 @@ class Opens(Protocol):
     ) -> Opened | Response: ...
 
 
-class Continuing:
+class Failover:
     """Opens the rest of streams."""
 
     def __init__(
@@ -88,12 +88,12 @@ class Continuing:
         service: Opens,
         client: aiohttp.ClientSession,
         admission: Admission,
-        fits: Fits,
+        compatibility: Compatibility,
         metrics: RouterMetrics,
         settings: RouterSection,
     ) -> None:
         self._service, self._client = service, client
-        self._admission, self._fits = admission, fits
+        self._admission, self._compatibility = admission, compatibility
         self._metrics, self._limit = metrics, settings.migration_limit
 
     def of(self, request: RequestInfo, header: bytes, record: Record) -> GoesOn:
@@ -129,7 +129,7 @@ class Continuing:
         try:
             if isinstance(stream, Stream) and not stream.asks_anew:
                 back = await self._unsent(stream, seat.engine, request)
-                body = stream.rest(back, self._fits.said(seat.engine))
+                body = stream.rest(back, self._compatibility.said(seat.engine))
                 if body is None:
                     raise ApiError(502, "what is left of it no other engine can give")
                 request = RequestInfo(paths.COMPLETION, body, request.headers)

@@ -1,4 +1,4 @@
-"""Streams that begin with the prefill engine's first token, before the hand-over.
+"""Streams that begin with the prefill engine's first token, before the handoff.
 
 Decode then goes on as it does for an engine that died: with a completion of the prompt's tokens and
 this one, whose KV but for its last token is the lease's (`migration.Stream` shapes its events). So

@@ -13,7 +13,7 @@ from disagg.config import LimitsSection
 from disagg.router.api import bodies
 from disagg.router.api.errors import ApiError
 from disagg.router.engines.health import Health
-from disagg.router.engines.lease_releases import Handed
+from disagg.router.engines.lease_releases import Prefilled
 from disagg.router.pairing.admission import Admission
 from disagg.router.pairing.in_flight import Seat
 from disagg.router.pairing.request_info import RequestInfo
@@ -22,7 +22,7 @@ from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
 from disagg.router.upstream import client as upstream
 from disagg.router.upstream import http1
-from disagg.router.upstream.response import Answer
+from disagg.router.upstream.response import UpstreamResponse
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class PrefillLeg:
         header: bytes,
         record: Record,
         more: Mapping[str, Any] | None = None,
-    ) -> Handed | Response | None:
+    ) -> Prefilled | Response | None:
         """What to hand over, None if decode shall work alone, or an answer that is final.
 
         `more`: see `legs.prefill_body`. Raises `ApiError`.
@@ -96,7 +96,7 @@ class PrefillLeg:
         data: bytes,
         header: bytes,
         record: Record,
-    ) -> Handed | Response | None:
+    ) -> Prefilled | Response | None:
         began = record.elapsed()
         seat.reads(request.tokens)
         try:
@@ -127,9 +127,9 @@ class PrefillLeg:
         if params is None:
             self._alone("no_params", record)
             return None
-        return Handed(seat.engine, params, content)
+        return Prefilled(seat.engine, params, content)
 
-    async def _whole(self, answer: Answer) -> bytes:
+    async def _whole(self, answer: UpstreamResponse) -> bytes:
         try:
             if answer.is_whole:
                 return await answer.read()

@@ -21,20 +21,20 @@ from disagg.router.api import bodies, paths
 from disagg.router.api.errors import ApiError
 from disagg.router.api.event_stream import Plain, Watcher
 from disagg.router.engines import broadcast
-from disagg.router.engines.compatibility import Fits
+from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
-from disagg.router.engines.lease_releases import Handed, Releases
-from disagg.router.engines.lora_adapters import Adapters
+from disagg.router.engines.lease_releases import LeaseReleases, Prefilled
+from disagg.router.engines.lora_adapters import LoraAdapters
 from disagg.router.pairing.admission import Admission
-from disagg.router.pairing.first_token_hold import Holding
-from disagg.router.pairing.in_flight import Seat, Traffic
-from disagg.router.pairing.local_prefill import Helping
+from disagg.router.pairing.first_token_hold import FirstTokenHold
+from disagg.router.pairing.in_flight import InFlight, Seat
+from disagg.router.pairing.local_prefill import LocalPrefill
 from disagg.router.pairing.policies import Pairer
 from disagg.router.pairing.prefix_memory import PrefixMemory
 from disagg.router.pairing.request_info import RequestInfo
 from disagg.router.request import first_token, stream_state
 from disagg.router.request.decode_leg import DecodeLeg, Opened
-from disagg.router.request.failover import Continuing
+from disagg.router.request.failover import Failover
 from disagg.router.request.first_token import Begun
 from disagg.router.request.prefill_leg import PrefillLeg
 from disagg.router.request.relay import Progress, Relayed
@@ -44,7 +44,7 @@ from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.upstream import client as upstream
 from disagg.router.upstream import http1
-from disagg.router.upstream.response import Answer
+from disagg.router.upstream.response import UpstreamResponse
 
 
 class Service:
@@ -57,7 +57,7 @@ class Service:
         topology: Topology,
         health: Health,
         metrics: RouterMetrics,
-        fits: Fits,
+        compatibility: Compatibility,
         settings: RouterSection,
         *,
         strict: bool,
@@ -65,10 +65,10 @@ class Service:
     ) -> None:
         self.client, self._legs = client, legs_client
         self._metrics, self._settings = metrics, settings
-        traffic = Traffic(metrics)
-        pairer = Pairer(topology, settings.pairing, traffic, health, fits)
-        self._pairer, self._traffic = pairer, traffic
-        self._admission = Admission(pairer, traffic, settings.limits, metrics)
+        in_flight = InFlight(metrics)
+        pairer = Pairer(topology, settings.pairing, in_flight, health, compatibility)
+        self._pairer, self._in_flight = pairer, in_flight
+        self._admission = Admission(pairer, in_flight, settings.limits, metrics)
         self._prefill = PrefillLeg(
             legs_client,
             self._admission,
@@ -79,21 +79,21 @@ class Service:
             gives_params=connector != "example",
         )
         self._decode = DecodeLeg(self._admission, health, metrics, settings.limits)
-        self._releases = Releases(client, metrics)
+        self._releases = LeaseReleases(client, metrics)
         self._held = PrefixMemory()
-        self._fits = fits
+        self._compatibility = compatibility
         # Whoever else's engines take no lease for a longer prompt than its own.
         self._begins_at_prefill = (
             settings.pairing.first_token == "prefill" and connector == "disagg"
         )
-        self._holding = Holding(settings.pairing.first_token_hold_s)
+        self._first_token_hold = FirstTokenHold(settings.pairing.first_token_hold_s)
         share = settings.pairing.prefill_wait_share
-        self._helping = None if share is None else Helping(share)
+        self._local_prefill = None if share is None else LocalPrefill(share)
         self._topology = topology
-        self.adapters = Adapters(
+        self.adapters = LoraAdapters(
             client, health, settings.limits.first_byte_timeout_s, self.engines_changed
         )
-        self._continuing = Continuing(self, client, self._admission, fits, metrics, settings)
+        self._failover = Failover(self, client, self._admission, compatibility, metrics, settings)
 
     async def complete(
         self, path: str, body: dict[str, Any], headers: Headers, record: Record
@@ -109,7 +109,7 @@ class Service:
         if stream is not None and migrates:
             request = RequestInfo(path, stream.leg_body, headers)
         seat = await self._seat(request, record)
-        said = self._fits.said(seat.engine)
+        said = self._compatibility.said(seat.engine)
         begins = (
             self._begins_at_prefill
             and stream is not None
@@ -117,19 +117,19 @@ class Service:
         )
         alike = first_token.drawn_alike(body) if begins else {}
         asked = {**first_token.ASKED, **alike} if begins else None
-        handed = await self._prefilled(request, seat, sent, record, asked)
-        if isinstance(handed, Response):
-            return handed
-        go_on = self._continuing.of(request, sent, record)
-        if begins and stream is not None and handed is not None:
-            first = first_token.begin(path, body, said, handed.answer)
+        prefilled = await self._prefilled(request, seat, sent, record, asked)
+        if isinstance(prefilled, Response):
+            return prefilled
+        go_on = self._failover.of(request, sent, record)
+        if begins and stream is not None and prefilled is not None:
+            first = first_token.begin(path, body, said, prefilled.answer)
             if first is not None:
-                begun = self._begun(stream, said, first, request, seat, handed, sent, record)
+                begun = self._begun(stream, said, first, request, seat, prefilled, sent, record)
                 return self._relayed(begun, record, watcher=stream, go_on=go_on)
         asks = request
-        if alike and handed is not None:
+        if alike and prefilled is not None:
             asks = RequestInfo(path, {**request.body, **alike}, headers)
-        opened = await self._decoded(asks, request, seat, handed, sent, record)
+        opened = await self._decoded(asks, request, seat, prefilled, sent, record)
         is_stream = opened.status == 200 and opened.is_events
         watcher: Watcher | None = None
         if is_stream:
@@ -174,10 +174,10 @@ class Service:
 
         Gives the seat up if there is no such answer. Raises `ApiError`.
         """
-        handed = await self._prefilled(request, seat, header, record)
-        if isinstance(handed, Response):
-            return handed
-        return await self._decoded(request, request, seat, handed, header, record)
+        prefilled = await self._prefilled(request, seat, header, record)
+        if isinstance(prefilled, Response):
+            return prefilled
+        return await self._decoded(request, request, seat, prefilled, header, record)
 
     async def _prefilled(
         self,
@@ -186,7 +186,7 @@ class Service:
         header: bytes,
         record: Record,
         more: Mapping[str, Any] | None = None,
-    ) -> Handed | Response | None:
+    ) -> Prefilled | Response | None:
         """The first leg, if there is one; gives up the seat at decode if its answer is final.
         `more`: see `legs.prefill_body`."""
         try:
@@ -196,13 +196,13 @@ class Service:
                 seat.reads(self._to_read(request, seat))
                 return None
             request.partner = seat.engine
-            handed = await self._prefill.run(request, header, record, more)
+            prefilled = await self._prefill.run(request, header, record, more)
         except BaseException:
             seat.leave()
             raise
-        if isinstance(handed, Response):
+        if isinstance(prefilled, Response):
             seat.leave()
-        return handed
+        return prefilled
 
     def _begun(
         self,
@@ -211,7 +211,7 @@ class Service:
         first: bytes,
         request: RequestInfo,
         seat: Seat,
-        handed: Handed,
+        prefilled: Prefilled,
         header: bytes,
         record: Record,
     ) -> Begun:
@@ -219,53 +219,53 @@ class Service:
 
         async def decode() -> Opened:
             rest = RequestInfo(paths.COMPLETION, stream.follows(said), request.headers)
-            opened = await self._decoded(rest, request, seat, handed, header, record)
+            opened = await self._decoded(rest, request, seat, prefilled, header, record)
             if opened.status != 200 or not opened.is_events:
                 opened.close()
                 raise ApiError(502, "the decode engine refused what prefill had begun")
             return opened
 
-        hold_s = self._holding.of(record.elapsed())
-        return Begun(first, seat, decode, lambda: self._releases.give_back(handed), hold_s)
+        hold_s = self._first_token_hold.of(record.elapsed())
+        return Begun(first, seat, decode, lambda: self._releases.give_back(prefilled), hold_s)
 
     async def _decoded(
         self,
         request: RequestInfo,
         prompt: RequestInfo,
         seat: Seat,
-        handed: Handed | None,
+        prefilled: Prefilled | None,
         header: bytes,
         record: Record,
     ) -> Opened:
         """The second leg, as far as the answer's first bytes. Gives the seat up, and back what was
         handed over, if there are none. `prompt`: has the client's. Raises `ApiError`."""
         prefilled_s = record.elapsed()
-        request.partner = handed.prefill if handed else None
+        request.partner = prefilled.prefill if prefilled else None
         try:
             data = bodies.encoded(
-                bodies.decode_body(request.body, handed.params if handed else None)
+                bodies.decode_body(request.body, prefilled.params if prefilled else None)
             )
         except BaseException:
             seat.leave()
-            self._releases.give_back(handed)
+            self._releases.give_back(prefilled)
             raise
 
         limit = self._settings.limits.first_byte_timeout_s
 
-        def call(engine: EngineEndpoint) -> Awaitable[Answer]:
+        def call(engine: EngineEndpoint) -> Awaitable[UpstreamResponse]:
             return upstream.post_leg(self._legs, engine, request.path, data, header, limit)
 
         try:
             opened = await self._decode.open(call, seat, request, record)
         except BaseException:
-            self._releases.give_back(handed)
+            self._releases.give_back(prefilled)
             raise
         if opened.status >= 400:
-            self._releases.give_back(handed)
+            self._releases.give_back(prefilled)
         else:
             self._held.note(self._prefix_keys(prompt), opened.engine.name)
-            if handed is not None:
-                self._metrics.paired(handed.prefill.name, opened.engine.name)
+            if prefilled is not None:
+                self._metrics.paired(prefilled.prefill.name, opened.engine.name)
                 self._metrics.handoff_time.observe(record.elapsed() - prefilled_s)
         return opened
 
@@ -329,13 +329,13 @@ class Service:
     def _prefill_is_busy(self, request: RequestInfo, seat: Seat) -> bool:
         """Whether the prompt would come to its turn so much sooner where it is decoded that this
         is worth what all who are there (itself among them) wait while it is read."""
-        if self._helping is None:
+        if self._local_prefill is None:
             return False
-        return self._helping.is_worth_it(
+        return self._local_prefill.is_worth_it(
             self._pairer.wait_s("prefill", request),
-            self._traffic.reading_s(seat.engine),
-            self._traffic.takes_s(self._to_read(request, seat)),
-            self._traffic.requests(seat.engine),
+            self._in_flight.reading_s(seat.engine),
+            self._in_flight.takes_s(self._to_read(request, seat)),
+            self._in_flight.requests(seat.engine),
         )
 
     def _prefix_keys(self, request: RequestInfo) -> list[int]:

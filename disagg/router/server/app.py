@@ -18,7 +18,7 @@ from disagg.config import ConnectorName, RouterSection
 from disagg.credentials import ApiKey
 from disagg.router.api import bodies, openapi, paths
 from disagg.router.api.errors import ApiError
-from disagg.router.engines.compatibility import Fits
+from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
 from disagg.router.engines.probes import Probes
 from disagg.router.request.service import Service
@@ -26,7 +26,7 @@ from disagg.router.server import drain_api, ui
 from disagg.router.server.api_keys import KeyRing
 from disagg.router.server.drain import WhileOpen
 from disagg.router.server.endpoint import DEFECT, Answer, Endpoint
-from disagg.router.server.peer_processes import Siblings
+from disagg.router.server.peer_processes import PeerProcesses
 from disagg.router.server.status import Failures, Status
 from disagg.router.telemetry.access_log import AccessLog, Record
 from disagg.router.telemetry.metrics import EnginesUp, RouterMetrics, exposition
@@ -34,7 +34,7 @@ from disagg.router.telemetry.tracing import open_tracer
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.upstream import client as upstream
 from disagg.router.upstream import http1
-from disagg.router.upstream.loop_yield import Turns
+from disagg.router.upstream.loop_yield import LoopYield
 
 _READ = ["GET", "HEAD"]
 _METHODS = [*_READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -52,7 +52,7 @@ def create_app(
 ) -> FastAPI:
     """The router in front of these engines. Apps share nothing with one another."""
     topology, metrics, keys = Topology(engines, down), RouterMetrics(), KeyRing(api_keys)
-    health, fits, failures = Health(metrics), Fits(), Failures()
+    health, fits, failures = Health(metrics), Compatibility(), Failures()
     metrics.registry.register(EnginesUp(topology, health.problem))
 
     @asynccontextmanager
@@ -66,7 +66,7 @@ def create_app(
                 http1.Client(
                     settings.limits.connect_timeout_s,
                     engine_key,
-                    turns=Turns() if settings.processes > 1 else None,
+                    turns=LoopYield() if settings.processes > 1 else None,
                 ),
                 topology,
                 health,
@@ -110,7 +110,7 @@ def create_app(
     return app
 
 
-def _add_own_routes(app: FastAPI, topology: Topology, health: Health, fits: Fits) -> None:
+def _add_own_routes(app: FastAPI, topology: Topology, health: Health, fits: Compatibility) -> None:
     @app.api_route("/health", methods=_READ)
     async def alive() -> Response:
         return Response()
@@ -139,8 +139,8 @@ def _add_own_routes(app: FastAPI, topology: Topology, health: Health, fits: Fits
     @app.api_route("/metrics", methods=_READ)
     async def show_metrics() -> Response:
         service: Service = app.state.service
-        siblings: Siblings = app.state.siblings
-        own = await siblings.figures()
+        peer_processes: PeerProcesses = app.state.peer_processes
+        own = await peer_processes.figures()
         text = await exposition(own, service.client, topology.engines)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 

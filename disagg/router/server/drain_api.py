@@ -17,7 +17,7 @@ from starlette.routing import Route
 from disagg.router.api.errors import ApiError
 from disagg.router.server.api_keys import KeyRing
 from disagg.router.server.drain import PATH, Drain, WhileOpen
-from disagg.router.server.peer_processes import Alone, Siblings
+from disagg.router.server.peer_processes import Alone, PeerProcesses
 
 # What a proxy or a web page adds: the request comes over this machine, but not from it.
 _FROM_ELSEWHERE = ("forwarded", "origin", "via", "x-forwarded-for", "x-real-ip")
@@ -26,7 +26,7 @@ _FROM_ELSEWHERE = ("forwarded", "origin", "via", "x-forwarded-for", "x-real-ip")
 def install(app: FastAPI, registry: CollectorRegistry, keys: KeyRing) -> None:
     """Make the app drainable. Puts `drain` and `siblings` into its state, for who runs it."""
     drain = app.state.drain = Drain()
-    app.state.siblings = Alone(drain, registry)
+    app.state.peer_processes = Alone(drain, registry)
     app.add_middleware(WhileOpen, drain=drain)
 
     async def answer(request: Request) -> Response:
@@ -34,13 +34,13 @@ def install(app: FastAPI, registry: CollectorRegistry, keys: KeyRing) -> None:
             _check(request, keys)
         except ApiError as error:
             return error.response()
-        siblings: Siblings = app.state.siblings
+        peer_processes: PeerProcesses = app.state.peer_processes
         if request.method == "DELETE" and drain.ending:
             return ApiError(409, "this router is ending; start it again").response()
         if request.method in ("POST", "DELETE"):
-            in_flight = await siblings.drain(request.method == "POST")
+            in_flight = await peer_processes.drain(request.method == "POST")
         else:
-            in_flight = await siblings.in_flight()
+            in_flight = await peer_processes.in_flight()
         return JSONResponse({"draining": drain.draining, "in_flight": in_flight})
 
     app.router.routes.append(Route(PATH, answer, methods=["GET", "POST", "DELETE"]))

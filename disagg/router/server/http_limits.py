@@ -63,7 +63,7 @@ class _Joining:
             self._transport.write(head)
 
 
-class Intake(HttpToolsProtocol):
+class HttpLimits(HttpToolsProtocol):
     """One connection of a client. `within` makes the class for one app's limits."""
 
     limits: LimitsSection
@@ -206,9 +206,9 @@ class Intake(HttpToolsProtocol):
             self._unread = None
 
 
-def within(limits: LimitsSection) -> type[Intake]:
+def within(limits: LimitsSection) -> type[HttpLimits]:
     """The protocol of an app with these limits, as uvicorn wants it: a class."""
-    return type("Intake", (Intake,), {"limits": limits})
+    return type("Intake", (HttpLimits,), {"limits": limits})
 
 
 def _too_large() -> ApiError:

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from disagg.router.server.drain import Drain
 
 
-class Siblings(Protocol):
+class PeerProcesses(Protocol):
     """All processes of one router."""
 
     async def drain(self, on: bool) -> int:

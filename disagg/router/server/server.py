@@ -20,7 +20,7 @@ from disagg.router.server import http_limits
 from disagg.router.server.app import create_app
 from disagg.router.server.drain import Drain
 from disagg.router.server.endpoint import Front
-from disagg.router.server.peer_processes import Alone, Siblings
+from disagg.router.server.peer_processes import Alone, PeerProcesses
 from disagg.router.topology import EngineEndpoint
 
 # How long answers that were cut have to close their connections.
@@ -97,7 +97,7 @@ class RouterServer:
         self._socket = sock
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
-        alone: Alone = app.state.siblings
+        alone: Alone = app.state.peer_processes
         self.asked = alone.asked
         """Set when somebody asked for a drain by command."""
 
@@ -116,8 +116,8 @@ class RouterServer:
 
     async def figures(self) -> bytes:
         """The router's own metrics, as `/metrics` has them."""
-        siblings: Siblings = self.app.state.siblings
-        return await siblings.figures()
+        peer_processes: PeerProcesses = self.app.state.peer_processes
+        return await peer_processes.figures()
 
     async def ended(self) -> None:
         """Returns after an ordinary stop; raises RuntimeError if the server ends without one."""

@@ -1,4 +1,4 @@
-"""How things stand, as one document: engines, pairings, hand-overs, traffic, recent failures.
+"""How things stand, as one document: engines, pairings, handoffs, traffic, recent failures.
 
 Counters are totals; who asks twice has rates. Nothing of a prompt or an address is in it. Made
 of the metrics of router and engines, and kept for a second, however many look at it.
@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from disagg.router.engines.health import Health
-from disagg.router.server.peer_processes import Siblings
+from disagg.router.server.peer_processes import PeerProcesses
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import scrape
 from disagg.router.topology import EngineEndpoint, Topology, role_of
@@ -70,23 +70,23 @@ class Status:
         self._made_at = float("-inf")
         self._made_of: tuple[object, object] = (None, None)
 
-    async def document(self, siblings: Siblings) -> dict[str, Any]:
+    async def document(self, peer_processes: PeerProcesses) -> dict[str, Any]:
         """At most a second old, and of the engines that there are. See docs/router.md for what is
         in it."""
         async with self._lock:
             if time.monotonic() - self._made_at > _FRESH_S or self._made_of != self._known():
                 self._made_of = self._known()
-                self._made = await self._make(siblings)
+                self._made = await self._make(peer_processes)
                 self._made_at = time.monotonic()
         return self._made
 
     def _known(self) -> tuple[object, object]:
         return self._topology.engines, self._topology.down
 
-    async def _make(self, siblings: Siblings) -> dict[str, Any]:
+    async def _make(self, peer_processes: PeerProcesses) -> dict[str, Any]:
         engines, down = self._topology.engines, self._topology.down
         scrapes = asyncio.gather(*(scrape(self._client, engine) for engine in engines))
-        own, texts = await asyncio.gather(siblings.figures(), scrapes)
+        own, texts = await asyncio.gather(peer_processes.figures(), scrapes)
         shown = [self._engine(*pair) for pair in zip(engines, texts, strict=True)]
         away = [{"name": name, "role": role_of(name), "state": why} for name, why in down.items()]
         return {

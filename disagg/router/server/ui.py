@@ -7,7 +7,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from disagg.router.server.peer_processes import Siblings
+from disagg.router.server.peer_processes import PeerProcesses
 from disagg.router.server.status import PATH, Status
 
 _PAGE = Path(__file__).with_name("ui.html")
@@ -30,5 +30,5 @@ def install(app: FastAPI) -> None:
     @app.api_route(PATH, methods=["GET", "HEAD"])
     async def state(request: Request) -> Response:
         status: Status = app.state.status
-        siblings: Siblings = app.state.siblings
-        return JSONResponse(await status.document(siblings), headers=_HEADERS)
+        peer_processes: PeerProcesses = app.state.peer_processes
+        return JSONResponse(await status.document(peer_processes), headers=_HEADERS)

@@ -15,7 +15,7 @@ from disagg.router.api.errors import ApiError
 from disagg.router.topology import EngineEndpoint
 from disagg.router.upstream import http1
 from disagg.router.upstream.connector import Connector
-from disagg.router.upstream.response import Answer
+from disagg.router.upstream.response import UpstreamResponse
 
 # RFC 9110, 7.6.1, and what an HTTP client or server sets itself.
 _HOP_BY_HOP = {
@@ -110,7 +110,7 @@ async def post_leg(
     data: bytes,
     header: bytes,
     timeout_s: float,
-) -> Answer:
+) -> UpstreamResponse:
     """POST JSON, as a leg; the answer's head has come when this returns. Raises `ApiError`."""
     try:
         return await client.post(engine.url, path, data, header, timeout_s)

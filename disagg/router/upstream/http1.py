@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import httptools
 
 from disagg import keepalive
-from disagg.router.upstream.loop_yield import Turns
-from disagg.router.upstream.response import ROUND_S, Answer, Rounds
+from disagg.router.upstream.loop_yield import LoopYield
+from disagg.router.upstream.response import ROUND_S, Rounds, UpstreamResponse
 
 # vLLM closes a connection that was idle for five seconds.
 _IDLE_S = 4.0
@@ -41,8 +41,8 @@ class _Connection(asyncio.Protocol):
         self, pool: list[_Connection], rounds: Rounds, came: Callable[[], None] | None
     ) -> None:
         self._pool, self._rounds, self._came = pool, rounds, came
-        self._head: asyncio.Future[Answer] | None = None
-        self._answer: Answer | None = None
+        self._head: asyncio.Future[UpstreamResponse] | None = None
+        self._answer: UpstreamResponse | None = None
         self._raw: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
         self._ends_with_connection = self._is_paused = self._is_lost = False
@@ -50,7 +50,7 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._loop = asyncio.get_running_loop()
 
-    def ask(self, request: bytes, limit_s: float) -> asyncio.Future[Answer]:
+    def ask(self, request: bytes, limit_s: float) -> asyncio.Future[UpstreamResponse]:
         """Send a request; the future has its answer when the head is there, or `TimeoutError`."""
         # A parser of its own for each answer: what one left behind is nothing to the next.
         self._parser = httptools.HttpResponseParser(self)
@@ -135,7 +135,7 @@ class _Connection(asyncio.Protocol):
         says_length = [name for name, _ in self._raw if name in _LENGTHS]
         self._ends_with_connection = not says_length and status not in (204, 304)
         self._stop_waiting()
-        self._answer = Answer(self, status, self._raw, self._rounds)
+        self._answer = UpstreamResponse(self, status, self._raw, self._rounds)
         if self._head is not None and not self._head.done():
             self._head.set_result(self._answer)
 
@@ -197,7 +197,7 @@ class Client:
         key: str | None = None,
         *,
         round_s: float = ROUND_S,
-        turns: Turns | None = None,
+        turns: LoopYield | None = None,
     ) -> None:
         self._connect_s = connect_s
         self._key = fields([(b"authorization", b"Bearer " + key.encode())] if key else [])
@@ -207,7 +207,9 @@ class Client:
         self._rounds = Rounds(round_s)
         self._came = turns.came if turns else None
 
-    async def post(self, url: str, path: str, data: bytes, header: bytes, limit_s: float) -> Answer:
+    async def post(
+        self, url: str, path: str, data: bytes, header: bytes, limit_s: float
+    ) -> UpstreamResponse:
         """POST to an engine; returns when the answer's head is there. Raises `EngineLost`, and
         `TimeoutError` if it is not so long after the request was sent.
 

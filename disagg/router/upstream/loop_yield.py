@@ -19,7 +19,7 @@ _TIMES = 16
 _LIMIT_S = 0.004
 
 
-class Turns:
+class LoopYield:
     """Counts the connections that something came on in one turn of the loop.
 
     After a turn with several, the core is offered to others, for 4 ms and a time slice at most;

@@ -37,17 +37,17 @@ class Rounds:
 
     def __init__(self, length_s: float) -> None:
         self.length_s = length_s
-        self._waiting: dict[Answer, None] = {}
+        self._waiting: dict[UpstreamResponse, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def join(self, answer: Answer) -> bool:
+    def join(self, answer: UpstreamResponse) -> bool:
         """Let it be read in the next round. Returns whether many wait for it."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self.length_s, self._begin)
         self._waiting[answer] = None
         return len(self._waiting) > _FEW
 
-    def leave(self, answer: Answer) -> None:
+    def leave(self, answer: UpstreamResponse) -> None:
         """It does not wait any more."""
         self._waiting.pop(answer, None)
 
@@ -57,7 +57,7 @@ class Rounds:
             answer.gathered()
 
 
-class Answer:
+class UpstreamResponse:
     """An answer whose head has come.
 
     Whoever has it reads to its end or calls `close`, which ends the connection.
@@ -81,7 +81,7 @@ class Answer:
         self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def content(self) -> Answer:
+    def content(self) -> UpstreamResponse:
         """What is read from, as in aiohttp."""
         return self
 

@@ -38,7 +38,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     generation: str
 
 
-class Common:
+class CommonTransports:
     """Which transports two workers have in common. Safe for use from any thread.
 
     The first who wants to know finds out, and others meanwhile wait for that, as long as they may.
@@ -99,7 +99,7 @@ class Connection:
     channel: Channel
     endpoint: Endpoint
     welcome: p.Welcome
-    common: Common = field(default_factory=Common)
+    common: CommonTransports = field(default_factory=CommonTransports)
     settled: bool = True  # fit for another handoff
     in_use: bool = False  # a lease, by us
 
@@ -133,7 +133,7 @@ class Peers:
         self._hello = p.Hello(p.VERSION, engine, dict(fingerprint))
         self._secret = secret
         self._idle: dict[Endpoint, list[Connection]] = {}
-        self._common: dict[Endpoint, Common] = {}
+        self._common: dict[Endpoint, CommonTransports] = {}
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -187,7 +187,7 @@ class Peers:
         if welcome.generation != endpoint.generation:
             return Connection(channel, endpoint, welcome)  # another worker, which will refuse
         with self._lock:
-            common = self._common.setdefault(endpoint, Common())
+            common = self._common.setdefault(endpoint, CommonTransports())
         return Connection(channel, endpoint, welcome, common)
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from disagg.errors import LeaseGone
 from disagg.transport.deadline import Deadline
-from disagg.transport.one_sided.lease_board import Board
+from disagg.transport.one_sided.lease_board import LeaseBoard
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class LeaseTable:
 
     def __init__(self, read_limit_s: float) -> None:
         self._read_limit_s = read_limit_s
-        self.board = Board()
+        self.board = LeaseBoard()
         self._leases: dict[int, Lease] = {}
         self._highest = -1
         self._changed = threading.Condition()

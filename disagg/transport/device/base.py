@@ -19,7 +19,7 @@ from disagg.transport.device.copy_plan import Chunk, Move
 _LONGEST_NAP_S = 0.0005
 
 
-class Memory(Protocol):
+class DeviceMemory(Protocol):
     """Bytes on the device, aligned to 256; freed once."""
 
     address: int
@@ -42,7 +42,7 @@ class Pinned(Protocol):
         """Give it back."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """An ordered row of work on the device. Used by one thread at a time."""
 
     @property
@@ -109,10 +109,10 @@ class Communicator(Protocol):
     one thread at a time, `abort` by any.
     """
 
-    def send(self, address: int, size: int, stream: Stream, wait: Wait) -> None:
+    def send(self, address: int, size: int, stream: DeviceStream, wait: Wait) -> None:
         """Put a send on the stream."""
 
-    def receive(self, address: int, size: int, stream: Stream, wait: Wait) -> None:
+    def receive(self, address: int, size: int, stream: DeviceStream, wait: Wait) -> None:
         """Put a receive on the stream."""
 
     def check(self) -> None:
@@ -145,13 +145,13 @@ class Device(Protocol):
     def use(self) -> None:
         """Make it the current one of the calling thread, which must do so before all else."""
 
-    def memory(self, size: int) -> Memory:
+    def memory(self, size: int) -> DeviceMemory:
         """Allocate outside of every pool."""
 
     def pinned(self, size: int) -> Pinned:
         """Allocate page-locked memory."""
 
-    def stream(self, launches: bool = True) -> Stream:
+    def stream(self, launches: bool = True) -> DeviceStream:
         """A stream of our own; `launches`: whether it ever loads and launches moves."""
 
     def export(self, address: int) -> Exported:
@@ -161,7 +161,7 @@ class Device(Protocol):
         memory of a pool.
         """
 
-    def open(self, handle: bytes) -> Memory:
+    def open(self, handle: bytes) -> DeviceMemory:
         """Map another process's allocation; `free` unmaps it."""
 
     def communicators(self) -> Communicators:

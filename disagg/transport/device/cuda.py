@@ -19,10 +19,10 @@ from disagg.transport.blocks import BlockCache, Bytes
 from disagg.transport.deadline import Event
 from disagg.transport.device.base import (
     Communicators,
+    DeviceMemory,
+    DeviceStream,
     Exported,
-    Memory,
     Pinned,
-    Stream,
 )
 from disagg.transport.device.copy_plan import WORDS, Chunk, Move
 
@@ -71,7 +71,7 @@ class CudaDevice:
         with _checked(f"GPU {self._index}"):
             _cupy().cuda.Device(self._index).use()
 
-    def memory(self, size: int) -> Memory:
+    def memory(self, size: int) -> DeviceMemory:
         with _checked(f"{size} bytes of device memory"):
             address = _cupy().cuda.runtime.malloc(size)
         return _Memory(address, size, _cupy().cuda.runtime.free)
@@ -81,7 +81,7 @@ class CudaDevice:
             address = _cupy().cuda.runtime.hostAlloc(size, _PORTABLE)
         return _Pinned(address, size)
 
-    def stream(self, launches: bool = True) -> Stream:
+    def stream(self, launches: bool = True) -> DeviceStream:
         with _checked("a stream"):
             return _Stream(self.processors, _TABLE_BYTES if launches else 0)
 
@@ -91,7 +91,7 @@ class CudaDevice:
         base, size = _allocation(address)
         return Exported(bytes(handle), address - base, size)
 
-    def open(self, handle: bytes) -> Memory:
+    def open(self, handle: bytes) -> DeviceMemory:
         runtime = _cupy().cuda.runtime
         with _checked("opening another process's memory"):
             address = runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS)

@@ -18,7 +18,7 @@ from functools import cache as once
 from typing import Any
 
 from disagg.errors import TransferError
-from disagg.transport.device.base import Communicator, Device, Stream, Wait
+from disagg.transport.device.base import Communicator, Device, DeviceStream, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +102,10 @@ class _NcclCommunicator:
         # NCCL frees what the handle names: nobody may be inside of a call with it then.
         self._calling = threading.Lock()
 
-    def send(self, address: int, size: int, stream: Stream, wait: Wait) -> None:
+    def send(self, address: int, size: int, stream: DeviceStream, wait: Wait) -> None:
         self.settle(self._call("ncclSend", address, size, stream), wait)
 
-    def receive(self, address: int, size: int, stream: Stream, wait: Wait) -> None:
+    def receive(self, address: int, size: int, stream: DeviceStream, wait: Wait) -> None:
         self.settle(self._call("ncclRecv", address, size, stream), wait)
 
     def check(self) -> None:
@@ -138,7 +138,7 @@ class _NcclCommunicator:
         if thread.is_alive():
             logger.error("NCCL has not ended a communicator within %.0f s", _ABORT_S)
 
-    def _call(self, name: str, address: int, size: int, stream: Stream) -> int:
+    def _call(self, name: str, address: int, size: int, stream: DeviceStream) -> int:
         with self._calling:
             handle = self._open()
             call = getattr(self._nccl, name)

@@ -26,7 +26,7 @@ from disagg.transport.device.staging import DEPTH, Slot, Staging
 _FROM_SLOT, _TO_SLOT = 2, 7
 
 
-class Kept(NamedTuple):
+class OffloadCopy(NamedTuple):
     """The address of a slot, and the blocks that belong to it after its first `skip`."""
 
     address: int
@@ -34,7 +34,7 @@ class Kept(NamedTuple):
     block_ids: Sequence[int]
 
 
-class Keeper:
+class OffloadCopier:
     """Copies for one cache, whose slots hold `blocks` blocks each; a chunk of the staging memory
     has room for that many of any layer. Safe for use from any thread."""
 
@@ -47,7 +47,9 @@ class Keeper:
         self._at_once = max(1, staging.chunk_bytes // self.slot_bytes)
         self._spans = _spans((out.row_bytes * blocks).tolist(), staging.chunk_bytes)
 
-    def store(self, kept: Sequence[Kept], deadline: Deadline, after: Event | None = None) -> None:
+    def store(
+        self, kept: Sequence[OffloadCopy], deadline: Deadline, after: Event | None = None
+    ) -> None:
         """Copy blocks into their slots, behind `after`.
 
         All is there when it returns; when it raises (`TransferError`), nothing more will come.
@@ -59,7 +61,9 @@ class Keeper:
                     device = memory + number * self.slot_bytes
                     slot.stream.copy(one.address + chunk.at, device, chunk.size)
 
-    def load(self, kept: Sequence[Kept], deadline: Deadline, after: Event | None = None) -> None:
+    def load(
+        self, kept: Sequence[OffloadCopy], deadline: Deadline, after: Event | None = None
+    ) -> None:
         """The reverse, under the same terms."""
         with self._staging.receiving.take(deadline) as slot:
             for chunk, memory, group in self._parts(slot, self._back, kept, deadline, after):
@@ -72,10 +76,10 @@ class Keeper:
         self,
         slot: Slot,
         move: Move,
-        kept: Sequence[Kept],
+        kept: Sequence[OffloadCopy],
         deadline: Deadline,
         after: Event | None,
-    ) -> Iterator[tuple[Chunk, int, Sequence[Kept]]]:
+    ) -> Iterator[tuple[Chunk, int, Sequence[OffloadCopy]]]:
         """What is to be put on the stream: rows of the loaded move, the address of a chunk for
         them, and the slots whose bytes from `Chunk.at` on they are. Ends when all is done."""
         wait = Wait(deadline)
@@ -126,7 +130,7 @@ def _of_slots(move: Move, column: int) -> Move:
     return replace(move, table=table)
 
 
-def _with_units(move: Move, kept: Sequence[Kept]) -> Move:
+def _with_units(move: Move, kept: Sequence[OffloadCopy]) -> Move:
     """The same move of other blocks: whatever of it does not depend on them is worked out once."""
     cache = [(block, 0) for one in kept for block in one.block_ids]
     slots = [

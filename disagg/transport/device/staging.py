@@ -19,7 +19,14 @@ from disagg.errors import ConfigError, PeerLost, TransferError
 from disagg.transport.blocks import BlockCache, Bytes, Selection
 from disagg.transport.deadline import Deadline, Event
 from disagg.transport.device import copy_plan
-from disagg.transport.device.base import Device, Memory, Pinned, Stream, Wait, look_at_nothing
+from disagg.transport.device.base import (
+    Device,
+    DeviceMemory,
+    DeviceStream,
+    Pinned,
+    Wait,
+    look_at_nothing,
+)
 from disagg.transport.device.copy_plan import Chunk
 from disagg.transport.device.open import open_device
 
@@ -38,8 +45,8 @@ class Slot:
     """What one fetch uses: DEPTH `chunks` of device memory, and as many `pinned` ones if fetches
     go through host memory."""
 
-    stream: Stream
-    chunks: list[Memory]
+    stream: DeviceStream
+    chunks: list[DeviceMemory]
     pinned: list[Pinned] = field(default_factory=list)
 
     def settle(self) -> None:

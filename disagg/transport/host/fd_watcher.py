@@ -12,7 +12,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 
-class Watch:
+class FdWatcher:
     """Calls back once, in its own thread, when a descriptor can be read or has ended.
 
     The thread is started with the first descriptor. A descriptor must stay open until it was

@@ -26,7 +26,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-class Helpers:
+class HelperThreads:
     """Up to `most` threads. Safe for use from any thread."""
 
     def __init__(self, most: int, name: str) -> None:

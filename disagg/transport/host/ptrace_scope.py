@@ -22,7 +22,7 @@ _ANY = ctypes.c_ulong(-1)
 _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
-class Readers:
+class AllowedReaders:
     """Named from here until `close`, where that makes a difference."""
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ class Joined(msgspec.Struct, frozen=True, array_like=True):
     """The consumer is, and waits for the token."""
 
 
-class Pull(msgspec.Struct, frozen=True, array_like=True):
+class NcclPull(msgspec.Struct, frozen=True, array_like=True):
     """Send this fetch next."""
 
     key: bytes
@@ -77,7 +77,7 @@ class Sending(msgspec.Struct, frozen=True, array_like=True):
     size: int | None
 
 
-class Lane:
+class PeerCommunicator:
     """One end. Used by one thread at a time; `cut` by any."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Lane:
     @classmethod
     def invite(
         cls, staging: Staging, channel: Channel, communicators: Communicators, deadline: Deadline
-    ) -> Lane:
+    ) -> PeerCommunicator:
         """The producer's side of the opening. Raises `TransferError`."""
         asked = decode(channel.receive(deadline), Join)
         if (asked.hello, asked.version) != (HELLO, communicators.version):
@@ -116,7 +116,7 @@ class Lane:
     @classmethod
     def join(
         cls, staging: Staging, channel: Channel, communicators: Communicators, deadline: Deadline
-    ) -> Lane:
+    ) -> PeerCommunicator:
         """The consumer's side. Raises `TransferError`."""
         channel.send(encode(Join(HELLO, communicators.version, staging.chunk_bytes)), deadline)
         invite = decode(channel.receive(deadline), Invite)
@@ -140,7 +140,7 @@ class Lane:
         invite: Invite,
         rank: int,
         deadline: Deadline,
-    ) -> Lane:
+    ) -> PeerCommunicator:
         def look() -> None:
             # Not more: the consumer may have joined, and say so, before we have.
             if has_ended(channel.sock):

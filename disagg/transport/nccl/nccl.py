@@ -35,9 +35,9 @@ from disagg.transport.deadline import Deadline
 from disagg.transport.device import copy_plan
 from disagg.transport.device.base import Communicators, Wait
 from disagg.transport.device.staging import Staging
-from disagg.transport.host.fd_watcher import Watch
+from disagg.transport.host.fd_watcher import FdWatcher
 from disagg.transport.nccl import communicator
-from disagg.transport.nccl.communicator import Lane, Pull, Sending
+from disagg.transport.nccl.communicator import NcclPull, PeerCommunicator, Sending
 
 NAME = "nccl"
 
@@ -52,7 +52,7 @@ _LEAVE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 3600.0
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
+class _NcclOffer(msgspec.Struct, frozen=True, array_like=True):
     """Where lanes are joined, and what this life of the producer is called."""
 
     host: str
@@ -63,7 +63,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 class _Staged(msgspec.Struct, frozen=True, array_like=True):
     """What waits for the consumer."""
 
-    at: _Offer
+    at: _NcclOffer
     key: bytes
     size: int
 
@@ -78,7 +78,7 @@ class _Fetch:
 
     blocks: Selection
     deadline: Deadline
-    lane: Lane | None = None
+    lane: PeerCommunicator | None = None
 
 
 class NcclSender:
@@ -99,11 +99,11 @@ class NcclSender:
         self._closed = False
         self._communicators = _communicators(staging)
         self._listener: Listener | None = None
-        self._offer: _Offer | None = None
+        self._offer: _NcclOffer | None = None
         if self._communicators is not None:
             self._listener = Listener(host, 0, self._serve, name="disagg-nccl")
             at = self._listener
-            self._offer = _Offer(at.host, at.port, secrets.token_bytes(16))
+            self._offer = _NcclOffer(at.host, at.port, secrets.token_bytes(16))
 
     def offer(self) -> bytes:
         """Empty where no lane could be joined."""
@@ -152,15 +152,15 @@ class NcclSender:
     def _serve(self, sock: socket.socket) -> None:
         assert self._staging is not None
         assert self._communicators is not None
-        lane: Lane | None = None
+        lane: PeerCommunicator | None = None
         try:
             tune(sock)
             opening = Deadline.after(_JOIN_S)
             channel = Channel.accept(sock, self._secret, opening)
             self._staging.device.use()
-            lane = Lane.invite(self._staging, channel, self._communicators, opening)
+            lane = PeerCommunicator.invite(self._staging, channel, self._communicators, opening)
             while True:
-                self._answer(lane, decode(channel.receive(None), Pull).key)
+                self._answer(lane, decode(channel.receive(None), NcclPull).key)
         except PeerLost as gone:
             logger.debug("a lane ended: %s", gone)
         except TransferError as error:
@@ -169,7 +169,7 @@ class NcclSender:
             if lane is not None:
                 lane.close()
 
-    def _answer(self, lane: Lane, key: bytes) -> None:
+    def _answer(self, lane: PeerCommunicator, key: bytes) -> None:
         assert self._staging is not None
         with self._changed:
             fetch = self._fetches.get(key)
@@ -205,16 +205,16 @@ class NcclReceiver:
     def __init__(self, cache: BlockCache, staging: Staging | None, secret: bytes) -> None:
         self._cache, self._staging, self._secret = cache, staging, _secret(secret)
         self._communicators = _communicators(staging)
-        self._peers: dict[_Offer, _Peer] = {}
+        self._peers: dict[_NcclOffer, _Peer] = {}
         self._lock = threading.Lock()
-        self._watch = Watch("disagg-nccl-watch")
+        self._watch = FdWatcher("disagg-nccl-watch")
         self._closed = False
 
     def usable(self, offer: bytes) -> bool:
         if not offer or self._communicators is None:
             return False
         try:
-            at = decode(offer, _Offer)
+            at = decode(offer, _NcclOffer)
             if self._peer(at).lane is not None:
                 return True
             with self._lane(at, Deadline.after(_JOIN_S)):
@@ -243,7 +243,7 @@ class NcclReceiver:
             # Before the producer takes its own: who sends then never waits for who receives.
             self._staging.receiving.take(job.deadline) as slot,
         ):
-            lane.channel.send(encode(Pull(staged.key)), job.deadline)
+            lane.channel.send(encode(NcclPull(staged.key)), job.deadline)
             sending = decode(lane.channel.receive(job.deadline), Sending).size
             if sending is None:
                 raise _NoSuchFetch("the producer has no such fetch")
@@ -266,7 +266,7 @@ class NcclReceiver:
                 peer.close()
 
     @contextlib.contextmanager
-    def _lane(self, at: _Offer, deadline: Deadline) -> Iterator[Lane]:
+    def _lane(self, at: _NcclOffer, deadline: Deadline) -> Iterator[PeerCommunicator]:
         """The lane to this producer, for one fetch; joined if there is none. An error ends it."""
         peer = self._peer(at)
         if not peer.busy.acquire(timeout=deadline.left()):
@@ -293,7 +293,7 @@ class NcclReceiver:
         finally:
             peer.busy.release()
 
-    def _peer(self, at: _Offer) -> _Peer:
+    def _peer(self, at: _NcclOffer) -> _Peer:
         with self._lock:
             if self._closed:
                 raise TransferError("closed", reason="nccl_closed")
@@ -302,7 +302,7 @@ class NcclReceiver:
                     del self._peers[known]
             return self._peers.setdefault(at, _Peer())
 
-    def _join(self, at: _Offer, peer: _Peer, deadline: Deadline) -> Lane:
+    def _join(self, at: _NcclOffer, peer: _Peer, deadline: Deadline) -> PeerCommunicator:
         assert self._staging is not None
         assert self._communicators is not None
         peer.check_pause()
@@ -311,7 +311,7 @@ class NcclReceiver:
         try:
             channel = Channel.connect(at.host, at.port, self._secret, opening)
             try:
-                lane = Lane.join(self._staging, channel, self._communicators, opening)
+                lane = PeerCommunicator.join(self._staging, channel, self._communicators, opening)
             except BaseException:
                 channel.close()
                 raise
@@ -321,7 +321,7 @@ class NcclReceiver:
         logger.info("joined %s:%d over NCCL", at.host, at.port)
         return lane
 
-    def _rest(self, at: _Offer, peer: _Peer, lane: Lane) -> None:
+    def _rest(self, at: _NcclOffer, peer: _Peer, lane: PeerCommunicator) -> None:
         """Between fetches: if the producer ends, so does the lane, at once."""
 
         def left() -> None:
@@ -342,7 +342,7 @@ class _Peer:
 
     def __init__(self) -> None:
         self.busy = threading.Lock()
-        self.lane: Lane | None = None
+        self.lane: PeerCommunicator | None = None
         self.pauses = 0
         self._not_before = time.monotonic()  # also its age: it is not forgotten while it is new
 

@@ -31,14 +31,14 @@ from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.deadline import Deadline, Event
 from disagg.transport.device import copy_plan
-from disagg.transport.device.base import Device, Memory, Wait
+from disagg.transport.device.base import Device, DeviceMemory, Wait
 from disagg.transport.device.staging import Staging
-from disagg.transport.host.fd_watcher import Watch
+from disagg.transport.host.fd_watcher import FdWatcher
 from disagg.transport.host.process_identity import start_time
-from disagg.transport.host.ptrace_scope import Readers
+from disagg.transport.host.ptrace_scope import AllowedReaders
 from disagg.transport.one_sided import offers
-from disagg.transport.one_sided.cuda_mapping import GONE, TOKEN_BYTES, Mapped, Offer
-from disagg.transport.one_sided.lease_board import Board
+from disagg.transport.one_sided.cuda_mapping import GONE, TOKEN_BYTES, CudaIpcOffer, Mapped
+from disagg.transport.one_sided.lease_board import LeaseBoard
 from disagg.transport.one_sided.remote_lease_board import BoardReceiver, open_board, posting
 
 logger = logging.getLogger(__name__)
@@ -58,17 +58,17 @@ class CudaIpcSender:
     name = NAME
 
     def __init__(
-        self, cache: BlockCache, staging: Staging | None, board: Board | None = None
+        self, cache: BlockCache, staging: Staging | None, board: LeaseBoard | None = None
     ) -> None:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._staging, self._board, self._offer = staging, board, b""
-        self._probe: Memory | None = None
-        self._readers: Readers | None = None
+        self._probe: DeviceMemory | None = None
+        self._readers: AllowedReaders | None = None
         if staging is None:
             return
         try:
             self._offer = self._export(cache, staging)
-            self._readers = Readers()
+            self._readers = AllowedReaders()
         except (TransferError, OSError) as error:
             logger.info("%s is not offered: %s", NAME, error)
             self._take_back()
@@ -117,7 +117,7 @@ class CudaIpcSender:
         _write(staging, self._probe.address, self._token)
         token_at = place(self._probe.address)
         return msgspec.msgpack.encode(
-            Offer.here(
+            CudaIpcOffer.here(
                 token=self._token,
                 allocations=[(handle, size) for handle, (_, size) in allocations.items()],
                 regions=np.column_stack([where, offers.geometry(cache)]).tobytes(),
@@ -147,7 +147,7 @@ class CudaIpcReceiver(BoardReceiver[Mapped]):
         self._staging = staging
         self._reasons = offers.Reasons(NAME)
         self._producers: dict[bytes, Mapped] = {}
-        self._watch = Watch("disagg-cuda-ipc-watch")
+        self._watch = FdWatcher("disagg-cuda-ipc-watch")
         self._ends: set[int] = set()  # pidfds that are watched
         self._lock = threading.Lock()
 
@@ -206,7 +206,7 @@ class CudaIpcReceiver(BoardReceiver[Mapped]):
             return "the cache is host memory"
         if not offer:
             return "the producer's cache is host memory, or cannot be shared"
-        theirs = msgspec.msgpack.decode(offer, type=Offer)
+        theirs = msgspec.msgpack.decode(offer, type=CudaIpcOffer)
         problem = theirs.problem()
         if problem is not None:
             return problem
@@ -229,7 +229,7 @@ class CudaIpcReceiver(BoardReceiver[Mapped]):
                 producer.let_go()
         return None
 
-    def _known(self, offer: Offer, device: Device) -> Mapped:
+    def _known(self, offer: CudaIpcOffer, device: Device) -> Mapped:
         """The producer that made the offer, mapped."""
         with self._lock:
             for token, known in list(self._producers.items()):

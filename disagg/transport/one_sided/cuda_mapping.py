@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from disagg.errors import PeerLost, TransferError
-from disagg.transport.device.base import Device, Memory
+from disagg.transport.device.base import Device, DeviceMemory
 from disagg.transport.one_sided import offers
-from disagg.transport.one_sided.remote_lease_board import Posting, RemoteBoard
+from disagg.transport.one_sided.remote_lease_board import LeaseBoardOffer, RemoteLeaseBoard
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ TOKEN_BYTES = 16
 GONE = "the producer's process is gone, or its memory was let go of"
 
 
-class Offer(offers.Origin, frozen=True):
+class CudaIpcOffer(offers.Origin, frozen=True):
     """Which process, and where its cache lies. `allocations`: their handles and sizes. `regions`:
     int64 [regions, 9], each the number of its allocation, where in it, shape [B, H, N, C] and
     strides of B, H and N. `token` lies at `token_at`, number of an allocation and where in it."""
@@ -31,7 +31,7 @@ class Offer(offers.Origin, frozen=True):
     allocations: list[tuple[bytes, int]]
     regions: bytes
     token_at: tuple[int, int]
-    posting: Posting | None = None
+    posting: LeaseBoardOffer | None = None
 
 
 class Mapped:
@@ -41,7 +41,7 @@ class Mapped:
     `board`: its leases', once it is proven and unless it is to be asked for them.
     """
 
-    def __init__(self, offer: Offer, device: Device) -> None:
+    def __init__(self, offer: CudaIpcOffer, device: Device) -> None:
         self.offer, self._device = offer, device
         rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 9)
         self.cache = offers.unbacked(rows[:, 2:])
@@ -52,8 +52,8 @@ class Mapped:
             if number < 0 or not 0 <= offset <= offer.allocations[number][1] - size:
                 raise ValueError("what lies outside of its allocation")
         self.proven = self.gone = False
-        self.board: RemoteBoard | None = None
-        self._mapped: list[Memory] = []
+        self.board: RemoteLeaseBoard | None = None
+        self._mapped: list[DeviceMemory] = []
         self._reads = 0
         self._lock = threading.Lock()
 

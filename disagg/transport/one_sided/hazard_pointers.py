@@ -33,7 +33,7 @@ _BYTES = (1 + _SLOTS) * _SLOT_BYTES  # the first is the token's
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
-class Hazards:
+class HazardPointers:
     """The producer's end. Safe for use from any thread. `fd` is for consumers to open by /proc."""
 
     def __init__(self, token: bytes) -> None:
@@ -73,7 +73,7 @@ class Hazards:
         self._close()
 
 
-class RemoteHazards:
+class RemoteHazardPointers:
     """A consumer's end: the slots of process `pid`. Raises `TransferError` if they are not there,
     or not those of this token."""
 

@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from disagg.transport.base import Posted
-from disagg.transport.one_sided.hazard_pointers import NO_SLOT, Hazards
+from disagg.transport.base import PostedLease
+from disagg.transport.one_sided.hazard_pointers import NO_SLOT, HazardPointers
 
 _ROWS = 1024
 _ROW_BYTES = 4096  # a page: of what was never posted nothing is taken
@@ -37,7 +37,7 @@ Peek = Callable[[int, int], bytes]
 """Bytes of the producer's memory: address and length. Raises `TransferError`."""
 
 
-class Board:
+class LeaseBoard:
     """One worker's. Safe for use from any thread."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Board:
         self._heads = self._rows[:, :_HEAD_BYTES].view(np.int64)
         self._ids = self._rows[:, _HEAD_BYTES:].view(np.int32)
         self._lock, self._closed = threading.Lock(), False
-        self.hazards = Hazards(self.token) if hasattr(os, "memfd_create") else None
+        self.hazards = HazardPointers(self.token) if hasattr(os, "memfd_create") else None
 
     @property
     def address(self) -> int:
@@ -103,7 +103,7 @@ class Board:
             return {int(number) - 1 for number in self._heads[:, 0] if number}
 
 
-def look_up(peek: Peek, address: int, token: bytes, lease: int) -> Posted | None:
+def look_up(peek: Peek, address: int, token: bytes, lease: int) -> PostedLease | None:
     """The lease on the board of this address and token; None if it is not there."""
     at = address + lease % _ROWS * _ROW_BYTES
     row = peek(at, _ROW_BYTES)
@@ -114,10 +114,10 @@ def look_up(peek: Peek, address: int, token: bytes, lease: int) -> Posted | None
     ids = rest[: 4 * count]
     if _checksum(token, lease, ids) != checksum:
         return None
-    return Posted(head, at, np.frombuffer(ids, np.int32).tolist())
+    return PostedLease(head, at, np.frombuffer(ids, np.int32).tolist())
 
 
-def still_there(peek: Peek, posted: Posted) -> bool:
+def still_there(peek: Peek, posted: PostedLease) -> bool:
     """Whether it has been on the board all the time since it was looked up."""
     return peek(posted.at, _HEAD_BYTES) == posted.head
 

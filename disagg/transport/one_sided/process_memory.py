@@ -31,14 +31,14 @@ from disagg.errors import DataCorrupt
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Ints, Selection
 from disagg.transport.deadline import Deadline
-from disagg.transport.host.helper_threads import Helpers, cores
+from disagg.transport.host.helper_threads import HelperThreads, cores
 from disagg.transport.host.process_vm import Pieces, is_supported, peek, read_span
-from disagg.transport.host.ptrace_scope import Readers
+from disagg.transport.host.ptrace_scope import AllowedReaders
 from disagg.transport.one_sided import offers
-from disagg.transport.one_sided.lease_board import Board
+from disagg.transport.one_sided.lease_board import LeaseBoard
 from disagg.transport.one_sided.remote_lease_board import (
     BoardReceiver,
-    Posting,
+    LeaseBoardOffer,
     open_board,
     posting,
 )
@@ -51,13 +51,13 @@ _MOST_LANES = 4
 _LANE_BYTES = 8 << 20
 
 
-class _Offer(offers.Origin, frozen=True):
+class _ProcessMemoryOffer(offers.Origin, frozen=True):
     """Which process, and where its cache lies. `regions`: int64 [regions, 8], each its address,
     shape [B, H, N, C] and strides of B, H and N. `token` lies at `token_at`."""
 
     token_at: int
     regions: bytes
-    posting: Posting | None = None
+    posting: LeaseBoardOffer | None = None
 
 
 class ProcessMemorySender:
@@ -65,11 +65,11 @@ class ProcessMemorySender:
 
     name = NAME
 
-    def __init__(self, cache: BlockCache, board: Board | None = None) -> None:
+    def __init__(self, cache: BlockCache, board: LeaseBoard | None = None) -> None:
         self._cache, self._board = cache, board
         self._token = secrets.token_bytes(16)
         self._probe = np.frombuffer(self._token, np.uint8).copy()
-        self._readers = Readers() if cache.on_host else None
+        self._readers = AllowedReaders() if cache.on_host else None
 
     def offer(self) -> bytes:
         """Empty where nobody could read this cache: device memory, or no Linux."""
@@ -77,7 +77,7 @@ class ProcessMemorySender:
             return b""
         rows = np.column_stack([_addresses(self._cache), offers.geometry(self._cache)])
         return msgspec.msgpack.encode(
-            _Offer.here(
+            _ProcessMemoryOffer.here(
                 token=self._token,
                 token_at=self._probe.ctypes.data,
                 regions=rows.tobytes(),
@@ -112,7 +112,7 @@ def _spans(total: int, lanes: int) -> list[tuple[int, int]]:
 class _Remote:
     """A producer's process and the geometry of its cache."""
 
-    def __init__(self, offer: _Offer) -> None:
+    def __init__(self, offer: _ProcessMemoryOffer) -> None:
         self.pid, self.is_alive = offer.pid, offer.is_alive
         self.board = open_board(NAME, offer.pid, offer.posting)
         rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 8)
@@ -145,7 +145,7 @@ class ProcessMemoryReceiver(BoardReceiver[_Remote]):
         self._remotes: dict[bytes, _Remote] = {}
         self._reasons = offers.Reasons(NAME)
         self._lanes = min(_MOST_LANES, cores())
-        self._helpers = Helpers(self._lanes - 1 or 1, "disagg-read")
+        self._helpers = HelperThreads(self._lanes - 1 or 1, "disagg-read")
         self._prepared = _Prepared()
 
     def usable(self, offer: bytes) -> bool:
@@ -202,7 +202,7 @@ class ProcessMemoryReceiver(BoardReceiver[_Remote]):
             return "the cache is device memory"
         if not offer:
             return "the producer's cache is device memory, or its system has no process_vm_readv"
-        theirs = msgspec.msgpack.decode(offer, type=_Offer)
+        theirs = msgspec.msgpack.decode(offer, type=_ProcessMemoryOffer)
         problem = theirs.problem()
         if problem is not None:
             return problem

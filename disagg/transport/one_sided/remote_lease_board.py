@@ -15,17 +15,17 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from disagg.errors import TransferError
-from disagg.transport.base import FetchJob, OneSidedReceiver, Posted
+from disagg.transport.base import FetchJob, OneSidedReceiver, PostedLease
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.host.process_vm import peek
 from disagg.transport.one_sided import lease_board, offers
-from disagg.transport.one_sided.hazard_pointers import RemoteHazards
+from disagg.transport.one_sided.hazard_pointers import RemoteHazardPointers
 from disagg.transport.protocol import Part
 
 logger = logging.getLogger(__name__)
 
 
-class Posting(msgspec.Struct, frozen=True, array_like=True):
+class LeaseBoardOffer(msgspec.Struct, frozen=True, array_like=True):
     """Where a producer's board lies: its address and token, and the file of its slots."""
 
     address: int
@@ -33,19 +33,19 @@ class Posting(msgspec.Struct, frozen=True, array_like=True):
     hazards: int
 
 
-def posting(of: lease_board.Board | None) -> Posting | None:
+def posting(of: lease_board.LeaseBoard | None) -> LeaseBoardOffer | None:
     """For an offer. None where the producer is to be asked."""
     if of is None or of.hazards is None:
         return None
-    return Posting(of.address, of.token, of.hazards.fd)
+    return LeaseBoardOffer(of.address, of.token, of.hazards.fd)
 
 
-class RemoteBoard:
+class RemoteLeaseBoard:
     """The board of process `pid`. Raises `TransferError` if it cannot be read, or nothing said."""
 
-    def __init__(self, pid: int, at: Posting) -> None:
+    def __init__(self, pid: int, at: LeaseBoardOffer) -> None:
         self.pid, self.at = pid, at
-        self.hazards = RemoteHazards(pid, at.hazards, at.token)
+        self.hazards = RemoteHazardPointers(pid, at.hazards, at.token)
         self.peek(at.address, 1)
 
     def peek(self, at: int, length: int) -> bytes:
@@ -53,7 +53,7 @@ class RemoteBoard:
         return peek(self.pid, at, length)
 
     @contextlib.contextmanager
-    def reading(self, slot: int, lease: int) -> Iterator[Posted | None]:
+    def reading(self, slot: int, lease: int) -> Iterator[PostedLease | None]:
         """As `OneSidedReceiver.reading`."""
         if not self.hazards.have(slot, lease):
             yield None
@@ -61,7 +61,7 @@ class RemoteBoard:
         with self.hazards.naming(slot, lease):
             yield lease_board.look_up(self.peek, self.at.address, self.at.token, lease)
 
-    def still_there(self, posted: Posted) -> bool:
+    def still_there(self, posted: PostedLease) -> bool:
         """As `OneSidedReceiver.still_there`."""
         return lease_board.still_there(self.peek, posted)
 
@@ -69,7 +69,7 @@ class RemoteBoard:
 class Producer(offers.Producer, Protocol):
     """Whoever made an offer. `board`: None if its leases are to be asked for."""
 
-    board: RemoteBoard | None
+    board: RemoteLeaseBoard | None
 
 
 R = TypeVar("R", bound=Producer)
@@ -84,7 +84,7 @@ class BoardReceiver(OneSidedReceiver, Generic[R]):
         self._offered: dict[bytes, R] = {}
 
     @contextlib.contextmanager
-    def reading(self, offer: bytes, slot: int, lease: int) -> Iterator[Posted | None]:
+    def reading(self, offer: bytes, slot: int, lease: int) -> Iterator[PostedLease | None]:
         producer = self._offered.get(offer)
         if producer is None or producer.board is None:
             yield None
@@ -92,7 +92,7 @@ class BoardReceiver(OneSidedReceiver, Generic[R]):
         with producer.board.reading(slot, lease) as posted:
             yield posted
 
-    def read(self, offer: bytes, posted: Posted, part: Part, job: FetchJob) -> int | None:
+    def read(self, offer: bytes, posted: PostedLease, part: Part, job: FetchJob) -> int | None:
         producer = self._offered.get(offer)
         if producer is None:
             return None  # it is dead, and was forgotten
@@ -105,7 +105,7 @@ class BoardReceiver(OneSidedReceiver, Generic[R]):
         offers.compare(self._cache, job.blocks, producer.cache, theirs)
         return self._copy(producer, theirs, job)
 
-    def still_there(self, offer: bytes, posted: Posted) -> bool:
+    def still_there(self, offer: bytes, posted: PostedLease) -> bool:
         producer = self._offered.get(offer)
         found = producer.board if producer is not None else None
         return found is not None and found.still_there(posted)
@@ -115,12 +115,12 @@ class BoardReceiver(OneSidedReceiver, Generic[R]):
         """Fill the job's blocks from these of the producer's, and return the number of bytes."""
 
 
-def open_board(transport: str, pid: int, at: Posting | None) -> RemoteBoard | None:
+def open_board(transport: str, pid: int, at: LeaseBoardOffer | None) -> RemoteLeaseBoard | None:
     """The board of a process that was just met. None if its leases are to be asked for."""
     if at is None:
         return None
     try:
-        return RemoteBoard(pid, at)
+        return RemoteLeaseBoard(pid, at)
     except TransferError as error:
         logger.info("%s: its leases are asked for: %s", transport, error)
         return None

@@ -1,6 +1,6 @@
 """What the two ends of the tcp transport say to each other, and with which secret.
 
-`Offer`, `Request` and `Staged` travel over the control channel; `HELLO`, `Pull` and `Sending`
+`TcpOffer`, `Request` and `Staged` travel over the control channel; `HELLO`, `TcpPull` and `Sending`
 are frames on a data connection, where `Sending` is followed by the bytes themselves and a frame
 with their checksum. Nothing here opens or waits.
 """
@@ -16,11 +16,11 @@ from disagg.transport.control.data_channel import decode, encode, secret_for
 __all__ = [
     "HELLO",
     "MAX_STREAMS",
-    "Offer",
-    "Pull",
     "Request",
     "Sending",
     "Staged",
+    "TcpOffer",
+    "TcpPull",
     "data_secret",
     "decode",
     "encode",
@@ -32,7 +32,7 @@ HELLO = b"disagg-tcp/1"
 MAX_STREAMS = 16
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True):
+class TcpOffer(msgspec.Struct, frozen=True, array_like=True):
     """Where data connections are taken."""
 
     host: str
@@ -48,13 +48,13 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 class Staged(msgspec.Struct, frozen=True, array_like=True):
     """What waits for the consumer: `size` bytes over all streams."""
 
-    at: Offer
+    at: TcpOffer
     key: bytes
     size: int
     streams: int
 
 
-class Pull(msgspec.Struct, frozen=True, array_like=True):
+class TcpPull(msgspec.Struct, frozen=True, array_like=True):
     """Send this stream of that fetch."""
 
     key: bytes

@@ -79,7 +79,7 @@ class TcpSender:
         self._changed = threading.Condition()
         self._closed = False
         self._listener = Listener(host, port, self._serve, name="disagg-tcp")
-        self._offer = w.Offer(self._listener.host, self._listener.port)
+        self._offer = w.TcpOffer(self._listener.host, self._listener.port)
 
     def offer(self) -> bytes:
         return w.encode(self._offer)
@@ -132,14 +132,14 @@ class TcpSender:
                 raise PeerRefused(f"the consumer does not speak {w.HELLO.decode()}")
             channel.send(w.HELLO, opening)
             while True:
-                pull = w.decode(channel.receive(Deadline.after(_IDLE_S)), w.Pull)
+                pull = w.decode(channel.receive(Deadline.after(_IDLE_S)), w.TcpPull)
                 self._answer(channel, pull)
         except PeerLost as gone:
             logger.debug("data connection ended: %s", gone)
         except TransferError as error:
             logger.warning("data connection refused: %s", error)
 
-    def _answer(self, channel: Channel, pull: w.Pull) -> None:
+    def _answer(self, channel: Channel, pull: w.TcpPull) -> None:
         with self._changed:
             fetch = self._fetches.get(pull.key)
             if fetch is not None and pull.stream in fetch.waiting:
@@ -198,7 +198,7 @@ class TcpReceiver:
 
     def usable(self, offer: bytes) -> bool:
         try:
-            at = w.decode(offer, w.Offer)
+            at = w.decode(offer, w.TcpOffer)
             with self._pool.connection((at.host, at.port), Deadline.after(_PROBE_S)):
                 return True
         except TransferError as error:
@@ -236,7 +236,7 @@ class TcpReceiver:
             together.using(channel.sock),
             landing(self._cache, blocks, job, self._staging) as pieces,
         ):
-            channel.send(w.encode(w.Pull(staged.key, stream)), deadline)
+            channel.send(w.encode(w.TcpPull(staged.key, stream)), deadline)
             sending = w.decode(channel.receive(deadline), w.Sending).size
             if sending is None:
                 raise TransferError("the producer has no such fetch", reason="tcp_gone")

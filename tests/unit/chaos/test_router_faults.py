@@ -48,7 +48,7 @@ async def streams_whose_engine_dies(count: int) -> set[str]:
         body = {"model": "m", "max_tokens": 14, "stream": True}
         bodies = [{**body, "prompt": [number, *range(20)]} for number in range(count)]
         cases = [
-            router_faults.Case(number, "right", "die/once", COMPLETION, body)
+            router_faults.FaultCase(number, "right", "die/once", COMPLETION, body)
             for number, body in enumerate(bodies)
         ]
         return {await router_faults.ask(scene, case) for case in cases}

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from disagg.engine import liveness as module
-from disagg.engine.liveness import HealthOfPulse, Pulse
+from disagg.engine.liveness import Liveness, LivenessHealth
 
 
 def test_health_follows_the_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,11 +23,11 @@ def test_health_follows_the_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
 async def _follow() -> None:
     moves = asyncio.Event()
     moves.set()
-    pulse = Pulse(moves.wait)
+    pulse = Liveness(moves.wait)
     inner = Starlette(
         routes=[Route(path, lambda _: Response()) for path in ("/health", "/metrics")]
     )
-    transport = httpx.ASGITransport(HealthOfPulse(inner, pulse))
+    transport = httpx.ASGITransport(LivenessHealth(inner, pulse))
     beating = asyncio.create_task(pulse.run())
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
 
@@ -51,4 +51,4 @@ def test_what_the_engine_raises_ends_it() -> None:
         raise RuntimeError("dead")
 
     with pytest.raises(RuntimeError, match="dead"):
-        asyncio.run(Pulse(dead).run())
+        asyncio.run(Liveness(dead).run())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from disagg.planning.outcome import Targets
-from disagg.planning.simulation import Load, Routing
+from disagg.planning.simulation import Routing, SimulatedLoad
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
 
@@ -29,13 +29,13 @@ DECODE = {
     "max_num_seqs": 8,
     "kv_tokens": 20_000,
 }
-HANDOVER = {"latency_s": 0.005, "bytes_per_token": 1000.0, "bytes_per_s": 1e8, "parallel": 2}
+HANDOFF = {"latency_s": 0.005, "bytes_per_token": 1000.0, "bytes_per_s": 1e8, "parallel": 2}
 
 
 def speeds(
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
-    handover: dict[str, Any] | None = None,
+    handoff: dict[str, Any] | None = None,
     router_s: float = 0.001,
 ) -> Speeds:
     """The speeds above, but for what is given."""
@@ -44,7 +44,7 @@ def speeds(
             "measured": {"machine": "none, made up"},
             "prefill": {**PREFILL, **(prefill or {})},
             "decode": {**DECODE, **(decode or {})},
-            "handover": {**HANDOVER, **(handover or {})},
+            "handoff": {**HANDOFF, **(handoff or {})},
             "router_s": router_s,
         }
     )
@@ -64,10 +64,10 @@ def load(
     local_prefill_tokens: int = 0,
     routing: Routing | None = None,
     seed: int = 0,
-) -> Load:
+) -> SimulatedLoad:
     """A load of these requests, with targets that everybody meets."""
     if not isinstance(requests, Trace):
         requests = trace(*requests)
     targets = targets or Targets(1e9, 1e9, 1.0)
     routing = routing or Routing(local_prefill_tokens)
-    return Load(requests, of or speeds(), targets, routing, seed)
+    return SimulatedLoad(requests, of or speeds(), targets, routing, seed)

@@ -41,7 +41,7 @@ class Watched:
         self.spread, self.gap_sum, self.gap_count = Gaps(), 0.0, 0
         clock = Clock()
         sizes = [prompt for _, prompt, _ in requests], [output for _, _, output in requests]
-        engine = DecodeEngine(of.decode, of.handover, sizes, local.__getitem__, clock, self)
+        engine = DecodeEngine(of.decode, of.handoff, sizes, local.__getitem__, clock, self)
         for request, (at, _, _) in enumerate(requests):
             clock.at(at, engine.add, request)
         clock.run(float("inf"))
@@ -62,9 +62,9 @@ class Watched:
 def one_by_one(
     of: Speeds, requests: Requests, local: Sequence[bool]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """The same without any shortcut: each step by itself. Hand-overs are all of one length and
+    """The same without any shortcut: each step by itself. Handoffs are all of one length and
     never wait for one another. First and last token of each request."""
-    speed, takes = of.decode, of.handover.latency_s
+    speed, takes = of.decode, of.handoff.latency_s
     first, last = dict[int, float](), dict[int, float]()
     coming, waiting = list(range(len(requests))), list[int]()
     admitted, ready = set[int](), dict[int, float]()
@@ -170,7 +170,7 @@ def test_waits_are_those_of_m_d_1(busy: float) -> None:
 
 
 def test_a_batch_makes_a_token_a_step_each() -> None:
-    of = speeds(handover={"latency_s": 0.0, "bytes_per_s": 1e30, "parallel": 8})
+    of = speeds(handoff={"latency_s": 0.0, "bytes_per_s": 1e30, "parallel": 8})
     watched = Watched(of, [(0.0, 1000, 50)] * 4, [False] * 4)
     step = [0.02 + 4 * 0.001 + 1e-6 * (4 * 1000 + 4 * n) for n in range(50)]
     assert watched.first == pytest.approx(dict.fromkeys(range(4), step[0]))
@@ -192,14 +192,14 @@ def test_who_does_not_fit_waits_until_somebody_has_left() -> None:
     watched = Watched(of, [(0.0, 1000, 100), (0.0, 1000, 100), (0.0, 1000, 100)], [False] * 3)
     assert watched.first[1] == pytest.approx(watched.first[0])
     left = watched.last[0]
-    takes = of.handover.takes(1000)
+    takes = of.handoff.takes(1000)
     assert watched.first[2] == pytest.approx(left + takes + 0.021 + 1e-3, rel=1e-6)
 
 
-def test_hand_overs_beyond_the_limit_take_turns() -> None:
+def test_handoffs_beyond_the_limit_take_turns() -> None:
     of = speeds(decode={"step_s": 1e-9, "sequence_s": 0.0, "context_token_s": 0.0})
     watched = Watched(of, [(0.0, 1000, 1)] * 4, [False] * 4)
-    takes = of.handover.takes(1000)
+    takes = of.handoff.takes(1000)
     times = [watched.first[request] for request in range(4)]
     assert times == pytest.approx([takes, takes, 2 * takes, 2 * takes], rel=1e-4)
 
@@ -232,7 +232,7 @@ def test_stretches_are_the_steps_that_they_stand_for(
 ) -> None:
     of = speeds(
         decode={"max_num_seqs": seats, "kv_tokens": kv_tokens},
-        handover={"latency_s": 0.0123, "bytes_per_s": 1e30, "parallel": 100},
+        handoff={"latency_s": 0.0123, "bytes_per_s": 1e30, "parallel": 100},
     )
     drawn = sorted(drawn)
     given_requests = [(at, prompt, output) for at, prompt, output, _ in drawn]
@@ -252,9 +252,9 @@ def test_a_request_alone_takes_what_its_parts_take() -> None:
     of = speeds()
     outcome = simulate(load([(0.0, 3500, 40)], of), 1, 1)
     prefill = 0.004 + 4 * 0.01 + 3500e-4 + 1e-8 * 3500 * 3500 / 2
-    handover = 0.005 + 3500 * 1000 / 1e8
+    handoff = 0.005 + 3500 * 1000 / 1e8
     step = 0.02 + 0.001 + 1e-6 * 3500
-    assert outcome.ttft_p50 == pytest.approx(0.001 + prefill + 0.003 + handover + step)
+    assert outcome.ttft_p50 == pytest.approx(0.001 + prefill + 0.003 + handoff + step)
     assert outcome.ttft_p50 == pytest.approx(of.first_token_alone(3500, local=False))
     local = simulate(load([(0.0, 3500, 40)], of), 0, 1)
     assert local.ttft_p50 == pytest.approx(

@@ -126,7 +126,7 @@ def test_speeds_come_back_as_they_were_saved(tmp_path: Path) -> None:
         ({"prefil": {}}, "prefil: unknown key; did you mean prefill?"),
         ({"router_s": -1}, "router_s: -1 — must be at least 0"),
         ({"router_s": None}, "router_s: empty — must be a finite number"),
-        ({"handover": {"latency_s": 0}}, "handover.bytes_per_token: missing"),
+        ({"handoff": {"latency_s": 0}}, "handoff.bytes_per_token: missing"),
     ],
 )
 def test_wrong_speeds_are_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
@@ -135,6 +135,14 @@ def test_wrong_speeds_are_named(tmp_path: Path, change: dict[str, Any], said: st
     with pytest.raises(ConfigError) as caught:
         speeds_file.load(path)
     assert caught.value.problems[0].startswith(f"{path}: {said}")
+
+
+def test_speeds_of_version_0_1_are_read(tmp_path: Path) -> None:
+    written = speeds().model_dump()
+    written["handover"] = written.pop("handoff")
+    path = tmp_path / "speeds.json"
+    path.write_text(json.dumps(written))
+    assert speeds_file.load(path) == speeds()
 
 
 def test_the_example_is_a_file_of_speeds() -> None:

@@ -94,7 +94,7 @@ def test_streams_begin_with_prefills_token() -> None:
     begun = simulate(load(requests, of, routing=Routing(0, first_token="prefill")), 1, 1)
     assert begun.ttft_p50 == pytest.approx(of.router_s + of.prefill.alone(900))
     handed = simulate(load(requests, of), 1, 1)
-    gap = of.handover.takes(901) + of.decode.request_s + of.decode.step(1, 901)
+    gap = of.handoff.takes(901) + of.decode.request_s + of.decode.step(1, 901)
     assert begun.itl_p99 == pytest.approx(gap, rel=0.01)
     assert begun.itl_p50 == pytest.approx(handed.itl_p50, rel=0.01)
     last = [outcome.ttft_p50 for outcome in (begun, handed)]
@@ -107,7 +107,7 @@ def test_the_first_token_is_held_no_longer_than_for_the_second(hold_s: float) ->
     begun = of.router_s + of.prefill.alone(900)
     routing = Routing(0, None, "prefill", hold_s)
     outcome = simulate(load(requests, of, routing=routing), 1, 1)
-    gap = of.handover.takes(901) + of.decode.request_s + of.decode.step(1, 901)
+    gap = of.handoff.takes(901) + of.decode.request_s + of.decode.step(1, 901)
     assert outcome.ttft_p50 == pytest.approx(begun + min(hold_s, gap))
     assert load(requests, of, routing=routing).first_token_alone(0) == pytest.approx(
         outcome.ttft_p50, rel=1e-4

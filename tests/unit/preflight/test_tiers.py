@@ -30,7 +30,7 @@ def transfer_config(made: Deployment, role: Role) -> dict[str, Any]:
     return config
 
 
-def test_without_tiers_the_hand_over_is_alone() -> None:
+def test_without_tiers_the_handoff_is_alone() -> None:
     config = transfer_config(deployment(), "prefill")
     assert config["kv_connector"] == "DisaggConnector"
     assert config["kv_load_failure_policy"] == "recompute"
@@ -39,7 +39,7 @@ def test_without_tiers_the_hand_over_is_alone() -> None:
 @pytest.mark.parametrize(
     ("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")]
 )
-def test_tiers_stand_beside_the_hand_over(role: Role, kv_role: str) -> None:
+def test_tiers_stand_beside_the_handoff(role: Role, kv_role: str) -> None:
     made = deployment(
         host={"max_bytes": 1 << 30, "eviction": "arc"},
         directory={"path": "/tmp", "max_bytes": 5},
@@ -47,9 +47,9 @@ def test_tiers_stand_beside_the_hand_over(role: Role, kv_role: str) -> None:
     )
     config = transfer_config(made, role)
     assert (config["kv_connector"], config["kv_role"]) == ("MultiConnector", kv_role)
-    handover, tiers = config["kv_connector_extra_config"]["connectors"]
-    assert handover["kv_connector"] == "DisaggConnector"
-    assert handover["kv_connector_extra_config"]["engine_name"] == f"{role}-0"
+    handoff, tiers = config["kv_connector_extra_config"]["connectors"]
+    assert handoff["kv_connector"] == "DisaggConnector"
+    assert handoff["kv_connector_extra_config"]["engine_name"] == f"{role}-0"
     assert (tiers["kv_connector"], tiers["kv_role"]) == ("DisaggOffloadConnector", kv_role)
     assert tiers["kv_connector_extra_config"] == {
         "host_bytes": 1 << 30,

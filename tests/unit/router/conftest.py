@@ -65,7 +65,7 @@ class FakeEngine:
     padding: int = 0
     cut_after: int | None = None
     params: Any = field(default_factory=lambda: PARAMS)
-    hand_overs: dict[str, int] = field(default_factory=dict)
+    handoffs: dict[str, int] = field(default_factory=dict)
     url: str = ""
     model: str = "m"
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -169,7 +169,7 @@ class FakeEngine:
     async def _metrics(self, request: web.Request) -> web.Response:
         counts = "".join(
             f'disagg_handoffs_total{{outcome="{outcome}",transport="tcp"}} {count}\n'
-            for outcome, count in self.hand_overs.items()
+            for outcome, count in self.handoffs.items()
         )
         return web.Response(
             text=f"# TYPE disagg_handoffs_total counter\n{counts}"

@@ -12,7 +12,7 @@ from unit.store.chunks import FINGERPRINT, content_of, cut, key_of, open_directo
 
 from disagg.errors import ConfigError
 from disagg.store.base import STORAGE, BlockEvent, EventKind, Leading, Presence
-from disagg.store.directory_index import DirectoryIndex, Memory
+from disagg.store.directory_index import DirectoryIndex, FindingsLimits
 from disagg.store.fingerprint import Fingerprint
 
 A, B, C, D = (key_of(number) for number in range(4))
@@ -36,7 +36,7 @@ def make(tmp_path: Path, clock: Clock) -> Iterator[MakeIndex]:
     made: list[DirectoryIndex] = []
 
     def make(ranks: int = 1, **memory: float) -> DirectoryIndex:
-        kept = Memory(**memory)  # type: ignore[arg-type]
+        kept = FindingsLimits(**memory)  # type: ignore[arg-type]
         made.append(DirectoryIndex(tmp_path, FINGERPRINT, ranks, kept, clock=clock))
         return made[-1]
 

@@ -11,7 +11,7 @@ import pytest
 
 from disagg.errors import PeerLost
 from disagg.transport.control import client
-from disagg.transport.control.client import Common
+from disagg.transport.control.client import CommonTransports
 from disagg.transport.deadline import Deadline
 
 
@@ -22,12 +22,12 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def has(common: Common, name: str, probe: Callable[[], bool]) -> bool:
+def has(common: CommonTransports, name: str, probe: Callable[[], bool]) -> bool:
     return common.has(name, probe, Deadline.after(10))
 
 
 def test_many_who_ask_at_once_are_answered_by_one_look() -> None:
-    common, looks = Common(), list[int]()
+    common, looks = CommonTransports(), list[int]()
 
     def probe() -> bool:
         looks.append(1)
@@ -40,7 +40,7 @@ def test_many_who_ask_at_once_are_answered_by_one_look() -> None:
 
 
 def test_each_way_is_looked_at_by_itself() -> None:
-    common = Common()
+    common = CommonTransports()
     assert has(common, "tcp", lambda: True)
     assert not has(common, "nccl", lambda: False)
     assert has(common, "tcp", lambda: False), "known"
@@ -52,7 +52,7 @@ def test_what_did_not_work_is_looked_at_beside_those_who_ask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client, "_AGAIN_S", 0.0)
-    common, may, looks = Common(), threading.Event(), list[str]()
+    common, may, looks = CommonTransports(), threading.Event(), list[str]()
     assert not has(common, "tcp", lambda: False)
 
     def probe() -> bool:
@@ -70,7 +70,7 @@ def test_what_did_not_work_is_looked_at_beside_those_who_ask(
 
 
 def test_not_again_before_its_time() -> None:
-    common, looks = Common(), list[int]()
+    common, looks = CommonTransports(), list[int]()
 
     def probe() -> bool:
         looks.append(1)
@@ -83,7 +83,7 @@ def test_not_again_before_its_time() -> None:
 
 
 def test_nobody_waits_past_its_deadline_for_another_ones_look() -> None:
-    common, may, began = Common(), threading.Event(), threading.Event()
+    common, may, began = CommonTransports(), threading.Event(), threading.Event()
     assert not has(common, "nccl", lambda: False)
 
     def probe() -> bool:

@@ -15,7 +15,7 @@ import pytest
 from disagg.bench.router import load as router_load
 from disagg.bench.router import run as router
 from disagg.bench.router.fake_engine import CHUNKS
-from disagg.bench.router.report import Case, Sample, rows
+from disagg.bench.router.report import RouterCase, Sample, rows
 from disagg.errors import ConfigError
 from disagg.testing.launch import launch
 
@@ -53,7 +53,7 @@ def answers(server: socket.socket, pieces: list[bytes]) -> router_load.Batch:
     thread.start()
     try:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        return router_load.run(router_load.Load(url, clients=1, requests=1, stream=True))
+        return router_load.run(router_load.RouterLoad(url, clients=1, requests=1, stream=True))
     finally:
         thread.join(10)
 
@@ -85,7 +85,7 @@ def test_a_wrong_answer_ends_the_run(server: socket.socket, answer: bytes) -> No
 def test_a_router_that_leaves_the_prefill_leg_out_is_found() -> None:
     with ExitStack() as stack:
         url, _ = launch(stack, "decode", router._engine("decode", 0))
-        load = router_load.Load(url, clients=1, requests=1, stream=False)
+        load = router_load.RouterLoad(url, clients=1, requests=1, stream=False)
         assert router_load.run(replace(load, as_decode=True)).first
         with pytest.raises(RuntimeError, match="the prefill leg was left out"):
             router_load.run(load)
@@ -96,7 +96,7 @@ def sample(rate: float, first: float, cpu: float) -> Sample:
 
 
 def test_ratios_are_of_one_round_and_their_median_counts() -> None:
-    case = Case("stream", 16)
+    case = RouterCase("stream", 16)
     ours = [sample(100, 0.1, 1), sample(10, 0.2, 1), sample(300, 0.3, 2)]
     peer = [sample(50, 0.1, 1), sample(5, 0.1, 2), sample(900, 0.1, 5)]
     mine, theirs = rows({(case, "vllm-router"): peer, (case, "ours"): ours})
@@ -115,11 +115,11 @@ def test_ratios_are_of_one_round_and_their_median_counts() -> None:
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, list[str]], message: str) -> None:
     plan = {"requests": 1, "rounds": 1, "clients": [1], "modes": ["whole"], "targets": ["direct"]}
     with pytest.raises(ConfigError, match=message):
-        router.Plan(pace_ms=0, **{**plan, **wrong}).check()
+        router.RouterBenchPlan(pace_ms=0, **{**plan, **wrong}).check()
 
 
 def test_a_small_run(tmp_path: Path) -> None:
-    plan = router.Plan(8, 1, [1, 4], ["stream", "whole"], ["direct", "ours"], 0)
+    plan = router.RouterBenchPlan(8, 1, [1, 4], ["stream", "whole"], ["direct", "ours"], 0)
     assert router.run(plan, json_path=tmp_path / "figures.json") == 0
     report = json.loads((tmp_path / "figures.json").read_text())
     found = {(row["mode"], row["clients"], row["target"]): row for row in report["rows"]}

@@ -19,7 +19,7 @@ from rich.console import Console
 from disagg.bench.serve import load as serve_load
 from disagg.bench.serve import run as serve
 from disagg.bench.serve import trace as serve_trace
-from disagg.bench.serve.load import Batch, Outcome, Reading
+from disagg.bench.serve.load import Batch, Reading, RequestOutcome
 from disagg.bench.serve.report import show
 from disagg.bench.serve.score import Run, Targets, goodput, percentile, ratios, row
 from disagg.bench.serve.trace import Ask, Kind, parse_mix, poisson
@@ -242,12 +242,14 @@ def test_percentiles_are_values_that_were_seen() -> None:
     assert percentile([], 0.5) is None
 
 
-def outcome(first: float, *gaps: float, prompt: int = 100, problem: str | None = None) -> Outcome:
+def outcome(
+    first: float, *gaps: float, prompt: int = 100, problem: str | None = None
+) -> RequestOutcome:
     ask = Ask(0.0, prompt, len(gaps) + 1)
-    return Outcome(ask, 0.001, first, first + sum(gaps), gaps, problem)
+    return RequestOutcome(ask, 0.001, first, first + sum(gaps), gaps, problem)
 
 
-def measured(way: str, rate: float, outcomes: list[Outcome]) -> Run:
+def measured(way: str, rate: float, outcomes: list[RequestOutcome]) -> Run:
     return Run(way, rate, rate, Batch(outcomes, 10.0, 0.1))
 
 
@@ -285,7 +287,7 @@ def test_a_row_counts_failures_and_keeps_their_times_out() -> None:
 
 
 def test_several_tokens_in_one_chunk_are_one_gap() -> None:
-    bundled = Outcome(Ask(0.0, 100, 7), 0.0, 0.1, 0.4, [0.1, 0.2])  # three chunks
+    bundled = RequestOutcome(Ask(0.0, 100, 7), 0.0, 0.1, 0.4, [0.1, 0.2])  # three chunks
     found = row(measured("apart", 1, [bundled]), TARGETS)
     assert found["itl_ms"] == {"p50": 100, "p99": 200, "longest": 200}
     assert found["tokens_per_chunk"] == 2.333
@@ -354,7 +356,7 @@ def test_the_tables_show_what_failed_and_what_is_not_known(
 # ---- the plan ------------------------------------------------------------------------------
 
 
-def plan(**changes: Any) -> serve.Plan:
+def plan(**changes: Any) -> serve.ServePlan:
     settings: dict[str, Any] = {
         "ways": [],
         "rates": [1.0, 2.0],
@@ -371,7 +373,7 @@ def plan(**changes: Any) -> serve.Plan:
         "prefill_seqs": None,
         "seed": 1,
     }
-    return serve.Plan(**(settings | changes))
+    return serve.ServePlan(**(settings | changes))
 
 
 def test_traces_are_written_without_an_engine_and_replayed(tmp_path: Path) -> None:

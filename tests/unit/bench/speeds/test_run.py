@@ -28,7 +28,7 @@ def test_speeds_are_found_again() -> None:
     assert fixed.speeds == pytest.approx({"token_s": 2e-4, "token_context_s": 3e-8})
 
 
-def test_steps_and_hand_overs_are_found_again_through_noise() -> None:
+def test_steps_and_handoffs_are_found_again_through_noise() -> None:
     draw = random.Random(0)
 
     def noisy(seconds: float) -> float:
@@ -52,7 +52,7 @@ def test_no_speed_is_negative() -> None:
     assert fit.worst > 0.01
 
 
-def test_hand_overs_that_take_no_time_are_no_speed() -> None:
+def test_handoffs_that_take_no_time_are_no_speed() -> None:
     moves = [MoveSample(n, 0.05) for n in LENGTHS]
     with pytest.raises(DisaggError, match="--lengths"):
         speeds_fit.moves(moves, [0.04 + 1e-7 * n for n in LENGTHS])
@@ -80,4 +80,4 @@ def test_a_wrong_plan_is_named(options: dict[str, object], said: str) -> None:
         "note": "",
     }
     with pytest.raises(ConfigError, match=said):
-        speeds.Plan(**{**good, **options})  # type: ignore[arg-type]
+        speeds.SpeedsPlan(**{**good, **options})  # type: ignore[arg-type]

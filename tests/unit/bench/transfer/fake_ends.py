@@ -6,13 +6,13 @@ import torch
 from transport.host_device import HostDevice, OnDevice, Shared
 
 from disagg.bench.transfer.device import DeviceConsumer, DeviceEnd, DeviceProducer
-from disagg.bench.transfer.memory import Memory
+from disagg.bench.transfer.memory import BenchMemory
 from disagg.bench.transfer.ours import Setup
 from disagg.transport.blocks import BlockCache
 from disagg.transport.device.staging import Staging
 
 
-class SharedMemory(Memory):
+class SharedMemory(BenchMemory):
     """A cache that no transport may touch but through its device."""
 
     def __init__(self, setup: Setup) -> None:
@@ -26,7 +26,7 @@ class SharedMemory(Memory):
 class FakeEnd(DeviceEnd):
     memory: SharedMemory
 
-    def make_memory(self) -> Memory:
+    def make_memory(self) -> BenchMemory:
         return SharedMemory(self.setup)
 
     def make_staging(self, cache: BlockCache) -> Staging:

@@ -18,10 +18,10 @@ from unit.bench.transfer.fake_ends import FakeConsumer, FakeProducer
 from disagg.bench.transfer import args as transfer_args
 from disagg.bench.transfer import ceilings, gpus
 from disagg.bench.transfer import run as transfer
-from disagg.bench.transfer.gpus import Place, Places
+from disagg.bench.transfer.gpus import GpuPlace, Places
 from disagg.bench.transfer.ours import Setup
 from disagg.bench.transfer.peers import reason_against, spread
-from disagg.bench.transfer.plan import Case, Plan
+from disagg.bench.transfer.plan import TransferCase, TransferPlan
 from disagg.bench.transfer.report import rows
 from disagg.bench.transfer.run import Ends
 from disagg.bench.transfer.ways import Pair
@@ -224,10 +224,10 @@ def test_nccl_of_the_ends(ends: Any) -> None:
 @needs_kernel
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_run_between_processes(tmp_path: Path, shared: bool) -> None:
-    plan = Plan(
+    plan = TransferPlan(
         ["cuda_ipc", "nccl", "tcp", "shared_storage"], [1, 2], [65536], [1], "cuda", 1, 4, 4 << 20
     )
-    places = Places(Place("emulated", {"NCCL_HOSTID": "out"}), Place("emulated"), shared)
+    places = Places(GpuPlace("emulated", {"NCCL_HOSTID": "out"}), GpuPlace("emulated"), shared)
     ends = Ends(FakeProducer, FakeConsumer, places)
     figures = tmp_path / "figures.json"
     assert transfer.measure(plan, ends, with_peer=False, json_path=figures) == 0
@@ -276,12 +276,12 @@ def test_the_producers_answer_is_taken_also_after_a_failure() -> None:
 
 
 def test_defaults_are_those_of_the_device() -> None:
-    plan = Plan.of("cuda", 5, sizes=None, layers=None)
+    plan = TransferPlan.of("cuda", 5, sizes=None, layers=None)
     assert [case.blocks for case in plan.cases()] == [62, 512, 4096]  # of 16 tokens
     assert (plan.layers, plan.block_bytes, plan.concurrency) == (32, (65536,), (1,))
     assert plan.transports == ("cuda_ipc", "nccl", "tcp", "shared_storage")
     plan.check()
-    plan = Plan.of("cpu", 5, sizes=[1])
+    plan = TransferPlan.of("cpu", 5, sizes=[1])
     assert (plan.layers, plan.sizes) == (8, [1])
     assert plan.transports == ("process_memory", "tcp", "shared_storage")
 
@@ -289,15 +289,15 @@ def test_defaults_are_those_of_the_device() -> None:
 def test_options_without_typer() -> None:
     given = "--device cuda --sizes 1,2 --layers 4 --staging-mb 2 --no-peer --transports nccl,tcp"
     asked = transfer_args.parse(given.split())
-    assert asked.plan == Plan.of(
+    assert asked.plan == TransferPlan.of(
         "cuda", 5, sizes=[1, 2], layers=4, staging_bytes=2 << 20, transports=["nccl", "tcp"]
     )
     assert (asked.with_peer, asked.json_path) == (False, None)
 
 
 def test_ratios_are_of_the_slowest_ceiling() -> None:
-    plan = Plan(["tcp"], [1], [65536], [1], "cuda", 1)
-    case = Case(1, 65536, 1)
+    plan = TransferPlan(["tcp"], [1], [65536], [1], "cuda", 1)
+    case = TransferCase(1, 65536, 1)
     samples = {
         (case, "device copy"): [0.1],
         (case, "PCIe"): [0.2],
@@ -322,9 +322,9 @@ def test_ratios_are_of_the_slowest_ceiling() -> None:
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="device: cuda — no GPU here"):
-        transfer.run(Plan.of("cuda", 1), with_peer=False, json_path=None)
+        transfer.run(TransferPlan.of("cuda", 1), with_peer=False, json_path=None)
     with pytest.raises(ConfigError, match="nccl: moves between GPUs only"):
-        Plan.of("cpu", 1, transports=["nccl"]).check()
+        TransferPlan.of("cpu", 1, transports=["nccl"]).check()
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -338,11 +338,11 @@ def test_places(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def test_the_peer_moves_the_same_bytes_as_fewer_layers() -> None:
-    plan = Plan(["tcp"], [4], [65536], [1], "cuda", 1, 16)
+    plan = TransferPlan(["tcp"], [4], [65536], [1], "cuda", 1, 16)
     blocks = plan.blocks(65536)
     (ids,) = spread(plan, 65536, [[1, 0]])
     # Block b of layer l of 16 is where block (l % 2) * blocks + b of layer l // 2 of 8 is.
     assert ids == [1, 0, blocks + 1, blocks]
     assert reason_against(plan, shared=False)
-    odd = Plan(["tcp"], [4], [65536], [1], "cuda", 1, 12)
+    odd = TransferPlan(["tcp"], [4], [65536], [1], "cuda", 1, 12)
     assert reason_against(odd, shared=True)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from disagg.bench.transfer import run as transfer
-from disagg.bench.transfer.memory import Memory, scattered
-from disagg.bench.transfer.plan import Case, Plan
+from disagg.bench.transfer.memory import BenchMemory, scattered
+from disagg.bench.transfer.plan import TransferCase, TransferPlan
 from disagg.bench.transfer.report import rows
 from disagg.errors import ConfigError
 
-PLAN = Plan(["shared_storage"], [1, 2], [65536], [1, 2], "cpu", 1)
+PLAN = TransferPlan(["shared_storage"], [1, 2], [65536], [1, 2], "cpu", 1)
 
 
 def test_ids_are_scattered_half_of_them_in_runs() -> None:
@@ -26,7 +26,7 @@ def test_ids_are_scattered_half_of_them_in_runs() -> None:
 
 
 def test_wrong_blocks_are_found() -> None:
-    memory = Memory(1 << 20, "cpu")
+    memory = BenchMemory(1 << 20, "cpu")
     memory.fill()
     assert memory.wrong_blocks(8192, [0, 5], [0, 5]) == 0
     assert memory.wrong_blocks(8192, [0, 5], [0, 6]) == 8  # of one block, in each layer
@@ -40,7 +40,7 @@ def test_several_fetches_at_once_only_while_they_fit() -> None:
 
 
 def test_ratios() -> None:
-    case = Case(1, 65536, 1)
+    case = TransferCase(1, 65536, 1)
     samples = {(case, "memcpy"): [0.1, 0.2, 0.3], (case, "x"): [0.4], (case, "nixl"): [0.8]}
     (_, row, _) = rows(PLAN, samples, ["nixl"], [])
     assert (row["over_memcpy"], row["over_nixl"], row["over_nixl_tcp"]) == (0.5, 2.0, None)
@@ -48,7 +48,7 @@ def test_ratios() -> None:
 
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such transport"):
-        Plan(["pigeon"], [1], [65536], [1], "cpu", 1).check()
+        TransferPlan(["pigeon"], [1], [65536], [1], "cpu", 1).check()
 
 
 def test_a_small_run(tmp_path: Path) -> None:

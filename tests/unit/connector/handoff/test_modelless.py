@@ -1,4 +1,4 @@
-"""Hand-overs between real connectors under real schedulers, driven by our lifecycle: no model.
+"""Handoffs between real connectors under real schedulers, driven by our lifecycle: no model.
 
 Control channel, leases and transports are the real ones, over loopback.
 """
@@ -92,14 +92,14 @@ def at_rest(*engines: Engine) -> bool:
     )
 
 
-# ---- one hand-over ---------------------------------------------------------------------------
+# ---- one handoff ---------------------------------------------------------------------------
 
 
 WAYS = [(transport, layout) for transport in TRANSPORTS for layout in ("LBHNC", "BLHNC")]
 
 
 @pytest.mark.parametrize(("transport", "layout"), [*WAYS, ("process_memory", "BHLNC")])
-def test_a_whole_hand_over(start: Start, transport: str, layout: str) -> None:
+def test_a_whole_handoff(start: Start, transport: str, layout: str) -> None:
     producer = start("kv_producer", layout=layout, transports=[transport])
     consumer = start("kv_consumer", layout=layout, transports=[transport])
     prompt = prompt_of(5 * BLOCK + 7, seed=1)
@@ -167,10 +167,10 @@ def test_the_next_turn_moves_what_is_new(start: Start) -> None:
     """The consumer has no state of the turn before, and all blocks of attention."""
     producer, consumer = start("kv_producer", groups=STATES), start("kv_consumer", groups=STATES)
     prompt = prompt_of(3 * BLOCK + 5, seed=40)
-    hand_over_all(producer, consumer, [prompt], 2 * BLOCK)
+    handoff_all(producer, consumer, [prompt], 2 * BLOCK)
     said = next(iter(consumer.answers.values()))
     since = len(consumer.scheduled)
-    hand_over_all(producer, consumer, [[*prompt, *said, *prompt_of(BLOCK, seed=41)]], 4)
+    handoff_all(producer, consumer, [[*prompt, *said, *prompt_of(BLOCK, seed=41)]], 4)
     (load,) = [
         load for step in consumer.scheduled[since:] for load in step.kv_connector_metadata.loads
     ]
@@ -179,7 +179,7 @@ def test_the_next_turn_moves_what_is_new(start: Start) -> None:
     assert computed == 4
 
 
-def hand_over_all(
+def handoff_all(
     producer: Engine, consumer: Engine, prompts: Sequence[list[int]], count: int
 ) -> None:
     """All at once; the answers are right, and nothing is left."""
@@ -199,7 +199,7 @@ def test_many_at_once(start: Start) -> None:
     """More than the consumer has blocks for: some wait, and some are preempted."""
     producer, consumer = start("kv_producer", blocks=160), start("kv_consumer", blocks=36)
     prompts = [prompt_of(20 + 17 * n, seed=n) for n in range(16)]
-    hand_over_all(producer, consumer, prompts, 40)
+    handoff_all(producer, consumer, prompts, 40)
     assert not any(output.failed_recving for output in consumer.seen)
     assert any(scheduled.preempted_req_ids for scheduled in consumer.scheduled)
 
@@ -210,7 +210,7 @@ def test_loads_do_not_wait_for_each_other(start: Start) -> None:
     producer = start("kv_producer", blocks=64, groups=groups)
     consumer = start("kv_consumer", blocks=1 + 6, groups=groups)
     prompts = [prompt_of(9 * BLOCK + 1, seed=n) for n in range(3)]
-    hand_over_all(producer, consumer, prompts, 4)
+    handoff_all(producer, consumer, prompts, 4)
     assert sum(len(output.finished_recving or ()) for output in consumer.seen) == 3
 
 

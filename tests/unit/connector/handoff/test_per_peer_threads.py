@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from disagg.connector.handoff import per_peer_threads
-from disagg.connector.handoff.per_peer_threads import Lanes
+from disagg.connector.handoff.per_peer_threads import PerPeerThreads
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -26,7 +26,7 @@ def threads(name: str) -> int:
 
 
 def test_one_key_that_hangs_holds_up_no_other() -> None:
-    made, gate, done = Lanes("hangs", 2), threading.Event(), list[str]()
+    made, gate, done = PerPeerThreads("hangs", 2), threading.Event(), list[str]()
     for _ in range(5):
         made.submit("stopped", lambda: done.append(str(gate.wait(10))))
     for number in range(5):
@@ -39,7 +39,7 @@ def test_one_key_that_hangs_holds_up_no_other() -> None:
 
 
 def test_no_more_than_so_many_at_once_and_all_in_their_order() -> None:
-    made, lock = Lanes("busy", 3), threading.Lock()
+    made, lock = PerPeerThreads("busy", 3), threading.Lock()
     running, most, begun = Counter[str](), Counter[str](), list[tuple[str, int]]()
 
     def work(key: str, number: int) -> None:
@@ -62,7 +62,7 @@ def test_no_more_than_so_many_at_once_and_all_in_their_order() -> None:
 
 
 def test_alone_in_a_lane_they_are_in_order() -> None:
-    made, seen = Lanes("one", 1), list[int]()
+    made, seen = PerPeerThreads("one", 1), list[int]()
     for number in range(100):
         made.submit("a", lambda number=number: seen.append(number))
     until(lambda: len(seen) == 100)
@@ -71,7 +71,7 @@ def test_alone_in_a_lane_they_are_in_order() -> None:
 
 def test_nothing_stays_of_a_key_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(per_peer_threads, "_LINGER_S", 0.05)
-    made, done = Lanes("gone", 4), list[int]()
+    made, done = PerPeerThreads("gone", 4), list[int]()
     for key in range(50):
         made.submit(key, lambda: done.append(1))
     until(lambda: len(done) == 50)
@@ -82,7 +82,7 @@ def test_nothing_stays_of_a_key_that_is_gone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_threads_are_used_again() -> None:
-    made, seen = Lanes("again", 8), list[int]()
+    made, seen = PerPeerThreads("again", 8), list[int]()
     for number in range(50):
         made.submit("a", lambda: seen.append(threading.get_ident()))
         until(lambda number=number: len(seen) == number + 1)
@@ -91,7 +91,7 @@ def test_threads_are_used_again() -> None:
 
 
 def test_what_raises_is_told_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    made, done = Lanes("raises", 1), list[int]()
+    made, done = PerPeerThreads("raises", 1), list[int]()
     made.submit("a", lambda: 1 // 0)  # type: ignore[arg-type]
     made.submit("a", lambda: done.append(1))
     until(lambda: len(done) == 1)
@@ -99,7 +99,7 @@ def test_what_raises_is_told_and_ends_nothing(caplog: pytest.LogCaptureFixture) 
 
 
 def test_closed() -> None:
-    made, gate, done = Lanes("closed", 1), threading.Event(), list[int]()
+    made, gate, done = PerPeerThreads("closed", 1), threading.Event(), list[int]()
     made.submit("a", lambda: done.append(gate.wait(10)))
     until(lambda: threads("closed") == 1)
     until(lambda: not made._lanes["a"].waiting)

@@ -9,7 +9,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from disagg.connector import HiddenStatesConnector
-from disagg.connector.hidden_states.checks import find_place
+from disagg.connector.hidden_states.checks import find_group
 from disagg.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ def config(model: Path, layers: list[Any] | None, **options: Any) -> Any:
 )
 def test_what_cannot_be_written_is_refused(model: Path, layers: list[Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        find_place(config(model, layers), None)  # type: ignore[arg-type]
+        find_group(config(model, layers), None)  # type: ignore[arg-type]
 
 
 def test_the_interface_that_vllm_sees(model: Path) -> None:

@@ -13,7 +13,7 @@ from unit.connector import model_device
 from unit.connector.model_device import ModelDevice
 
 from disagg.connector import kv_cache_layout
-from disagg.connector.offload.messages import Done, Filling, Load, OffloadWork, Store
+from disagg.connector.offload.messages import Done, Filling, OffloadWork, Store, TierLoad
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.offload.worker import FROM_HOST, TO_HOST, OffloadWorker
 from disagg.errors import ConfigError
@@ -36,8 +36,8 @@ class Rig:
     def store(self, job: int, slots: list[int], blocks: list[int]) -> Store:
         return Store(job, [Slot(bytes([slot + 1]), slot) for slot in slots], blocks)
 
-    def load(self, job: int, slots: list[int], skip: int, blocks: list[int]) -> Load:
-        return Load(job, f"request-{job}", [self.filling(slots, skip, blocks)])
+    def load(self, job: int, slots: list[int], skip: int, blocks: list[int]) -> TierLoad:
+        return TierLoad(job, f"request-{job}", [self.filling(slots, skip, blocks)])
 
     def filling(self, slots: list[int], skip: int, blocks: list[int]) -> Filling:
         return Filling([Slot(bytes([slot + 1]), slot) for slot in slots], skip, blocks)
@@ -123,7 +123,7 @@ def test_a_chunk_without_its_beginning(make: Callable[..., Rig]) -> None:
     for layer in expected:
         layer[[12, 5]] = layer[[2, 4]]
     fillings = [rig.filling([3], 1, [12]), rig.filling([0], 1, [5])]
-    rig.worker.start(OffloadWork(loads=[Load(2, "request", fillings)]))
+    rig.worker.start(OffloadWork(loads=[TierLoad(2, "request", fillings)]))
     (done,) = rig.done()
     assert (done.num_bytes, done.reason) == (2 * BLOCK_BYTES, "")
     for layer, right in zip(rig.layers, expected, strict=True):

@@ -34,7 +34,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from disagg.connector.kv_cache_layout import NULL_BLOCK
 from disagg.connector.offload.connector import DisaggOffloadConnector
-from disagg.connector.offload.messages import Load
+from disagg.connector.offload.messages import TierLoad
 from disagg.connector.offload.scheduler import OffloadScheduler
 from disagg.errors import ConfigError
 
@@ -94,7 +94,7 @@ def poison_before_loads(engine: Engine) -> None:
     worker = engine.lifecycle.connector.worker
     load = worker._load
 
-    def poisoned(work: Load, after: Any) -> None:
+    def poisoned(work: TierLoad, after: Any) -> None:
         for filling in work.fillings:
             for cache in engine.caches.values():
                 cache.view(torch.uint8)[filling.block_ids] = POISON
@@ -401,14 +401,14 @@ def pair(
 ) -> Iterator[tuple[Engine, Engine]]:
     """A producer and a consumer with tiers, of one folder."""
     extra = {"storage_path": str(tmp_path / "s"), "lease_s": 20.0}
-    handover = {
+    handoff = {
         "kv_connector": "DisaggConnector",
         "kv_connector_module_path": "disagg.connector",
         "kv_connector_extra_config": extra,
     }
 
     def engine(role: str) -> Engine:
-        children = [handover, tiers(64, directory=str(tmp_path / "t"))]
+        children = [handoff, tiers(64, directory=str(tmp_path / "t"))]
         return Engine(
             model,
             {
@@ -434,7 +434,7 @@ def handed(producer: Engine, consumer: Engine, prompt: list[int], count: int) ->
     return consumer.add(prompt, count, producer.params[first])
 
 
-def test_beside_the_hand_over(pair: tuple[Engine, Engine]) -> None:
+def test_beside_the_handoff(pair: tuple[Engine, Engine]) -> None:
     """One connector loads, the other takes note; either may be the one."""
     producer, consumer = pair
     prompt = prompt_of(5 * BLOCK + 3, seed=11)
@@ -451,11 +451,11 @@ def test_beside_the_hand_over(pair: tuple[Engine, Engine]) -> None:
     assert computed(consumer, since) < 2 * BLOCK
 
 
-def test_what_a_hand_over_has_not_brought_is_not_stored(pair: tuple[Engine, Engine]) -> None:
+def test_what_a_handoff_has_not_brought_is_not_stored(pair: tuple[Engine, Engine]) -> None:
     """The client leaves while the blocks are on their way: nothing of them is right yet."""
     producer, consumer = pair
-    (handover, _) = consumer.lifecycle.connector.sub_connectors
-    slow(handover.worker, "_load", seconds=0.1)
+    (handoff, _) = consumer.lifecycle.connector.sub_connectors
+    slow(handoff.worker, "_load", seconds=0.1)
     prompt = prompt_of(6 * BLOCK, seed=12)
     name = handed(producer, consumer, prompt, 3)
     status = RequestStatus.WAITING_FOR_REMOTE_KVS

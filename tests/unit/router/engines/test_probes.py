@@ -27,26 +27,26 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_hand_overs_that_fail_are_not_ready_until_one_works(make: Make) -> None:
+def test_handoffs_that_fail_are_not_ready_until_one_works(make: Make) -> None:
     setup = make(section={"probe_interval_s": 0.1})
-    setup.decode.hand_overs = {"loaded": 3, "failed": 1}
+    setup.decode.handoffs = {"loaded": 3, "failed": 1}
     until(lambda: ready(setup).status_code == 200)
     time.sleep(0.3)
-    setup.decode.hand_overs = {"loaded": 3, "failed": 2}
+    setup.decode.handoffs = {"loaded": 3, "failed": 2}
     until(lambda: ready(setup).status_code == 503)
-    assert ready(setup).json()["engines"] == {"prefill-0": "up", "decode-0": "hand-overs fail"}
-    # Nobody sends anything: the router tries a small hand-over itself.
+    assert ready(setup).json()["engines"] == {"prefill-0": "up", "decode-0": "handoffs fail"}
+    # Nobody sends anything: the router tries a small handoff itself.
     until(lambda: bool(setup.decode.bodies))
     assert setup.decode.bodies[0]["kv_transfer_params"] == PARAMS
     assert setup.decode.bodies[0]["max_tokens"] == 1
-    setup.decode.hand_overs = {"loaded": 4, "failed": 2}
+    setup.decode.handoffs = {"loaded": 4, "failed": 2}
     until(lambda: ready(setup).status_code == 200)
 
 
 def test_some_failures_among_successes_are_no_reason(make: Make) -> None:
     setup = make(section={"probe_interval_s": 0.05})
     for number in range(10):
-        setup.decode.hand_overs = {"loaded": number, "failed": number}
+        setup.decode.handoffs = {"loaded": number, "failed": number}
         time.sleep(0.05)
         assert ready(setup).status_code == 200
 

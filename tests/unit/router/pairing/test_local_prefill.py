@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from disagg.router.pairing.local_prefill import Helping
-from disagg.router.pairing.tail_latency import Slowest
+from disagg.router.pairing.local_prefill import LocalPrefill
+from disagg.router.pairing.tail_latency import TailLatency
 
 
 def test_the_slowest_tenth() -> None:
-    slowest, drawn = Slowest(), random.Random(1)
+    slowest, drawn = TailLatency(), random.Random(1)
     assert not slowest.has(1.0), "nothing is known yet"
     seconds = [drawn.random() for _ in range(2000)]
     slow = [one for one in seconds if slowest.has(one)]
@@ -19,9 +19,9 @@ def test_the_slowest_tenth() -> None:
     assert not slowest.has(5.0)
 
 
-def after_usual_ones(share: float) -> Helping:
+def after_usual_ones(share: float) -> LocalPrefill:
     """Of who came before, most waited for a second, as long as they were read."""
-    helping = Helping(share)
+    helping = LocalPrefill(share)
     for _ in range(20):
         helping.is_worth_it(1.0, 0.0, 1.0, 1)
     return helping

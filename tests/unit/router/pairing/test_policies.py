@@ -13,9 +13,9 @@ from unit.router.conftest import PARAMS, Setup
 
 from disagg.config import PairingSection
 from disagg.router.api import prompt_length
-from disagg.router.engines.compatibility import Fits
+from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
-from disagg.router.pairing.in_flight import Traffic
+from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.policies import LeastLoaded, Pairer, PrefixAffinity, SessionAffinity
 from disagg.router.pairing.prefix_memory import PrefixMemory
 from disagg.router.pairing.request_info import RequestInfo
@@ -28,8 +28,8 @@ Make = Callable[..., Setup]
 
 
 @pytest.fixture
-def traffic() -> Traffic:
-    return Traffic(RouterMetrics())
+def in_flight() -> InFlight:
+    return InFlight(RouterMetrics())
 
 
 @pytest.fixture
@@ -80,34 +80,34 @@ def test_prefix_keys() -> None:
     assert prompt_length.prefix_keys({"prompt": "\ud800", "model": "\udfff"})
 
 
-def test_least_loaded(traffic: Traffic) -> None:
-    seats = [traffic.take(engine, 1000) for engine in ENGINES[:3]]
-    policy = LeastLoaded(traffic)
+def test_least_loaded(in_flight: InFlight) -> None:
+    seats = [in_flight.take(engine, 1000) for engine in ENGINES[:3]]
+    policy = LeastLoaded(in_flight)
     chosen = Counter(policy.choose(ask("x"), ENGINES).name for _ in range(400))
     assert chosen["decode-3"] > 150, "it is in half of all draws"
     for seat in seats:
         seat.leave()
         seat.leave()
-    assert [traffic.cost(engine) for engine in ENGINES] == [0] * 4
+    assert [in_flight.cost(engine) for engine in ENGINES] == [0] * 4
     assert policy.choose(ask("x"), ENGINES[:1]) == ENGINES[0]
 
 
-def test_prefix_affinity(traffic: Traffic) -> None:
-    policy = PrefixAffinity(traffic)
+def test_prefix_affinity(in_flight: InFlight) -> None:
+    policy = PrefixAffinity(in_flight)
     turn = list(range(2000))
     first = policy.choose(ask(turn), ENGINES)
     for _ in range(5):
         turn = [*turn, *range(300)]
         assert policy.choose(ask(turn), ENGINES) == first
-    seat = traffic.take(first, 10_000)
+    seat = in_flight.take(first, 10_000)
     assert policy.choose(ask(turn), ENGINES) != first, "it is clearly busier"
     seat.leave()
     rest = [engine for engine in ENGINES if engine != first]
     assert policy.choose(ask(turn), rest) in rest
 
 
-def test_session_affinity(traffic: Traffic) -> None:
-    policy = SessionAffinity("X-Session-Id", traffic)
+def test_session_affinity(in_flight: InFlight) -> None:
+    policy = SessionAffinity("X-Session-Id", in_flight)
     homes = {
         name: policy.choose(ask("x", **{"x-session-id": name}), ENGINES)
         for name in map(str, range(200))
@@ -115,7 +115,7 @@ def test_session_affinity(traffic: Traffic) -> None:
     assert set(homes.values()) == set(ENGINES)
     left = ENGINES[:3]
     for name, home in homes.items():
-        again = SessionAffinity("x-session-id", traffic)
+        again = SessionAffinity("x-session-id", in_flight)
         moved = again.choose(ask("y", **{"x-session-id": name}), left)
         assert moved == home or home == ENGINES[3], "only sessions of the engine that went move"
 
@@ -173,8 +173,10 @@ def test_who_was_away_gets_its_whole_share_again(
 
 
 @pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_affinity"])
-def test_pairer_never_names_one_twice(traffic: Traffic, health: Health, name: Any) -> None:
-    pairer = Pairer(Topology(ENGINES), PairingSection(decode=name), traffic, health, Fits())
+def test_pairer_never_names_one_twice(in_flight: InFlight, health: Health, name: Any) -> None:
+    pairer = Pairer(
+        Topology(ENGINES), PairingSection(decode=name), in_flight, health, Compatibility()
+    )
     tried: list[EngineEndpoint] = []
     while (engine := pairer.choose("decode", ask("x"), tried)) is not None:
         tried.append(engine)
@@ -182,9 +184,9 @@ def test_pairer_never_names_one_twice(traffic: Traffic, health: Health, name: An
     assert pairer.choose("prefill", ask("x")) is None
 
 
-def test_engines_that_do_not_fit_are_not_paired(traffic: Traffic, health: Health) -> None:
+def test_engines_that_do_not_fit_are_not_paired(in_flight: InFlight, health: Health) -> None:
     prefills = [EngineEndpoint(f"prefill-{n}", "prefill", "") for n in range(2)]
-    fits = Fits()
+    fits = Compatibility()
     own = {"max_model_len": "8", "chats": "parsed"}  # nothing to the other engine
     fits.note(prefills[0], {"vllm": "1", "dtype": "float32", "other": "a", **own})
     fits.note(prefills[1], {"vllm": "1", "dtype": "bfloat16"})
@@ -192,7 +194,7 @@ def test_engines_that_do_not_fit_are_not_paired(traffic: Traffic, health: Health
     fits.note(ENGINES[0], {"vllm": "1", "dtype": "float32", **own})
     fits.note(ENGINES[1], {"vllm": "2"})
     topology = Topology([*prefills, *ENGINES])
-    pairer = Pairer(topology, PairingSection(), traffic, health, fits)
+    pairer = Pairer(topology, PairingSection(), in_flight, health, fits)
 
     def partners(decode: EngineEndpoint) -> set[str]:
         request = ask("x")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.router.pairing.prefill_backlog import Reading, Speed
+from disagg.router.pairing.prefill_backlog import PrefillBacklog, Speed
 
 
 class Clock:
@@ -20,7 +20,7 @@ def clock() -> Clock:
 
 
 def test_nothing_takes_time_before_a_prompt_was_read(clock: Clock) -> None:
-    reading = Reading(Speed(), clock)
+    reading = PrefillBacklog(Speed(), clock)
     reading.begin(1000)
     assert reading.left_s() == 0
     clock.now += 2
@@ -32,7 +32,7 @@ def test_nothing_takes_time_before_a_prompt_was_read(clock: Clock) -> None:
 def test_what_was_read_already_is_not_counted(clock: Clock) -> None:
     speed = Speed()
     speed.learn(1000, 1.0)
-    reading = Reading(speed, clock)
+    reading = PrefillBacklog(speed, clock)
     reading.begin(1000)
     reading.begin(2000)
     assert reading.left_s() == pytest.approx(3)
@@ -47,7 +47,7 @@ def test_what_was_read_already_is_not_counted(clock: Clock) -> None:
 def test_prompts_take_their_turns(clock: Clock) -> None:
     """The second one's time is from the first one's end."""
     speed = Speed()
-    reading = Reading(speed, clock)
+    reading = PrefillBacklog(speed, clock)
     reading.begin(1000)
     reading.begin(1000)
     for _ in range(2):
@@ -58,7 +58,7 @@ def test_prompts_take_their_turns(clock: Clock) -> None:
 
 def test_prompts_of_one_step_end_together(clock: Clock) -> None:
     speed = Speed()
-    reading = Reading(speed, clock)
+    reading = PrefillBacklog(speed, clock)
     for _ in range(4):
         reading.begin(250)
     clock.now += 1
@@ -71,7 +71,7 @@ def test_prompts_of_one_step_end_together(clock: Clock) -> None:
 def test_who_finished_late_has_the_rest_before_it(clock: Clock) -> None:
     speed = Speed()
     speed.learn(1000, 1.0)
-    reading = Reading(speed, clock)
+    reading = PrefillBacklog(speed, clock)
     reading.begin(1000)
     reading.begin(1000)
     clock.now += 5
@@ -85,7 +85,7 @@ def test_what_ends_unseen_makes_the_wait_no_longer(clock: Clock) -> None:
     """An answer in one piece, or one that failed: nothing is learnt, and the estimate stands."""
     speed = Speed()
     speed.learn(1000, 1.0)
-    reading = Reading(speed, clock)
+    reading = PrefillBacklog(speed, clock)
     reading.begin(1000)
     reading.begin(1000)
     clock.now += 1.5

@@ -14,7 +14,7 @@ from disagg.chaos.expected_answers import compact
 from disagg.router.api.bodies import prefill_body
 from disagg.router.api.errors import ApiError
 from disagg.router.api.paths import CHAT, COMPLETION
-from disagg.router.pairing.first_token_hold import Holding
+from disagg.router.pairing.first_token_hold import FirstTokenHold
 from disagg.router.pairing.in_flight import Seat
 from disagg.router.request.decode_leg import Opened
 from disagg.router.request.first_token import Begun, begin, drawn_alike, may_begin
@@ -225,7 +225,7 @@ def test_the_first_token_is_held(hold_s: float, decode_s: float, order: list[str
 
 
 def test_who_waited_longer_than_most_is_not_held() -> None:
-    holding = Holding(0.05)
+    holding = FirstTokenHold(0.05)
     drawn = random.Random(1)
     waited = [drawn.random() for _ in range(2000)]
     held = {one: holding.of(one) for one in waited}
@@ -236,7 +236,7 @@ def test_who_waited_longer_than_most_is_not_held() -> None:
     assert 0.07 < len(not_held) / len(later) < 0.13
     assert min(not_held) > 0.8
     assert {holding.of(5.0) for _ in range(128)} == {0.0, 0.05}, "until that is what most wait"
-    assert Holding(0.0).of(0.1) == 0.0
+    assert FirstTokenHold(0.0).of(0.1) == 0.0
 
 
 def test_a_token_is_sent_whatever_becomes_of_decode() -> None:

@@ -33,7 +33,7 @@ def status(*args: str) -> subprocess.CompletedProcess[str]:
 
 def test_engines_pairings_and_traffic(make: Make) -> None:
     setup = make(section={"pairing": {"local_prefill_tokens": 20}})
-    setup.decode.hand_overs = {"loaded": 5, "failed": 1}
+    setup.decode.handoffs = {"loaded": 5, "failed": 1}
     for length in (4, 30, 30):
         assert complete(setup, list(range(length))).status_code == 200
     state = state_of(setup)

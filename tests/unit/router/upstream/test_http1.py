@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from disagg.router.upstream.http1 import Client, EngineLost, fields
-from disagg.router.upstream.response import ROUND_S, Answer
+from disagg.router.upstream.response import ROUND_S, UpstreamResponse
 
 T = TypeVar("T")
 Speak = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -74,7 +74,9 @@ def asked(
     return asyncio.run(run())
 
 
-async def post(engine: Engine, client: Client, data: bytes = b"{}", limit_s: float = 5.0) -> Answer:
+async def post(
+    engine: Engine, client: Client, data: bytes = b"{}", limit_s: float = 5.0
+) -> UpstreamResponse:
     return await client.post(
         engine.url, "/v1/completions", data, fields([(b"x-b", "ü".encode("latin-1"))]), limit_s
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from disagg.router.upstream.loop_yield import Turns
+from disagg.router.upstream.loop_yield import LoopYield
 
 
-async def a_turn(turns: Turns, connections: int) -> None:
+async def a_turn(turns: LoopYield, connections: int) -> None:
     """So many connections bring something in one turn of the loop."""
     for _ in range(connections):
         turns.came()
@@ -16,7 +16,7 @@ async def a_turn(turns: Turns, connections: int) -> None:
         await asyncio.sleep(0)
 
 
-def offered(use: Callable[[Turns], object], slow: float = 0) -> int:
+def offered(use: Callable[[LoopYield], object], slow: float = 0) -> int:
     """How often the core was offered; whoever takes it keeps it for so many seconds."""
     count, now = 0, 0.0
 
@@ -24,7 +24,7 @@ def offered(use: Callable[[Turns], object], slow: float = 0) -> int:
         nonlocal count, now
         count, now = count + 1, now + slow
 
-    use(Turns(give_way, lambda: now))
+    use(LoopYield(give_way, lambda: now))
     return count
 
 
@@ -34,7 +34,7 @@ def test_after_a_turn_with_several_connections() -> None:
 
 
 def test_not_after_few() -> None:
-    async def many_turns(turns: Turns) -> None:
+    async def many_turns(turns: LoopYield) -> None:
         for _ in range(20):
             await a_turn(turns, 2)
 
@@ -42,7 +42,7 @@ def test_not_after_few() -> None:
 
 
 def test_not_again_before_more_comes() -> None:
-    async def one_turn_and_quiet(turns: Turns) -> None:
+    async def one_turn_and_quiet(turns: LoopYield) -> None:
         await a_turn(turns, 5)
         await asyncio.sleep(0.02)
 

@@ -18,9 +18,9 @@ from unit.transport.device.test_copy_plan import LAYOUTS, SELECTIONS, SHAPE
 from disagg.transport.blocks import BlockCache, Region, Selection
 from disagg.transport.deadline import Deadline
 from disagg.transport.device import copy_plan
-from disagg.transport.device.base import Device, Stream, Wait
+from disagg.transport.device.base import Device, DeviceStream, Wait
 from disagg.transport.device.copy_plan import Move
-from disagg.transport.device.offload_copy import Keeper, Kept
+from disagg.transport.device.offload_copy import OffloadCopier, OffloadCopy
 from disagg.transport.device.staging import Staging
 
 pytestmark = [
@@ -35,7 +35,7 @@ class Gpu:
     """The device, and one stream of it."""
 
     device: Device
-    stream: Stream
+    stream: DeviceStream
 
     def settle(self) -> None:
         Wait(Deadline.after(30), lambda: None).until(self.stream.record().is_done)
@@ -218,17 +218,17 @@ def test_to_slots_and_back(gpu: Gpu, layout: str, per: int, rows: int) -> None:
     source, target = (make(replace(SHAPE, layout=layout), seed) for seed in (6, None))
     staging = Staging(gpu.device, source, 4 * max(per, rows) * ROW, blocks=per)
     chunks = [[11, 4, 9][:per], [0, 10, 3][:per], [7, 1, 8][:per]]
-    store, load = Keeper(staging, source, per), Keeper(staging, target, per)
+    store, load = OffloadCopier(staging, source, per), OffloadCopier(staging, target, per)
     pool = gpu.device.pinned(5 * store.slot_bytes)
     pool.array[:] = caches.POISON
     address = [pool.address + slot * store.slot_bytes for slot in (4, 0, 1)]
-    kept = [Kept(at, 0, ids) for at, ids in zip(address, chunks, strict=True)]
+    kept = [OffloadCopy(at, 0, ids) for at, ids in zip(address, chunks, strict=True)]
     store.store(kept, Deadline.after(30), gpu.device.model_fence())
     slots = pool.array.reshape(5, -1)
     for slot, ids in zip((4, 0, 1), chunks, strict=True):
         assert np.array_equal(slots[slot], wire(source, source.whole(ids)))
     assert (slots[2:4] == caches.POISON).all()
-    kept[0] = Kept(address[0], per - 1, chunks[0][per - 1 :])
+    kept[0] = OffloadCopy(address[0], per - 1, chunks[0][per - 1 :])
     load.load(kept, Deadline.after(30), gpu.device.model_fence())
     loaded = [block for one in kept for block in one.block_ids]
     assert caches.agree(source, loaded, target, loaded)

@@ -19,7 +19,7 @@ from disagg.transport.blocks import BlockCache
 from disagg.transport.deadline import Deadline
 from disagg.transport.device import staging
 from disagg.transport.device.copy_plan import Chunk
-from disagg.transport.device.offload_copy import Keeper, Kept
+from disagg.transport.device.offload_copy import OffloadCopier, OffloadCopy
 from disagg.transport.device.staging import DEPTH, Staging
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to run the kernel on the host")
@@ -34,13 +34,13 @@ class Rig:
 
     cache: BlockCache
     staging: Staging
-    keeper: Keeper
+    keeper: OffloadCopier
     per: int
     pool: np.ndarray
 
-    def kept(self, slot: int, block_ids: list[int]) -> Kept:
+    def kept(self, slot: int, block_ids: list[int]) -> OffloadCopy:
         address = int(self.pool[slot].ctypes.data)
-        return Kept(address, self.per - len(block_ids), block_ids)
+        return OffloadCopy(address, self.per - len(block_ids), block_ids)
 
     def slot(self, block_ids: list[int]) -> np.ndarray:
         """What a slot holds of these blocks."""
@@ -54,7 +54,7 @@ def rig(per: int, rows: int, layout: str = "LBHNC", seed: int | None = 1) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "_LARGEST_CHUNK", rows * ROW)
         made = Staging(device, cache, 2 * DEPTH * rows * ROW, blocks=per)
-    keeper = Keeper(made, cache, per)
+    keeper = OffloadCopier(made, cache, per)
     assert keeper.slot_bytes == per * 3 * ROW
     pool = np.full((SLOTS, keeper.slot_bytes), caches.POISON, np.uint8)
     yield Rig(cache, made, keeper, per, pool)

@@ -10,11 +10,11 @@ import time
 
 import psutil
 
-from disagg.transport.host.fd_watcher import Watch
+from disagg.transport.host.fd_watcher import FdWatcher
 
 
 def test_told_once_when_the_peer_ends() -> None:
-    watch, told = Watch("test-watch"), queue.SimpleQueue[str]()
+    watch, told = FdWatcher("test-watch"), queue.SimpleQueue[str]()
     pairs = {name: socket.socketpair() for name in "abc"}
     for name, (ours, _) in pairs.items():
         watch.add(ours.fileno(), lambda name=name: told.put(name))
@@ -34,7 +34,7 @@ def test_told_once_when_the_peer_ends() -> None:
 
 
 def test_a_callback_that_fails_stops_no_other() -> None:
-    watch, told = Watch("test-watch"), threading.Event()
+    watch, told = FdWatcher("test-watch"), threading.Event()
     pairs = [socket.socketpair() for _ in range(2)]
     watch.add(pairs[0][0].fileno(), lambda: 1 // 0)
     watch.add(pairs[1][0].fileno(), told.set)
@@ -46,7 +46,7 @@ def test_a_callback_that_fails_stops_no_other() -> None:
 
 
 def test_the_thread_sleeps_and_ends() -> None:
-    watch = Watch("test-watch-idle")
+    watch = FdWatcher("test-watch-idle")
     pairs = [socket.socketpair() for _ in range(20)]
     for ours, _ in pairs:
         watch.add(ours.fileno(), lambda: None)

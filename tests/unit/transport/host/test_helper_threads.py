@@ -8,26 +8,26 @@ from collections.abc import Iterator
 
 import pytest
 
-from disagg.transport.host.helper_threads import Helpers, cores
+from disagg.transport.host.helper_threads import HelperThreads, cores
 
 
 @pytest.fixture
-def helpers() -> Iterator[Helpers]:
-    made = Helpers(1, "test")
+def helpers() -> Iterator[HelperThreads]:
+    made = HelperThreads(1, "test")
     try:
         yield made
     finally:
         made.close()
 
 
-def test_it_works_elsewhere(helpers: Helpers) -> None:
+def test_it_works_elsewhere(helpers: HelperThreads) -> None:
     assert helpers.submit(threading.get_ident).result(5) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
         helpers.submit(lambda: 1 / 0).result(5)
 
 
 @pytest.mark.skipif(cores() < 2, reason="there is no other core")
-def test_on_another_core(helpers: Helpers) -> None:
+def test_on_another_core(helpers: HelperThreads) -> None:
     helpers.submit(int).result(5)  # not before it lives
     ours = os.sched_getaffinity(0)
     core = min(ours)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disagg.bench.transfer.memory import Memory
+from disagg.bench.transfer.memory import BenchMemory
 from disagg.transport.host.huge_pages import collapse, prefer_huge_pages
 
 MIB = 1 << 20
@@ -45,7 +45,7 @@ def test_fresh_memory_gets_huge_pages() -> None:
     not ENABLED.exists() or "[never]" in ENABLED.read_text(), reason="no huge pages here"
 )
 def test_the_caches_of_benchmarks_have_them_too() -> None:
-    memory = Memory(64 * MIB, "cpu").flat
+    memory = BenchMemory(64 * MIB, "cpu").flat
     assert huge_kib(memory.data_ptr() + memory.numel() // 2) > 32 * 1024
 
 

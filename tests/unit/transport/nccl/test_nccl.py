@@ -244,7 +244,7 @@ def test_finish_waits_until_nothing_reads_the_blocks(worker: MakeWorker) -> None
     staged = sender.send(everything, b"", Deadline.after(20))
     key = data_channel.decode(staged, nccl._Staged).key
     receiver_of(consumer)._watch.remove(lane.channel.sock.fileno())
-    lane.channel.send(data_channel.encode(communicator.Pull(key)), Deadline.after(5))
+    lane.channel.send(data_channel.encode(communicator.NcclPull(key)), Deadline.after(5))
     sending = data_channel.decode(lane.channel.receive(Deadline.after(5)), communicator.Sending)
     assert sending.size == producer.cache.num_bytes(everything)
     began = time.monotonic()

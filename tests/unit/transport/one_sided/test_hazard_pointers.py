@@ -12,14 +12,14 @@ import pytest
 from disagg.errors import LeaseGone, TransferError
 from disagg.transport.control.lease import LeaseTable
 from disagg.transport.deadline import Deadline
-from disagg.transport.one_sided.hazard_pointers import NO_SLOT, Hazards, RemoteHazards
+from disagg.transport.one_sided.hazard_pointers import NO_SLOT, HazardPointers, RemoteHazardPointers
 
 TOKEN = b"0123456789abcdef"
 LIMIT_S = 0.3
 
 
-def remote(hazards: Hazards, token: bytes = TOKEN) -> RemoteHazards:
-    return RemoteHazards(os.getpid(), hazards.fd, token)
+def remote(hazards: HazardPointers, token: bytes = TOKEN) -> RemoteHazardPointers:
+    return RemoteHazardPointers(os.getpid(), hazards.fd, token)
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def ended(table: LeaseTable) -> list[tuple[str, str]]:
 
 
 def test_a_lease_is_named_while_it_is_read() -> None:
-    hazards = Hazards(TOKEN)
+    hazards = HazardPointers(TOKEN)
     first, second = hazards.take(), hazards.take()
     ours, others = remote(hazards), remote(hazards)
     with ours.naming(first, 0), others.naming(second, 7):
@@ -50,7 +50,7 @@ def test_a_lease_is_named_while_it_is_read() -> None:
 
 
 def test_who_leaves_names_nothing() -> None:
-    hazards = Hazards(TOKEN)
+    hazards = HazardPointers(TOKEN)
     slot = hazards.take()
     with remote(hazards).naming(slot, 5):
         assert hazards.give_back(slot) == 5
@@ -59,7 +59,7 @@ def test_who_leaves_names_nothing() -> None:
 
 
 def test_as_many_as_there_are() -> None:
-    hazards = Hazards(TOKEN)
+    hazards = HazardPointers(TOKEN)
     taken = [hazards.take() for _ in range(1024)]
     assert sorted(taken) == list(range(1024))
     assert hazards.take() == NO_SLOT
@@ -70,7 +70,7 @@ def test_as_many_as_there_are() -> None:
 
 def test_who_lost_its_connection_takes_no_sign_away() -> None:
     """Its slot is another one's by now, and it does not know yet."""
-    hazards = Hazards(TOKEN)
+    hazards = HazardPointers(TOKEN)
     slot = hazards.take()
     late, other = remote(hazards), remote(hazards)
     with contextlib.ExitStack() as reading:
@@ -85,22 +85,22 @@ def test_who_lost_its_connection_takes_no_sign_away() -> None:
 
 @pytest.mark.parametrize(("slot", "lease"), [(-1, 0), (1024, 0), (0, -1), (0, 1 << 62)])
 def test_what_has_no_room(slot: int, lease: int) -> None:
-    ours = remote(Hazards(TOKEN))
+    ours = remote(HazardPointers(TOKEN))
     assert ours.have(0, 0)
     assert not ours.have(slot, lease)
 
 
 def test_slots_of_somebody_else() -> None:
     with pytest.raises(TransferError, match="other slots"):
-        remote(Hazards(TOKEN), bytes(16))
+        remote(HazardPointers(TOKEN), bytes(16))
     with open(os.devnull, "r+b") as file, pytest.raises(TransferError, match="cannot map"):
-        RemoteHazards(os.getpid(), file.fileno(), TOKEN)
+        RemoteHazardPointers(os.getpid(), file.fileno(), TOKEN)
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 1 << 20)
     with pytest.raises(TransferError, match="not sealed"):
-        RemoteHazards(os.getpid(), fd, TOKEN)
+        RemoteHazardPointers(os.getpid(), fd, TOKEN)
     os.close(fd)
-    hazards = Hazards(TOKEN)
+    hazards = HazardPointers(TOKEN)
     ours = remote(hazards)
     hazards.close()
     with pytest.raises(TransferError, match="cannot map"):
@@ -112,7 +112,7 @@ def test_slots_of_somebody_else() -> None:
 def test_no_file_stays_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        hazards = Hazards(TOKEN)
+        hazards = HazardPointers(TOKEN)
         remote(hazards)
         del hazards
     assert set(os.listdir("/proc/self/fd")) <= before

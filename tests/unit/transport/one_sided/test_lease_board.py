@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from disagg.errors import LeaseGone, PeerLost
-from disagg.transport.base import Posted
+from disagg.transport.base import PostedLease
 from disagg.transport.control.lease import LeaseTable
 from disagg.transport.deadline import Deadline
-from disagg.transport.one_sided.lease_board import Board, look_up, still_there
+from disagg.transport.one_sided.lease_board import LeaseBoard, look_up, still_there
 
 ROWS, MOST_IDS = 1024, 1018
 
@@ -24,18 +24,18 @@ def peek(at: int, length: int) -> bytes:
     return ctypes.string_at(at, length)
 
 
-def found(board: Board, lease: int, token: bytes | None = None) -> Posted | None:
+def found(board: LeaseBoard, lease: int, token: bytes | None = None) -> PostedLease | None:
     return look_up(peek, board.address, token or board.token, lease)
 
 
-def head(board: Board, lease: int) -> np.ndarray:
+def head(board: LeaseBoard, lease: int) -> np.ndarray:
     heads: np.ndarray = board._heads
     return heads[lease % ROWS]
 
 
 @pytest.mark.parametrize("ids", [[], [7], [3, -1, -1, 9], list(range(MOST_IDS))])
 def test_posted_and_taken_off(ids: list[int]) -> None:
-    board = Board()
+    board = LeaseBoard()
     assert found(board, 5) is None
     board.post(5, ids)
     posted = found(board, 5)
@@ -51,7 +51,7 @@ def test_posted_and_taken_off(ids: list[int]) -> None:
 
 
 def test_of_two_that_want_one_row_the_later_has_it() -> None:
-    board = Board()
+    board = LeaseBoard()
     board.post(1, [1, 2])
     first = found(board, 1)
     board.post(1 + ROWS, [3])
@@ -65,7 +65,7 @@ def test_of_two_that_want_one_row_the_later_has_it() -> None:
 
 
 def test_a_closed_board_has_nothing() -> None:
-    board = Board()
+    board = LeaseBoard()
     board.post(1, [1, 2])
     posted = found(board, 1)
     board.close()
@@ -79,14 +79,14 @@ def test_a_closed_board_has_nothing() -> None:
 @pytest.mark.parametrize("word", range(3))
 def test_a_row_that_is_half_another(word: int) -> None:
     """Whichever part of it was read too early or too late."""
-    board = Board()
+    board = LeaseBoard()
     board.post(1, [1, 2, 3, 4])
     head(board, 1)[word] = [1 + ROWS, 3, 12345][word]
     assert found(board, 1) is None
 
 
 def test_ids_of_another_lease() -> None:
-    board = Board()
+    board = LeaseBoard()
     board.post(1, [1, 2, 3, 4])
     board._ids[1, 2] = 7
     assert found(board, 1) is None
@@ -94,14 +94,14 @@ def test_ids_of_another_lease() -> None:
 
 @pytest.mark.parametrize("count", [-1, MOST_IDS + 1, 1 << 40])
 def test_counts_that_cannot_be(count: int) -> None:
-    board = Board()
+    board = LeaseBoard()
     board.post(1, [1])
     head(board, 1)[1] = count
     assert found(board, 1) is None
 
 
 def test_more_blocks_than_a_row_has_room_for() -> None:
-    board = Board()
+    board = LeaseBoard()
     board.post(1, range(MOST_IDS + 1))
     assert board.posted() == set()
     assert found(board, 1) is None
@@ -109,7 +109,7 @@ def test_more_blocks_than_a_row_has_room_for() -> None:
 
 def test_another_boards_rows() -> None:
     """As of another process that has the same addresses."""
-    board = Board()
+    board = LeaseBoard()
     board.post(1, [1])
     assert found(board, 1, bytes(16)) is None
 

@@ -437,7 +437,7 @@ def pull(pair: Pair, answer: bytes, stream: int = 0) -> tuple[Channel, int | Non
     staged = tcp_wire.decode(answer, tcp_wire.Staged)
     pool = tcp_pool.Pool(SECRET)
     channel = pool._open((staged.at.host, staged.at.port), Deadline.after(5))
-    channel.send(tcp_wire.encode(tcp_wire.Pull(staged.key, stream)), Deadline.after(5))
+    channel.send(tcp_wire.encode(tcp_wire.TcpPull(staged.key, stream)), Deadline.after(5))
     sending = tcp_wire.decode(channel.receive(Deadline.after(5)), tcp_wire.Sending)
     return channel, sending.size
 

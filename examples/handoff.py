@@ -1,9 +1,9 @@
-"""One hand-over by hand: what a router does, in twenty lines.
+"""One handoff by hand: what a router does, in twenty lines.
 
 Works with any two engines that load our connector, for instance two plain vLLM servers
 (`examples/plain_vllm.sh` starts a pair):
 
-    .venv/bin/python examples/handover.py http://127.0.0.1:8101 http://127.0.0.1:8102
+    .venv/bin/python examples/handoff.py http://127.0.0.1:8101 http://127.0.0.1:8102
 """
 
 from __future__ import annotations
