@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from disagg.router.request.plan import RequestPlan
 from disagg.router.request.stream_state import watched
 from engine.conftest import Fleet, routed
 from engine.cut_proxy import cut_streams
@@ -43,7 +44,7 @@ def test_as_one_engine_answers(fleet: Fleet, path: str, first: str) -> None:
             if "logprob_token_ids" in more:
                 continue  # must be alone, see `test_fields.py`
             name, body = f"request-{number}", numbered(path, more)
-            goes_on = watched(path, {**body, "stream": True}) is not None
+            goes_on = watched(RequestPlan(path, {**body, "stream": True})) is not None
             how_often = chance.randint(1, MOST_CUTS) if goes_on else number % 2
             # Behind the role or a token, with some of the next event, or all but its end.
             cuts.plan[name] = [

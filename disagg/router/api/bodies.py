@@ -1,19 +1,20 @@
-"""The bodies of both legs, from the body the client sent. Pure functions.
+"""Reads the client's body and writes the bodies of the legs. Pure functions.
 
-The prefill leg asks for one token and a lease (NIXL's pull contract); the decode leg is the
-client's own request with the params that came back. What a client says about transfers is
-never believed: it is dropped first.
+The prefill leg asks for one token and a lease (NIXL's pull contract). The decode leg is the
+client's own request with the params that prefill answered. Transfer params in a client's body are
+dropped first: the router never believes them. What the body asks for is read in
+`request/plan.py` alone.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from disagg.router.api import prompt_length
 from disagg.router.api.errors import ApiError
 from disagg.router.api.paths import COMPLETION, MESSAGES, RESPONSES
 
@@ -33,6 +34,27 @@ _NOT_FOR_PREFILL = (
     "background",
     "max_tool_calls",
 )
+# What a leg that continues a stream keeps of the client's body.
+CONTINUED = frozenset(
+    [
+        "model",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "ignore_eos",
+        "stop_token_ids",
+        "logit_bias",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "user",
+        "priority",
+        "stream_options",
+        "cache_salt",
+        "seed",
+    ]
+)
 # What asks vLLM 0.32 for a lease.
 REMOTE_DECODE = {
     "do_remote_decode": True,
@@ -42,7 +64,7 @@ REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
-# The same where the leg's own token is wanted: models with recurrent state else stop before it.
+# The same, and the leg's own token counts: else models with recurrent state stop before it.
 REMOTE_DECODE_AND_TOKEN = {**REMOTE_DECODE, "first_token": True}
 PARAMS = "kv_transfer_params"
 _KEY = PARAMS.encode()
@@ -54,6 +76,7 @@ _DOORS: Sequence[Sequence[str]] = (
     ("extra_body",),
     ("sampling_params", "extra_args"),
 )
+NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})
 _OUTER = frozenset([PARAMS, *(path[0] for path in _DOORS if path)])
 
 
@@ -94,7 +117,7 @@ def _too_deep() -> ApiError:
 
 
 def without_params(body: dict[str, Any]) -> dict[str, Any]:
-    """The client's body without transfer params, by any of the doors that vLLM has.
+    """The client's body without transfer params, wherever vLLM would read them.
 
     The same object if there was nothing to drop.
     """
@@ -157,7 +180,7 @@ def prefill_body(
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The prefill leg's body for one of `paths.PAIRED`. `asks_params`: for a lease, as all but
-    ExampleConnector give. `more`: what else it says."""
+    ExampleConnector give. `more`: fields to add."""
     leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     if asks_params:
         leg[PARAMS] = REMOTE_DECODE
@@ -173,9 +196,28 @@ def prefill_body(
     return leg
 
 
-def decode_body(body: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
-    """The decode leg's body; without params the engine computes the prompt itself."""
-    return body if params is None else {**body, PARAMS: params}
+def decode_body(
+    body: dict[str, Any], params: dict[str, Any] | None, more: Mapping[str, Any] = NOTHING_MORE
+) -> dict[str, Any]:
+    """The decode leg's body; without params the engine computes the prompt itself. `more`: fields
+    to add."""
+    if params is not None:
+        return {**body, **more, PARAMS: params}
+    return {**body, **more} if more else body
+
+
+def continued_body(
+    body: Mapping[str, Any], tokens: list[int], *, max_tokens: int, min_tokens: int
+) -> dict[str, Any]:
+    """The body of the completion that goes on behind these tokens: the prompt's and those sent."""
+    leg: dict[str, Any] = {key: value for key, value in body.items() if key in CONTINUED}
+    leg |= {"prompt": tokens, "stream": True, "return_token_ids": True}
+    return leg | {"max_tokens": max_tokens, "min_tokens": min_tokens}
+
+
+def detokenize_body(model: Any, tokens: list[int]) -> dict[str, Any]:
+    """What asks an engine's `/detokenize` for the text of these tokens."""
+    return {"model": model, "tokens": tokens}
 
 
 def params_of(answer: bytes) -> dict[str, Any] | None:
@@ -185,38 +227,3 @@ def params_of(answer: bytes) -> dict[str, Any] | None:
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     return params if isinstance(params, dict) and params.get("do_remote_prefill") else None
-
-
-def local_reason(body: dict[str, Any], path: str = COMPLETION) -> str | None:
-    """Why a prefill leg would be of no use, or None: the label of a metric."""
-    if path == RESPONSES and hangs_on_one_engine(body):
-        return "stateful"
-    if _several_prompts(body.get("prompt")):
-        return "several_prompts"  # one params object cannot stand for several leases
-    if body.get("prompt_logprobs") is not None or (
-        body.get("echo") and body.get("logprobs") is not None
-    ):
-        return "prompt_logprobs"  # decode computes every prompt position anyhow
-    if body.get("use_beam_search"):
-        return "beam_search"
-    if body.get("prompt_embeds") is not None:
-        return "prompt_embeds"
-    return None
-
-
-def hangs_on_one_engine(body: Mapping[str, Any]) -> bool:
-    """Whether it goes on with what an engine keeps, stays there, or lets it call tools by itself,
-    after which the prompt is another one."""
-    tools = body.get("tools")
-    return bool(
-        body.get("previous_response_id")
-        or body.get("background")
-        or any(
-            not isinstance(tool, dict) or tool.get("type") != "function"
-            for tool in (tools if isinstance(tools, list) else ())
-        )
-    )
-
-
-def _several_prompts(prompt: Any) -> bool:
-    return isinstance(prompt, list) and len(prompt) > 1 and not prompt_length.is_tokens(prompt)

@@ -26,6 +26,7 @@ from disagg.router.topology import EngineEndpoint
 class _Waiting:
     request: RequestInfo
     tried: Collection[EngineEndpoint]
+    partner: EngineEndpoint | None
     seat: asyncio.Future[Seat]
     since: float = field(default_factory=time.monotonic)
 
@@ -42,21 +43,26 @@ class Admission:
         self._last_wait_s = 0.0
 
     async def seat(
-        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+        self,
+        role: Role,
+        request: RequestInfo,
+        tried: Collection[EngineEndpoint] = (),
+        partner: EngineEndpoint | None = None,
     ) -> Seat | None:
-        """A seat at an engine of this role that is not among `tried`, waited for if need be; None
-        if none is up. Who tried some was let in before, and is before those who wait.
+        """A seat at an engine of this role that is not among `tried` and fits `partner`, waited
+        for if need be; None if none is up.
 
+        A request that has tried engines was admitted before, so it stands first in the queue.
         Raises `ApiError` 429 if too many wait already, or it waited too long.
         """
         queue = self._queues[role]
         if tried or not queue:
-            seat = self.another(role, request, tried)
-            if seat is not None or not self._pairer.serves(role, request, tried):
+            seat = self.another(role, request, tried, partner)
+            if seat is not None or not self._pairer.serves(role, tried, partner):
                 return seat
         if not tried and len(queue) >= self._limits.max_queued:
             raise self._busy("too many requests wait already")
-        waiting = _Waiting(request, tried, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(request, tried, partner, asyncio.get_running_loop().create_future())
         (queue.appendleft if tried else queue.append)(waiting)
         self._metrics.queued.inc()
         try:
@@ -75,13 +81,19 @@ class Admission:
             self._metrics.queue_time.observe(self._last_wait_s)
 
     def another(
-        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+        self,
+        role: Role,
+        request: RequestInfo,
+        tried: Collection[EngineEndpoint] = (),
+        partner: EngineEndpoint | None = None,
     ) -> Seat | None:
-        """A seat at once, at an engine that is not among `tried`; None if there is none."""
+        """A seat at once, at an engine that is not among `tried` and fits `partner`; None if there
+        is none."""
         limits = self._limits
         if role == "decode" and self._in_flight.of_role(role) >= limits.max_in_flight:
             return None
-        engine = self._pairer.choose(role, request, tried, room=limits.max_in_flight_per_engine)
+        room = limits.max_in_flight_per_engine
+        engine = self._pairer.choose(role, request, tried, partner, room=room)
         if engine is None:
             return None
         return self._in_flight.take(engine, request.tokens, self._admit_waiting)
@@ -97,7 +109,7 @@ class Admission:
             waiting = queue.popleft()
             if waiting.seat.done():
                 continue
-            seat = self.another(role, waiting.request, waiting.tried)
+            seat = self.another(role, waiting.request, waiting.tried, waiting.partner)
             if seat is not None:
                 waiting.seat.set_result(seat)
                 continue

@@ -133,14 +133,17 @@ class Pairer:
         }
 
     def serves(
-        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+        self,
+        role: Role,
+        tried: Collection[EngineEndpoint] = (),
+        partner: EngineEndpoint | None = None,
     ) -> bool:
         """Whether it is worth a wait for an engine of this role that is not among `tried`."""
-        return bool(self._candidates(role, request, tried))
+        return bool(self._candidates(role, tried, partner))
 
-    def wait_s(self, role: Role, request: RequestInfo) -> float:
+    def wait_s(self, role: Role) -> float:
         """About how long the least busy engine of this role reads before it; 0 without one."""
-        waits = (self._in_flight.reading_s(engine) for engine in self._candidates(role, request))
+        waits = (self._in_flight.reading_s(engine) for engine in self._candidates(role))
         return min(waits, default=0.0)
 
     def choose(
@@ -148,14 +151,15 @@ class Pairer:
         role: Role,
         request: RequestInfo,
         tried: Collection[EngineEndpoint] = (),
+        partner: EngineEndpoint | None = None,
         *,
         room: int | None = None,
     ) -> EngineEndpoint | None:
-        """An engine of this role that is not among `tried` and has less than `room` requests;
-        None if there is none."""
+        """An engine of this role that is not among `tried`, fits `partner` (the engine at the other
+        end of the handoff), and has less than `room` requests; None if there is none."""
         engines = [
             engine
-            for engine in self._candidates(role, request, tried)
+            for engine in self._candidates(role, tried, partner)
             if room is None or self._in_flight.requests(engine) < room
         ]
         if not engines:
@@ -165,12 +169,14 @@ class Pairer:
         return chosen
 
     def _candidates(
-        self, role: Role, request: RequestInfo, tried: Collection[EngineEndpoint] = ()
+        self,
+        role: Role,
+        tried: Collection[EngineEndpoint] = (),
+        partner: EngineEndpoint | None = None,
     ) -> Sequence[EngineEndpoint]:
         engines = self._topology.of(role)
         if tried:
             engines = [engine for engine in engines if engine not in tried]
-        partner = request.partner
         if partner is not None:
             engines = [engine for engine in engines if self._compatibility.fit(engine, partner)]
         usable = self._health.usable(engines)

@@ -20,7 +20,7 @@ from disagg.router.api.errors import ApiError, EngineRefusal
 from disagg.router.engines.health import Health
 from disagg.router.pairing.admission import Admission
 from disagg.router.pairing.in_flight import Seat
-from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.request.plan import RequestPlan
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
@@ -130,15 +130,17 @@ class DecodeLeg:
         self,
         call: Call,
         seat: Seat,
-        request: RequestInfo,
+        plan: RequestPlan,
         record: Record,
         *,
+        partner: EngineEndpoint | None = None,
         attempts: int = _ATTEMPTS,
     ) -> Opened:
         """The answer of the seat's engine, or of another one; never a 5xx. Gives the seat up if
         there is none. Raises `ApiError`, an engine's own words among them.
 
-        `call` gives an answer whose head has come, in time, or raises `ApiError`.
+        `call` gives an answer whose head has come, in time, or raises `ApiError`. `partner`: the
+        prefill engine that holds the prompt's KV, if any.
         """
         tried: list[EngineEndpoint] = []
         while True:
@@ -154,7 +156,7 @@ class DecodeLeg:
                 failure = error
             other: Seat | None = None
             if len(tried) < attempts and (failure is None or failure.status != 504):
-                other = await self._elsewhere(request, tried, opened)
+                other = await self._elsewhere(plan, tried, partner, opened)
             if other is None:
                 if opened is not None:
                     failure = await self._refusal(opened)
@@ -168,12 +170,16 @@ class DecodeLeg:
             seat = other
 
     async def _elsewhere(
-        self, request: RequestInfo, tried: list[EngineEndpoint], refused: Opened | None
+        self,
+        plan: RequestPlan,
+        tried: list[EngineEndpoint],
+        partner: EngineEndpoint | None,
+        refused: Opened | None,
     ) -> Seat | None:
         if refused is not None:
             refused.seat.leave()  # else it might wait for its own
         try:
-            return await self._admission.seat("decode", request, tried)
+            return await self._admission.seat("decode", plan, tried, partner)
         except ApiError:
             return None  # why it was refused tells more than that others have no room
         except BaseException:

@@ -1,16 +1,17 @@
-"""Lets another engine go on with a stream whose engine died.
+"""Another engine continues a stream whose engine died.
 
-The rest is a request like others, with a prefill leg if that pays: what follows the tokens sent
-(`migration.py`), if the text sent is exactly theirs, or all of it once more (`replay.py`).
+The rest is a request like any other, with a prefill leg if that pays. It is the completion behind
+the tokens sent (`stream_state.py`), if the text sent is exactly that of these tokens. Or it is the
+whole request again (`replay.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import aiohttp
 import msgspec
@@ -18,12 +19,13 @@ from starlette.responses import Response
 
 from disagg.config import RouterSection
 from disagg.router.api import bodies, paths
+from disagg.router.api.bodies import NOTHING_MORE
 from disagg.router.api.errors import ApiError
 from disagg.router.engines.compatibility import Compatibility
 from disagg.router.pairing.admission import Admission
-from disagg.router.pairing.in_flight import Seat
-from disagg.router.pairing.request_info import RequestInfo
 from disagg.router.request.decode_leg import Opened
+from disagg.router.request.legs import Legs
+from disagg.router.request.plan import RequestPlan
 from disagg.router.request.replay import Replay
 from disagg.router.request.stream_state import HALF_A_CHARACTER, Stream
 from disagg.router.telemetry.access_log import Record
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Movable: TypeAlias = Stream | Replay
 GoesOn: TypeAlias = Callable[[Movable, Opened], Awaitable[Opened | None]]
-"""What opens the rest of an answer that broke off, or answers None if nothing can."""
+"""Opens the rest of an answer that broke off; None if no engine can continue it."""
 
 _DETOKENIZE_S = 10.0
 # How many tokens may be without text yet: those of a character in the making.
@@ -72,41 +74,35 @@ async def _opened_with(
     return begun if text.endswith(own.lstrip(HALF_A_CHARACTER)) else None
 
 
-class Opens(Protocol):
-    """Runs both legs; see `Service.open`."""
-
-    async def open(
-        self, request: RequestInfo, seat: Seat, header: bytes, record: Record
-    ) -> Opened | Response: ...
-
-
 class Failover:
     """Opens the rest of streams."""
 
     def __init__(
         self,
-        service: Opens,
+        legs: Legs,
         client: aiohttp.ClientSession,
         admission: Admission,
         compatibility: Compatibility,
         metrics: RouterMetrics,
         settings: RouterSection,
     ) -> None:
-        self._service, self._client = service, client
+        self._legs, self._client = legs, client
         self._admission, self._compatibility = admission, compatibility
         self._metrics, self._limit = metrics, settings.migration_limit
 
-    def of(self, request: RequestInfo, header: bytes, record: Record) -> GoesOn:
-        """For this request's answer."""
+    def of(
+        self, plan: RequestPlan, header: bytes, record: Record, more: Mapping[str, Any]
+    ) -> GoesOn:
+        """For this request's answer. `more`: fields that its decode leg added."""
 
         async def go_on(stream: Movable, broken: Opened) -> Opened | None:
             if stream.migrations >= self._limit:
                 return None
             opened = None
             try:
-                opened = await self._open(stream, broken.engine, request, header, record)
+                opened = await self._open(stream, broken.engine, plan, header, record, more)
             except ApiError as error:
-                logger.warning("request %s cannot go on: %s", record.id, error)
+                logger.warning("request %s cannot be continued: %s", record.id, error)
             done = "anew" if stream.asks_anew else "continued"
             self._metrics.migrations.labels("failed" if opened is None else done).inc()
             record.migrations += opened is not None
@@ -118,26 +114,27 @@ class Failover:
         self,
         stream: Movable,
         dead: EngineEndpoint,
-        request: RequestInfo,
+        plan: RequestPlan,
         header: bytes,
         record: Record,
+        more: Mapping[str, Any],
     ) -> Opened:
-        seat = await self._admission.seat("decode", request, [dead])
+        seat = await self._admission.seat("decode", plan, [dead])
         if seat is None:
-            raise ApiError(503, "no other decode engine is there")
+            raise ApiError(503, "there is no other decode engine")
         begins: Callable[[], None] = stream.begins_anew
         try:
             if isinstance(stream, Stream) and not stream.asks_anew:
-                back = await self._unsent(stream, seat.engine, request)
+                back = await self._unsent(stream, seat.engine, plan)
                 body = stream.rest(back, self._compatibility.said(seat.engine))
                 if body is None:
-                    raise ApiError(502, "what is left of it no other engine can give")
-                request = RequestInfo(paths.COMPLETION, body, request.headers)
+                    raise ApiError(502, "no other engine can give the rest of this answer")
+                plan, more = RequestPlan(paths.COMPLETION, body, plan.headers), NOTHING_MORE
                 begins = partial(stream.goes_on, back)
         except BaseException:
             seat.leave()
             raise
-        opened = await self._service.open(request, seat, header, record)
+        opened = await self._legs.open(plan, seat, header, record, more)
         if isinstance(opened, Response):
             raise ApiError(502, f"prefill answered {opened.status_code}")
         if opened.answer.status != 200 or not opened.is_events:
@@ -146,12 +143,12 @@ class Failover:
         begins()
         return opened
 
-    async def _unsent(self, stream: Stream, engine: EngineEndpoint, request: RequestInfo) -> int:
+    async def _unsent(self, stream: Stream, engine: EngineEndpoint, plan: RequestPlan) -> int:
         """How many of the last tokens have no text yet. Raises `ApiError` if the text is not the
         tokens'."""
 
         async def text_of(tokens: list[int]) -> str:
-            return await self._text(tokens, engine, request)
+            return await self._text(tokens, engine, plan)
 
         back = await untold(stream, set(), text_of)
         if back is not None:
@@ -162,11 +159,11 @@ class Failover:
         }
         back = await untold(stream, special, text_of) if special else None
         if back is None:
-            raise ApiError(502, "its text is not that of its tokens")
+            raise ApiError(502, "the text sent is not that of its tokens")
         return back
 
-    async def _text(self, tokens: list[int], engine: EngineEndpoint, request: RequestInfo) -> str:
-        data = bodies.encoded({"model": request.body.get("model"), "tokens": tokens})
+    async def _text(self, tokens: list[int], engine: EngineEndpoint, plan: RequestPlan) -> str:
+        data = bodies.encoded(bodies.detokenize_body(plan.model, tokens))
         call = upstream.post(self._client, engine, "/detokenize", data)
         answer = await upstream.head(call, _DETOKENIZE_S, "decode")
         try:

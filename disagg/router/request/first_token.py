@@ -1,11 +1,12 @@
 """Streams that begin with the prefill engine's first token, before the handoff.
 
-Decode then goes on as it does for an engine that died: with a completion of the prompt's tokens and
-this one, whose KV but for its last token is the lease's (`migration.Stream` shapes its events). So
-this is for the streams alone that another engine can continue exactly. Once the client has a token
-no status can follow, so whatever decode might refuse is found out before: a request that it may
-refuse, and an answer that is more or less than one token of text, take the usual way. There decode
-must draw that same token: drawn anew, what no stream begins with would have to come twice.
+Decode then continues as it does for an engine that died: with a completion of the prompt's tokens
+and this one. The lease has the KV of all of them but the last; `stream_state.Stream` shapes the
+events. So only streams that another engine can continue exactly begin this way.
+
+Once the client has a token, no HTTP status can follow. So a request that decode may refuse, and an
+answer that is more or less than one token of text, take the usual way. There decode must draw that
+same token: both legs get the same seed (`same_draw`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,14 @@ import msgspec
 
 from disagg.router.api.bodies import PARAMS, REMOTE_DECODE_AND_TOKEN
 from disagg.router.api.event_stream import END
-from disagg.router.api.paths import CHAT
 from disagg.router.pairing.in_flight import Seat
 from disagg.router.request.decode_leg import Opened
-from disagg.router.request.resumable import limit_of
+from disagg.router.request.plan import RequestPlan
 from disagg.router.request.stream_state import HALF_A_CHARACTER
 from disagg.router.topology import EngineEndpoint
 
-ASKED = {"return_token_ids": True, PARAMS: REMOTE_DECODE_AND_TOKEN}
-"""What such a stream's prefill leg says beside the request."""
-_STREAM_OPTIONS = {"include_usage", "continuous_usage_stats"}
+PREFILL_FIELDS = {"return_token_ids": True, PARAMS: REMOTE_DECODE_AND_TOKEN}
+"""What the prefill leg of such a stream adds to the request."""
 
 
 @dataclass
@@ -108,48 +107,40 @@ class _Answer(msgspec.Struct):
 _ANSWERS = msgspec.json.Decoder(_Answer)
 
 
-def may_begin(path: str, body: Mapping[str, Any], said: Mapping[str, str]) -> bool:
-    """Whether a stream of this request may begin so. `said`: by the decode engine, of itself."""
-    options = body.get("stream_options") or {}
+def may_begin(plan: RequestPlan, reports: Mapping[str, str]) -> bool:
+    """Whether a stream of this request may begin so. `reports`: by the decode engine, of itself."""
     return (
-        (path != CHAT or said.get("chats") == "plain")
-        and body.get("add_generation_prompt", True) is True  # else it is not the assistant's
-        and isinstance(options, dict)
-        and options.keys() <= _STREAM_OPTIONS
-        and all(isinstance(value, bool) for value in options.values())
-        and not options.get("continuous_usage_stats")
-        and said.get("max_model_len", "").isdecimal()
+        plan.not_begun_at_prefill is None
+        and (not plan.is_chat or reports.get("chats") == "plain")
+        and reports.get("max_model_len", "").isdecimal()
     )
 
 
-def drawn_alike(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes both engines draw the same first token: to be added to either's body."""
-    return {} if body.get("temperature") == 0 else {"seed": random.getrandbits(31)}
+def same_draw(plan: RequestPlan) -> dict[str, Any]:
+    """What both legs add so that both engines draw the same first token."""
+    return {} if plan.is_greedy else {"seed": random.getrandbits(31)}
 
 
-def begin(
-    path: str, body: Mapping[str, Any], said: Mapping[str, str], answer: bytes
-) -> bytes | None:
+def begin(plan: RequestPlan, reports: Mapping[str, str], answer: bytes) -> bytes | None:
     """The first event (of a chat, two), with the prompt's tokens and its own, as an engine would
-    have sent it; None if decode had better begin. `answer`: the prefill engine's."""
+    have sent it; None if the stream should begin at decode. `answer`: the prefill engine's."""
     try:
         given = _ANSWERS.decode(answer)
         (choice,) = given.choices
     except (msgspec.MsgspecError, ValueError):
         return None
-    is_chat = path == CHAT
-    text = _text(choice.message) if is_chat else choice.text
-    prompt = given.prompt_token_ids if is_chat else choice.prompt_token_ids
+    text = _text(choice.message) if plan.is_chat else choice.text
+    prompt = given.prompt_token_ids if plan.is_chat else choice.prompt_token_ids
     is_token = choice.finish_reason == "length" and len(choice.token_ids) == 1
     if not (is_token and text and prompt) or HALF_A_CHARACTER in text:
         return None
-    # Decode takes what the client asks for, if it is more than this token, and so many fit.
-    room = int(said["max_model_len"]) - len(prompt)
-    limit = limit_of(body, said, len(prompt), is_chat=is_chat)
-    if limit is None or not (2 <= limit <= room and 0 <= body.get("min_tokens", 0) <= limit):
+    # Decode accepts the rest if the client asks for more than this token, and as many fit.
+    room = int(reports["max_model_len"]) - len(prompt)
+    limit = plan.max_tokens(reports, len(prompt))
+    if limit is None or not (2 <= limit <= room and 0 <= plan.min_tokens <= limit):
         return None
     names = {"id": given.id, "created": given.created, "model": given.model}
-    if is_chat:
+    if plan.is_chat:
         names["object"] = "chat.completion.chunk"
         role = {"delta": {"role": "assistant", "content": ""}, **_LATER}
         said_first = {"delta": {"content": text}, **_LATER, "token_ids": choice.token_ids}

@@ -16,7 +16,7 @@ from disagg.router.engines.health import Health
 from disagg.router.engines.lease_releases import Prefilled
 from disagg.router.pairing.admission import Admission
 from disagg.router.pairing.in_flight import Seat
-from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.request.plan import RequestPlan
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
@@ -50,29 +50,30 @@ class PrefillLeg:
 
     async def run(
         self,
-        request: RequestInfo,
+        plan: RequestPlan,
+        decode: EngineEndpoint,
         header: bytes,
         record: Record,
-        more: Mapping[str, Any] | None = None,
+        more: Mapping[str, Any],
     ) -> Prefilled | Response | None:
-        """What to hand over, None if decode shall work alone, or an answer that is final.
+        """What decode fetches, None if decode computes the prompt, or an answer that is final.
 
-        `more`: see `legs.prefill_body`. Raises `ApiError`.
+        `decode`: the engine that will fetch. `more`: see `bodies.prefill_body`. Raises `ApiError`.
         """
         gives = self._gives_params
-        body = bodies.prefill_body(request.body, request.path, asks_params=gives, more=more)
-        data = bodies.encoded(body)
-        seat, tried = await self._admission.seat("prefill", request), list[EngineEndpoint]()
+        body = bodies.prefill_body(plan.body, plan.path, asks_params=gives, more=more)
+        data, tried = bodies.encoded(body), list[EngineEndpoint]()
+        seat = await self._admission.seat("prefill", plan, partner=decode)
         while seat is not None:
             tried.append(seat.engine)
             record.prefill = seat.engine.name
             try:
-                return await self._on(seat, request, data, header, record)
+                return await self._on(seat, plan, data, header, record)
             except _EngineFailed as failure:
                 logger.warning("prefill on %s failed: %s", seat.engine.name, failure)
             seat = None
             if len(tried) < _ATTEMPTS:
-                seat = self._admission.another("prefill", request, tried)
+                seat = self._admission.another("prefill", plan, tried, decode)
             if seat is not None:
                 self._metrics.retries.labels("prefill").inc()
                 record.retries += 1
@@ -92,17 +93,17 @@ class PrefillLeg:
     async def _on(
         self,
         seat: Seat,
-        request: RequestInfo,
+        plan: RequestPlan,
         data: bytes,
         header: bytes,
         record: Record,
     ) -> Prefilled | Response | None:
         began = record.elapsed()
-        seat.reads(request.tokens)
+        seat.reads(plan.tokens)
         try:
             limit = self._limits.prefill_timeout_s
             answer = await upstream.post_leg(
-                self._client, seat.engine, request.path, data, header, limit
+                self._client, seat.engine, plan.path, data, header, limit
             )
             content = await self._whole(answer)
             if answer.status == 200:

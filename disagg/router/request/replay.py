@@ -1,15 +1,15 @@
-"""Streams that another engine gives once more from their beginning, without what was sent already.
+"""Streams that another engine repeats from the beginning; the client gets what it does not have.
 
-Tokens do not continue everything (`migration.py`): not tool calls, reasoning, grammars, stop
-strings, penalties, log-probabilities, nor the newer APIs. But where no chance is in it, an answer
-that is asked for anew begins as the one that broke off. So what was sent is kept, and of the new
-answer as much is held back, compared field by field (`event_fields.py`): one that begins otherwise
+Tokens do not continue every stream (`stream_state.py`): not tool calls, reasoning, grammars, stop
+strings, penalties, log-probabilities, nor the newer APIs. But a greedy or seeded request, sent
+again, gives the same answer. So the router keeps what it sent, and holds back as much of the new
+answer. It compares both field by field (`event_fields.py`): a new answer that begins differently
 ends in an error. Does no I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -17,29 +17,13 @@ from typing import Any, TypeAlias
 import msgspec
 
 from disagg.router.api import event_fields
-from disagg.router.api.bodies import hangs_on_one_engine
 from disagg.router.api.errors import ApiError
 from disagg.router.api.event_fields import Field, Json, Piece
 from disagg.router.api.event_stream import DONE, END, Plain, content_of, failure_in, with_content
-from disagg.router.api.paths import ENDS, MESSAGES, RESPONSES
+from disagg.router.api.paths import ENDS
 
 _READ_AT = 64 << 10  # bytes of events that are kept as they are
 Words: TypeAlias = str | list[Any]
-
-
-def repeats(path: str, body: Mapping[str, Any]) -> bool:
-    """Whether asking once more gives the same stream: nothing in it is drawn anew, nor hangs on
-    what one engine keeps."""
-    if body.get("stream") is not True or (path == RESPONSES and hangs_on_one_engine(body)):
-        return False
-    if _number(body, "temperature") == 0 or _number(body, "top_k") == 1:
-        return True
-    return path != MESSAGES and _number(body, "seed") is not None
-
-
-def _number(body: Mapping[str, Any], name: str) -> float | None:
-    value = body.get(name)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 class Sent:

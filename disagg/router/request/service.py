@@ -1,8 +1,7 @@
-"""One request through both legs: admit, skip or prefill, decode, relay, give back what is unused.
+"""One request, from its parsed body to its answer.
 
-The upstream's status is known before the client's answer begins. Whatever ends a request
-early (the client leaves, an engine refuses or dies) closes the upstream connection at once,
-so the engine aborts, and releases a lease that nobody will fetch.
+`complete` makes the request's plan, waits for a seat at a decode engine, runs the legs (`legs.py`)
+and relays the answer (`relay.py`). The engine's status is known before the client's answer begins.
 """
 
 from __future__ import annotations
@@ -18,33 +17,33 @@ from yarl import URL
 
 from disagg.config import ConnectorName, RouterSection
 from disagg.router.api import bodies, paths
+from disagg.router.api.bodies import NOTHING_MORE
 from disagg.router.api.errors import ApiError
 from disagg.router.api.event_stream import Plain, Watcher
 from disagg.router.engines import broadcast
 from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
-from disagg.router.engines.lease_releases import LeaseReleases, Prefilled
+from disagg.router.engines.lease_releases import Prefilled
 from disagg.router.engines.lora_adapters import LoraAdapters
 from disagg.router.pairing.admission import Admission
 from disagg.router.pairing.first_token_hold import FirstTokenHold
 from disagg.router.pairing.in_flight import InFlight, Seat
-from disagg.router.pairing.local_prefill import LocalPrefill
 from disagg.router.pairing.policies import Pairer
-from disagg.router.pairing.prefix_memory import PrefixMemory
-from disagg.router.pairing.request_info import RequestInfo
 from disagg.router.request import first_token, stream_state
-from disagg.router.request.decode_leg import DecodeLeg, Opened
+from disagg.router.request.decode_leg import Opened
 from disagg.router.request.failover import Failover
 from disagg.router.request.first_token import Begun
-from disagg.router.request.prefill_leg import PrefillLeg
+from disagg.router.request.legs import Legs
+from disagg.router.request.plan import RequestPlan
 from disagg.router.request.relay import Progress, Relayed
-from disagg.router.request.replay import Replay, repeats
+from disagg.router.request.replay import Replay
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.upstream import client as upstream
 from disagg.router.upstream import http1
-from disagg.router.upstream.response import UpstreamResponse
+
+_WITH_IDS: Mapping[str, Any] = {"return_token_ids": True}
 
 
 class Service:
@@ -63,79 +62,114 @@ class Service:
         strict: bool,
         connector: ConnectorName,
     ) -> None:
-        self.client, self._legs = client, legs_client
+        self.client = client
+        self._topology, self._compatibility = topology, compatibility
         self._metrics, self._settings = metrics, settings
         in_flight = InFlight(metrics)
         pairer = Pairer(topology, settings.pairing, in_flight, health, compatibility)
-        self._pairer, self._in_flight = pairer, in_flight
         self._admission = Admission(pairer, in_flight, settings.limits, metrics)
-        self._prefill = PrefillLeg(
+        self._legs = Legs(
+            client,
             legs_client,
+            pairer,
+            in_flight,
             self._admission,
             health,
             metrics,
-            settings.limits,
+            settings,
             strict=strict,
-            gives_params=connector != "example",
+            connector=connector,
         )
-        self._decode = DecodeLeg(self._admission, health, metrics, settings.limits)
-        self._releases = LeaseReleases(client, metrics)
-        self._held = PrefixMemory()
-        self._compatibility = compatibility
-        # Whoever else's engines take no lease for a longer prompt than its own.
+        # A lease of another connector serves no prompt that is longer than its own.
         self._begins_at_prefill = (
             settings.pairing.first_token == "prefill" and connector == "disagg"
         )
         self._first_token_hold = FirstTokenHold(settings.pairing.first_token_hold_s)
-        share = settings.pairing.prefill_wait_share
-        self._local_prefill = None if share is None else LocalPrefill(share)
-        self._topology = topology
         self.adapters = LoraAdapters(
             client, health, settings.limits.first_byte_timeout_s, self.engines_changed
         )
-        self._failover = Failover(self, client, self._admission, compatibility, metrics, settings)
+        self._failover = Failover(
+            self._legs, client, self._admission, compatibility, metrics, settings
+        )
 
     async def complete(
         self, path: str, body: dict[str, Any], headers: Headers, record: Record
     ) -> Response | Relayed:
-        """Serve what is asked at one of `paths.PAIRED`; raises `ApiError`."""
-        body = bodies.without_params(body)
-        sent = upstream.leg_header(upstream.to_engine(headers.raw, record.id, record.trace))
-        request = RequestInfo(path, body, headers)
-        self._check_length(request)
-        migrates = self._migrates()
-        watches = migrates or self._begins_at_prefill
-        stream = stream_state.watched(path, body) if watches else None
-        if stream is not None and migrates:
-            request = RequestInfo(path, stream.leg_body, headers)
-        seat = await self._seat(request, record)
-        said = self._compatibility.said(seat.engine)
-        begins = (
-            self._begins_at_prefill
-            and stream is not None
-            and first_token.may_begin(path, body, said)
-        )
-        alike = first_token.drawn_alike(body) if begins else {}
-        asked = {**first_token.ASKED, **alike} if begins else None
-        prefilled = await self._prefilled(request, seat, sent, record, asked)
+        """Serve a request at one of `paths.PAIRED`; raises `ApiError`."""
+        plan = RequestPlan(path, bodies.without_params(body), headers)
+        self._check_length(plan)
+        header = upstream.leg_header(upstream.to_engine(headers.raw, record.id, record.trace))
+        may_fail_over = self._may_fail_over()
+        more = _fields(plan, may_fail_over)
+        seat = await self._seat(plan, record)
+        reports = self._compatibility.said(seat.engine)
+        if self._begins_at_prefill and first_token.may_begin(plan, reports):
+            return await self._from_prefill(plan, seat, reports, header, record, may_fail_over)
+        opened = await self._legs.open(plan, seat, header, record, more)
+        if isinstance(opened, Response):
+            return opened
+        return self._decoded(plan, opened, header, record, may_fail_over)
+
+    async def _from_prefill(
+        self,
+        plan: RequestPlan,
+        seat: Seat,
+        reports: Mapping[str, str],
+        header: bytes,
+        record: Record,
+        may_fail_over: bool,
+    ) -> Response | Relayed:
+        """A stream that begins with prefill's token, unless prefill's answer does not fit that."""
+        same_draw = first_token.same_draw(plan)
+        asked = {**first_token.PREFILL_FIELDS, **same_draw}
+        prefilled = await self._legs.prefill(plan, seat, header, record, asked)
         if isinstance(prefilled, Response):
             return prefilled
-        go_on = self._failover.of(request, sent, record)
-        if begins and stream is not None and prefilled is not None:
-            first = first_token.begin(path, body, said, prefilled.answer)
+        more = _fields(plan, may_fail_over)
+        if prefilled is not None:
+            first = first_token.begin(plan, reports, prefilled.answer)
             if first is not None:
-                begun = self._begun(stream, said, first, request, seat, prefilled, sent, record)
+                stream = stream_state.Stream(plan)
+                begun = self._begun(plan, stream, reports, first, seat, prefilled, header, record)
+                go_on = self._failover.of(plan, header, record, more)
                 return self._relayed(begun, record, watcher=stream, go_on=go_on)
-        asks = request
-        if alike and prefilled is not None:
-            asks = RequestInfo(path, {**request.body, **alike}, headers)
-        opened = await self._decoded(asks, request, seat, prefilled, sent, record)
-        is_stream = opened.status == 200 and opened.is_events
-        watcher: Watcher | None = None
-        if is_stream:
-            watcher = self._watcher(path, body, stream) if migrates else Plain(paths.ENDS[path])
-        style = paths.style(path)
-        return self._relayed(opened, record, watcher=watcher, go_on=go_on, style=style)
+            more = {**more, **same_draw}
+        opened = await self._legs.decode(plan, seat, prefilled, header, record, more)
+        return self._decoded(plan, opened, header, record, may_fail_over)
+
+    def _decoded(
+        self, plan: RequestPlan, opened: Opened, header: bytes, record: Record, may_fail_over: bool
+    ) -> Relayed:
+        """Relay decode's answer; a stream may be continued by another engine."""
+        watcher = None
+        if opened.status == 200 and opened.is_events:
+            watcher = _watcher(plan, may_fail_over)
+        go_on = self._failover.of(plan, header, record, _fields(plan, may_fail_over))
+        return self._relayed(opened, record, watcher=watcher, go_on=go_on, style=plan.error_style)
+
+    def _begun(
+        self,
+        plan: RequestPlan,
+        stream: stream_state.Stream,
+        reports: Mapping[str, str],
+        first: bytes,
+        seat: Seat,
+        prefilled: Prefilled,
+        header: bytes,
+        record: Record,
+    ) -> Begun:
+        self._metrics.first_tokens.inc()
+
+        async def decode() -> Opened:
+            rest = RequestPlan(paths.COMPLETION, stream.follows(reports), plan.headers)
+            opened = await self._legs.decode(rest, seat, prefilled, header, record, prompt=plan)
+            if opened.status != 200 or not opened.is_events:
+                opened.close()
+                raise ApiError(502, "the decode engine refused the stream that prefill began")
+            return opened
+
+        hold_s = self._first_token_hold.of(record.elapsed())
+        return Begun(first, seat, decode, lambda: self._legs.give_back(prefilled), hold_s)
 
     async def forward(
         self, method: str, target: str, data: bytes, headers: Headers, record: Record
@@ -155,8 +189,8 @@ class Service:
             answer = await broadcast.ask(self.client, engines, target, data, sent, limit)
             self.adapters.done(path, data)
             return answer
-        request = RequestInfo(target, {}, headers)
-        seat = await self._seat(request, record)
+        plan = RequestPlan(target, {}, headers)
+        seat = await self._seat(plan, record)
 
         def call(engine: EngineEndpoint) -> Awaitable[aiohttp.ClientResponse]:
             # Taken as encoded: tidying `..` would lead to paths that the app has refused.
@@ -164,182 +198,37 @@ class Service:
             answer = self.client.request(method, url, data=data or None, headers=sent)
             return upstream.head(answer, limit, "decode")
 
-        opened = await self._decode.open(call, seat, request, record, attempts=1)
+        opened = await self._legs.decode_leg.open(call, seat, plan, record, attempts=1)
         return self._relayed(opened, record, counts=False)
 
-    async def open(
-        self, request: RequestInfo, seat: Seat, header: bytes, record: Record
-    ) -> Opened | Response:
-        """Both legs, as far as the answer's first bytes, or an answer that is final already.
-
-        Gives the seat up if there is no such answer. Raises `ApiError`.
-        """
-        prefilled = await self._prefilled(request, seat, header, record)
-        if isinstance(prefilled, Response):
-            return prefilled
-        return await self._decoded(request, request, seat, prefilled, header, record)
-
-    async def _prefilled(
-        self,
-        request: RequestInfo,
-        seat: Seat,
-        header: bytes,
-        record: Record,
-        more: Mapping[str, Any] | None = None,
-    ) -> Prefilled | Response | None:
-        """The first leg, if there is one; gives up the seat at decode if its answer is final.
-        `more`: see `legs.prefill_body`."""
-        try:
-            reason = self._local_reason(request, seat)
-            if reason is not None:
-                self._prefill.skip(reason, record)
-                seat.reads(self._to_read(request, seat))
-                return None
-            request.partner = seat.engine
-            prefilled = await self._prefill.run(request, header, record, more)
-        except BaseException:
-            seat.leave()
-            raise
-        if isinstance(prefilled, Response):
-            seat.leave()
-        return prefilled
-
-    def _begun(
-        self,
-        stream: stream_state.Stream,
-        said: Mapping[str, str],
-        first: bytes,
-        request: RequestInfo,
-        seat: Seat,
-        prefilled: Prefilled,
-        header: bytes,
-        record: Record,
-    ) -> Begun:
-        self._metrics.first_tokens.inc()
-
-        async def decode() -> Opened:
-            rest = RequestInfo(paths.COMPLETION, stream.follows(said), request.headers)
-            opened = await self._decoded(rest, request, seat, prefilled, header, record)
-            if opened.status != 200 or not opened.is_events:
-                opened.close()
-                raise ApiError(502, "the decode engine refused what prefill had begun")
-            return opened
-
-        hold_s = self._first_token_hold.of(record.elapsed())
-        return Begun(first, seat, decode, lambda: self._releases.give_back(prefilled), hold_s)
-
-    async def _decoded(
-        self,
-        request: RequestInfo,
-        prompt: RequestInfo,
-        seat: Seat,
-        prefilled: Prefilled | None,
-        header: bytes,
-        record: Record,
-    ) -> Opened:
-        """The second leg, as far as the answer's first bytes. Gives the seat up, and back what was
-        handed over, if there are none. `prompt`: has the client's. Raises `ApiError`."""
-        prefilled_s = record.elapsed()
-        request.partner = prefilled.prefill if prefilled else None
-        try:
-            data = bodies.encoded(
-                bodies.decode_body(request.body, prefilled.params if prefilled else None)
-            )
-        except BaseException:
-            seat.leave()
-            self._releases.give_back(prefilled)
-            raise
-
-        limit = self._settings.limits.first_byte_timeout_s
-
-        def call(engine: EngineEndpoint) -> Awaitable[UpstreamResponse]:
-            return upstream.post_leg(self._legs, engine, request.path, data, header, limit)
-
-        try:
-            opened = await self._decode.open(call, seat, request, record)
-        except BaseException:
-            self._releases.give_back(prefilled)
-            raise
-        if opened.status >= 400:
-            self._releases.give_back(prefilled)
-        else:
-            self._held.note(self._prefix_keys(prompt), opened.engine.name)
-            if prefilled is not None:
-                self._metrics.paired(prefilled.prefill.name, opened.engine.name)
-                self._metrics.handoff_time.observe(record.elapsed() - prefilled_s)
-        return opened
-
     def engines_changed(self) -> None:
-        """Who waits for an engine may have one now."""
+        """Admit waiting requests: an engine may have room for them now."""
         self._admission.admit_waiting()
 
     async def close(self) -> None:
-        """Let releases that are under way end."""
+        """Wait for releases under way."""
         await self.adapters.close()
-        await self._releases.close()
-        self._legs.close()
+        await self._legs.close()
 
-    def _watcher(
-        self, path: str, body: dict[str, Any], stream: stream_state.Stream | None
-    ) -> Watcher:
-        """Of a stream that may go on elsewhere, if it can."""
-        if stream is not None:
-            return stream
-        return Replay(path) if repeats(path, body) else Plain(paths.ENDS[path])
-
-    def _migrates(self) -> bool:
-        # With one decode engine there is nobody to go on, and no reason to watch streams.
+    def _may_fail_over(self) -> bool:
+        # With one decode engine no other can continue a stream, so streams need no state.
         return self._settings.migration_limit > 0 and len(self._topology.of("decode")) > 1
 
-    # ---- what a request gets -------------------------------------------------------------------
-
-    def _check_length(self, request: RequestInfo) -> None:
+    def _check_length(self, plan: RequestPlan) -> None:
         limit = self._settings.limits.max_prompt_tokens
-        if limit is not None and request.tokens > limit:
+        if limit is not None and plan.tokens > limit:
             raise ApiError(
                 400,
-                f"the prompt has about {request.tokens} tokens, and {limit} are allowed "
+                f"the prompt has about {plan.tokens} tokens, and {limit} are allowed "
                 "(router.limits.max_prompt_tokens)",
             )
 
-    async def _seat(self, request: RequestInfo, record: Record) -> Seat:
-        seat = await self._admission.seat("decode", request)
+    async def _seat(self, plan: RequestPlan, record: Record) -> Seat:
+        seat = await self._admission.seat("decode", plan)
         if seat is None:
             raise ApiError(503, "no decode engine is known", {"Retry-After": "1"})
         record.queued_s = record.elapsed()
         return seat
-
-    def _local_reason(self, request: RequestInfo, seat: Seat) -> str | None:
-        """Why decode shall compute the prompt itself; None if prefill shall."""
-        reason = bodies.local_reason(request.body, request.path)
-        most = self._settings.pairing.local_prefill_tokens
-        if reason is not None or not most:
-            return reason
-        if request.tokens <= most:
-            return "short_prompt"
-        if self._to_read(request, seat) <= most:
-            return "prefix_known"
-        return "prefill_busy" if self._prefill_is_busy(request, seat) else None
-
-    def _to_read(self, request: RequestInfo, seat: Seat) -> int:
-        """About how many of the prompt's tokens the decode engine does not have."""
-        known = self._held.tokens(self._prefix_keys(request), seat.engine.name)
-        return max(0, request.tokens - known)  # what is known comes in whole chunks
-
-    def _prefill_is_busy(self, request: RequestInfo, seat: Seat) -> bool:
-        """Whether the prompt would come to its turn so much sooner where it is decoded that this
-        is worth what all who are there (itself among them) wait while it is read."""
-        if self._local_prefill is None:
-            return False
-        return self._local_prefill.is_worth_it(
-            self._pairer.wait_s("prefill", request),
-            self._in_flight.reading_s(seat.engine),
-            self._in_flight.takes_s(self._to_read(request, seat)),
-            self._in_flight.requests(seat.engine),
-        )
-
-    def _prefix_keys(self, request: RequestInfo) -> list[int]:
-        return request.prefix_keys if self._settings.pairing.local_prefill_tokens else []
 
     def _relayed(
         self, opened: Opened | Begun, record: Record, *, counts: bool = True, **more: Any
@@ -359,3 +248,20 @@ class Service:
         silence_s = self._settings.limits.between_bytes_timeout_s
         progress = Progress(first_byte, ended)
         return Relayed(opened, record.id, silence_s, progress, **more)
+
+
+def _fields(plan: RequestPlan, may_fail_over: bool) -> Mapping[str, Any]:
+    """What decode's leg adds to the client's body."""
+    if may_fail_over and plan.not_resumed is None:
+        return _WITH_IDS
+    return NOTHING_MORE
+
+
+def _watcher(plan: RequestPlan, may_fail_over: bool) -> Watcher:
+    """What follows the stream: with a state if another engine may continue or repeat it."""
+    if may_fail_over:
+        if plan.not_resumed is None:
+            return stream_state.Stream(plan)
+        if plan.not_replayed is None:
+            return Replay(plan.path)
+    return Plain(paths.ENDS[plan.path])

@@ -1,11 +1,10 @@
-"""What was sent of one streamed answer, so that another engine can go on where it broke off.
+"""What was sent of one streamed answer, so that another engine can continue it where it broke off.
 
-The engine is asked for token ids (`return_token_ids`); unless the client asked for them too, they
-are taken out of the events as these pass, which are otherwise left as they are and never parsed.
-The rest of the answer is a plain completion of the prompt's tokens and those sent: its events get
-the shape and names of the first ones. Only what continues exactly is watched: no request whose
-answer hangs on more than its tokens (penalties, stop strings, grammars, a seed, log-
-probabilities). Does no I/O.
+The router asks the engine for token ids (`return_token_ids`). Unless the client asked for them too,
+it takes them out of the events as these pass; it changes nothing else, and does not parse them.
+The rest of the answer is a plain completion of the prompt's tokens and those sent. Its events get
+the shape and names of the first ones. Only streams that continue exactly have such a state: see
+`resumable.py`. Does no I/O.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any
 
 import msgspec
 
+from disagg.router.api import bodies
 from disagg.router.api.errors import ApiError
 from disagg.router.api.event_stream import DONE, END, Splitter, content_of, failure_in
-from disagg.router.api.paths import CHAT
-from disagg.router.request.replay import Owed, Sent, repeats
-from disagg.router.request.resumable import KEPT, is_continuable, limit_of
+from disagg.router.request.plan import RequestPlan
+from disagg.router.request.replay import Owed, Sent
 
 # The client's quotes are escaped inside of JSON strings, so that these are keys wherever they are.
 _PROMPT = re.compile(rb'"prompt_token_ids":(\[[0-9,]*\])')
@@ -35,17 +34,17 @@ _TOKENS_BEFORE = 4
 _TEXT_KEPT = 16  # events whose text is compared before an answer goes on
 
 
-def watched(path: str, body: Mapping[str, Any]) -> Stream | None:
+def watched(plan: RequestPlan) -> Stream | None:
     """A watcher for this request's answer, or None if no other engine could continue it."""
-    return Stream(path, body) if is_continuable(path, body) else None
+    return Stream(plan) if plan.not_resumed is None else None
 
 
 class Stream(Splitter):
     """One answer on its way to the client."""
 
-    def __init__(self, path: str, body: Mapping[str, Any]) -> None:
+    def __init__(self, plan: RequestPlan) -> None:
         super().__init__()
-        self._is_chat, self._body = path == CHAT, body
+        self._plan, self._is_chat = plan, plan.is_chat
         self.migrations = 0
         self._prompt: list[int] | None = None
         self._tokens: list[int] = []
@@ -57,16 +56,11 @@ class Stream(Splitter):
         self._has_text = False
         self._count = 0  # of events
         self._opening: tuple[int, int] | None = None  # tokens up to the first text, its event
-        self._shows_ids = body.get("return_token_ids") is True
+        self._shows_ids = plan.shows_ids
         self._base = 0  # how many tokens earlier engines gave
-        # What a client got that tokens do not continue, as long as there may be such a thing.
-        self._sent = Sent() if self._is_chat and repeats(path, body) else None
+        # What the client got, while it may be something that tokens do not continue.
+        self._sent = Sent() if plan.is_chat and plan.not_replayed is None else None
         self._owed: Owed | None = None
-
-    @property
-    def leg_body(self) -> dict[str, Any]:
-        """The client's body with what a watcher needs."""
-        return {**self._body, "return_token_ids": True}
 
     @property
     def is_whole(self) -> bool:
@@ -75,15 +69,15 @@ class Stream(Splitter):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client has any of the text: before, the whole request is asked anew. What is
-        silent so far may be half a character, or open a reasoning part. A client that gets the
-        tokens' ids has heard of these too."""
+        """Whether the client has any of the text. Before that, the whole request is sent again: a
+        token without text may be half a character, or open a reasoning part. A client that gets
+        token ids has something as soon as it has an id."""
         return self._has_text or (self._shows_ids and bool(self._tokens))
 
     @property
     def asks_anew(self) -> bool:
-        """Whether the whole request is asked anew where it broke off: if nothing was said, or if an
-        engine says again what tokens do not continue (`replay.py`)."""
+        """Whether the whole request is sent again: if the client has nothing of the answer, or if
+        an engine repeats what tokens do not continue (`replay.py`)."""
         if not self.has_begun:
             return True
         return not self._is_plain and self._sent is not None
@@ -103,8 +97,7 @@ class Stream(Splitter):
         if self._done:
             return b""
         events = b""
-        options = self._body.get("stream_options") or {}
-        if options.get("include_usage") and not self._usage_sent:
+        if self._plan.wants_usage and not self._usage_sent:
             given = len(self._tokens)
             usage = {"prompt_tokens": len(self._prompt or ()), "completion_tokens": given}
             usage["total_tokens"] = sum(usage.values())
@@ -153,38 +146,41 @@ class Stream(Splitter):
         ]
         return {each[0] for each in ids if len(each) == 1}
 
-    def rest(self, back: int, said: Mapping[str, str]) -> dict[str, Any] | None:
-        """The body of the completion that gives all but these tokens; None if that is unknown, or
-        the client would get a token's id twice. `said`: by the engine that goes on, of itself."""
+    def rest(self, back: int, reports: Mapping[str, str]) -> dict[str, Any] | None:
+        """The body of the completion that continues behind all tokens but the last `back`.
+
+        `reports`: by the engine that continues, of itself. None if the prompt's tokens or the limit
+        are unknown, or the client would get a token's id twice.
+        """
         if self._prompt is None or not self._is_plain or (back and self._shows_ids):
             return None
-        limit = limit_of(self._body, said, len(self._prompt), is_chat=self._is_chat)
+        limit = self._plan.max_tokens(reports, len(self._prompt))
         if limit is None:
             return None
         given = self.tokens(back)
-        body: dict[str, Any] = {k: v for k, v in self._body.items() if k in KEPT}
-        body |= {"prompt": [*self._prompt, *given], "stream": True, "return_token_ids": True}
-        body["max_tokens"] = limit - len(given)
-        body["min_tokens"] = max(0, self._body.get("min_tokens", 0) - len(given))
-        return body
+        return bodies.continued_body(
+            self._plan.body,
+            [*self._prompt, *given],
+            max_tokens=limit - len(given),
+            min_tokens=max(0, self._plan.min_tokens - len(given)),
+        )
 
     def goes_on(self, back: int) -> None:
-        """The next events are of such a completion."""
+        """From now on, events are those of such a completion."""
         self._tokens = self.tokens(back)
         self._base = len(self._tokens)
         self._continues = True
         self._restarts()
 
-    def follows(self, said: Mapping[str, str]) -> dict[str, Any]:
-        """The body of the completion that gives all but the tokens fed so far, by prefill's leg;
-        the next events are its."""
-        body = self.rest(0, said)
+    def follows(self, reports: Mapping[str, str]) -> dict[str, Any]:
+        """The body of the completion behind prefill's token. From now on, events are its own."""
+        body = self.rest(0, reports)
         assert body is not None, "prefill's answer had the prompt, and `may_begin` saw the length"
         self._base, self._continues = len(self._tokens), True
         return body
 
     def begins_anew(self) -> None:
-        """The next events are of the same request at another engine."""
+        """From now on, events are those of the same request at another engine."""
         if self.has_begun and self._sent is not None:
             self._owed = Owed(self._sent)
         self._tokens, self._base = [], 0

@@ -18,7 +18,7 @@ from disagg.router.engines.health import Health
 from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.policies import LeastLoaded, Pairer, PrefixAffinity, SessionAffinity
 from disagg.router.pairing.prefix_memory import PrefixMemory
-from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.request.plan import RequestPlan
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.testing.http import client
@@ -37,8 +37,8 @@ def health() -> Health:
     return Health(RouterMetrics())
 
 
-def ask(prompt: Any, **headers: str) -> RequestInfo:
-    return RequestInfo("/v1/completions", {"model": "m", "prompt": prompt}, headers)
+def ask(prompt: Any, **headers: str) -> RequestPlan:
+    return RequestPlan("/v1/completions", {"model": "m", "prompt": prompt}, headers)
 
 
 def test_tokens() -> None:
@@ -197,9 +197,7 @@ def test_engines_that_do_not_fit_are_not_paired(in_flight: InFlight, health: Hea
     pairer = Pairer(topology, PairingSection(), in_flight, health, fits)
 
     def partners(decode: EngineEndpoint) -> set[str]:
-        request = ask("x")
-        request.partner = decode
-        chosen = (pairer.choose("prefill", request) for _ in range(50))
+        chosen = (pairer.choose("prefill", ask("x"), partner=decode) for _ in range(50))
         return {engine.name for engine in chosen if engine}
 
     assert partners(ENGINES[0]) == {"prefill-0"}

@@ -17,7 +17,8 @@ from disagg.router.api.paths import CHAT, COMPLETION
 from disagg.router.pairing.first_token_hold import FirstTokenHold
 from disagg.router.pairing.in_flight import Seat
 from disagg.router.request.decode_leg import Opened
-from disagg.router.request.first_token import Begun, begin, drawn_alike, may_begin
+from disagg.router.request.first_token import Begun, begin, may_begin, same_draw
+from disagg.router.request.plan import RequestPlan
 from disagg.router.request.stream_state import watched
 
 SAID = {"max_model_len": "20", "chats": "plain"}
@@ -49,9 +50,9 @@ def events(data: bytes) -> list[Any]:
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETION, BODY), (CHAT, TALK)])
 def test_what_the_client_sees_and_what_decode_is_asked(path: str, body: Any) -> None:
-    assert may_begin(path, body, SAID)
-    first = begin(path, body, SAID, prefilled(path))
-    stream = watched(path, body)
+    assert may_begin(RequestPlan(path, body), SAID)
+    first = begin(RequestPlan(path, body), SAID, prefilled(path))
+    stream = watched(RequestPlan(path, body))
     assert first is not None
     assert stream is not None
     seen = events(stream.feed(first))
@@ -103,16 +104,19 @@ def test_what_the_client_sees_and_what_decode_is_asked(path: str, body: Any) -> 
     ],
 )
 def test_what_no_stream_begins_with(path: str, answer: bytes) -> None:
-    assert begin(path, BODY if path == COMPLETION else TALK, SAID, answer) is None
+    assert begin(RequestPlan(path, BODY if path == COMPLETION else TALK), SAID, answer) is None
 
 
 def test_both_engines_draw_the_same_token() -> None:
     """Each request by a seed of its own, which the rest of a stream that was begun has not."""
-    assert drawn_alike({**BODY, "temperature": 0}) == {}
-    drawn = [drawn_alike(BODY) for _ in range(9)]
+    assert same_draw(RequestPlan(COMPLETION, {**BODY, "temperature": 0})) == {}
+    drawn = [same_draw(RequestPlan(COMPLETION, BODY)) for _ in range(9)]
     assert len({each["seed"] for each in drawn}) == 9
     assert prefill_body({**BODY, "seed": None}, more=drawn[0])["seed"] == drawn[0]["seed"]
-    stream, first = watched(COMPLETION, BODY), begin(COMPLETION, BODY, SAID, prefilled(COMPLETION))
+    stream, first = (
+        watched(RequestPlan(COMPLETION, BODY)),
+        begin(RequestPlan(COMPLETION, BODY), SAID, prefilled(COMPLETION)),
+    )
     assert stream is not None
     assert first is not None
     stream.feed(first)
@@ -136,19 +140,20 @@ def test_both_engines_draw_the_same_token() -> None:
     ],
 )
 def test_decode_must_take_what_is_asked(changed: dict[str, Any], may: bool) -> None:
-    found = begin(COMPLETION, {**BODY, **changed}, SAID, prefilled(COMPLETION))
+    found = begin(RequestPlan(COMPLETION, {**BODY, **changed}), SAID, prefilled(COMPLETION))
     assert (found is not None) is may
 
 
 def test_room_and_limits_of_chats_and_of_defaults() -> None:
-    tight = {**SAID, "max_model_len": "4"}
-    assert begin(CHAT, TALK, tight, prefilled(CHAT)) is None, "room for one token alone"
-    assert begin(CHAT, TALK, {**SAID, "max_model_len": "5"}, prefilled(CHAT)) is not None
-    assert begin(CHAT, {**TALK, "max_completion_tokens": 1}, SAID, prefilled(CHAT)) is None
+    talk, tight = RequestPlan(CHAT, TALK), {**SAID, "max_model_len": "4"}
+    assert begin(talk, tight, prefilled(CHAT)) is None, "room for one token alone"
+    assert begin(talk, {**SAID, "max_model_len": "5"}, prefilled(CHAT)) is not None
+    one = RequestPlan(CHAT, {**TALK, "max_completion_tokens": 1})
+    assert begin(one, SAID, prefilled(CHAT)) is None
     no_limit = {key: value for key, value in BODY.items() if key != "max_tokens"}
-    assert begin(COMPLETION, no_limit, SAID, prefilled(COMPLETION)) is not None
-    small = {**SAID, "max_model_len": "18"}
-    assert begin(COMPLETION, no_limit, small, prefilled(COMPLETION)) is None, "16 do not fit"
+    plan, small = RequestPlan(COMPLETION, no_limit), {**SAID, "max_model_len": "18"}
+    assert begin(plan, SAID, prefilled(COMPLETION)) is not None
+    assert begin(plan, small, prefilled(COMPLETION)) is None, "16 do not fit"
 
 
 @pytest.mark.parametrize(
@@ -169,13 +174,15 @@ def test_room_and_limits_of_chats_and_of_defaults() -> None:
     ],
 )
 def test_which_requests_may(path: str, options: Any, said: dict[str, str], may: bool) -> None:
-    assert may_begin(path, {**BODY, "stream_options": options}, said) is may
+    assert may_begin(RequestPlan(path, {**BODY, "stream_options": options}), said) is may
 
 
 @pytest.mark.parametrize("asked", [True, False, None])
 def test_only_what_the_assistant_says(asked: bool | None) -> None:
     """Without a generation prompt, vLLM names the role of the last message."""
-    assert may_begin(CHAT, {**TALK, "add_generation_prompt": asked}, SAID) is (asked is True)
+    assert may_begin(RequestPlan(CHAT, {**TALK, "add_generation_prompt": asked}), SAID) is (
+        asked is True
+    )
 
 
 class Held:

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.router.api.paths import CHAT, COMPLETION, MESSAGES, RESPONSES
-from disagg.router.request.replay import Replay, repeats
+from disagg.router.request.plan import RequestPlan
+from disagg.router.request.replay import Replay
 from disagg.router.request.stream_state import watched
 
 DONE = b"data: [DONE]\n\n"
@@ -356,7 +357,7 @@ ASKED = {"stream": True, "temperature": 0}
     ],
 )
 def test_which_answers_come_again(path: str, body: dict[str, Any], is_so: bool) -> None:
-    assert repeats(path, body) == is_so
+    assert (RequestPlan(path, body).not_replayed is None) == is_so
 
 
 @pytest.mark.parametrize("shows_ids", [False, True])
@@ -367,7 +368,7 @@ def test_a_chat_that_reasons(cut: int, shows_ids: bool) -> None:
     body |= {"stream": True, "max_tokens": 9, "return_token_ids": shows_ids}
     tokens = [Token("reasoning", f"r{at} ") for at in range(4)]
     tokens += [Token("content", f"c{at} ") for at in range(4)]
-    stream = watched(CHAT, body)
+    stream = watched(RequestPlan(CHAT, body))
     assert stream is not None
     got = stream.feed(b"".join(chats(tokens, [True] * 8, "first")[:cut]))
     assert stream.has_begun
@@ -384,7 +385,7 @@ def test_a_chat_that_reasons(cut: int, shows_ids: bool) -> None:
 def test_a_chat_that_reasons_otherwise() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 0}
     tokens = [Token("reasoning", "a"), Token("content", "b")]
-    stream = watched(CHAT, {**body, "stream": True})
+    stream = watched(RequestPlan(CHAT, {**body, "stream": True}))
     assert stream is not None
     stream.feed(b"".join(chats(tokens, [], "first")[:2]))
     stream.begins_anew()

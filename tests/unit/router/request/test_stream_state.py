@@ -14,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from disagg.router.api.event_stream import Plain
 from disagg.router.api.paths import CHAT, COMPLETION, ENDS, PAIRED
 from disagg.router.request.failover import untold
+from disagg.router.request.plan import RequestPlan
 from disagg.router.request.stream_state import Stream, watched
 from disagg.testing.tokenizer import write_tokenizer
 
@@ -41,7 +42,7 @@ def chat(delta: Any, ids: Any = None, **more: Any) -> bytes:
 
 
 def watch(path: str, body: Any) -> Stream:
-    stream = watched(path, body)
+    stream = watched(RequestPlan(path, body))
     assert stream is not None
     return stream
 
@@ -54,7 +55,6 @@ def events(data: bytes) -> list[Any]:
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_what_passes_is_what_was_not_asked_for_ids(size: int) -> None:
     stream = watch(COMPLETION, BODY)
-    assert stream.leg_body == {**BODY, "return_token_ids": True}
     text = 'data: [DONE]\n\n"token_ids":[1,2],"finish_reason":"x" data: {"error"'
     whole = completion([1], text, PROMPT) + completion([2, 3], "b") + b"data: [DONE]\n\n"
     passed = b"".join(stream.feed(whole[at : at + size]) for at in range(0, len(whole), size))
@@ -347,7 +347,7 @@ def test_reasoning_is_not_continued() -> None:
     ids=str,
 )
 def test_what_does_not_continue_exactly_is_not_watched(more: dict[str, Any]) -> None:
-    assert watched(COMPLETION, {**BODY, **more}) is None
+    assert watched(RequestPlan(COMPLETION, {**BODY, **more})) is None
 
 
 @pytest.mark.parametrize(
@@ -362,14 +362,17 @@ def test_what_does_not_continue_exactly_is_not_watched(more: dict[str, Any]) -> 
     ids=str,
 )
 def test_what_does_is(more: dict[str, Any]) -> None:
-    assert watched(COMPLETION, {**BODY, **more}) is not None
+    assert watched(RequestPlan(COMPLETION, {**BODY, **more})) is not None
 
 
 def test_pictures_are_more_than_their_tokens() -> None:
     parts: list[Any] = [{"type": "text", "text": "x"}]
-    assert watched(CHAT, {**TALK, "messages": [{"role": "user", "content": parts}]})
+    assert watched(RequestPlan(CHAT, {**TALK, "messages": [{"role": "user", "content": parts}]}))
     parts.append({"type": "image_url", "image_url": {"url": "data:"}})
-    assert watched(CHAT, {**TALK, "messages": [{"role": "user", "content": parts}]}) is None
+    assert (
+        watched(RequestPlan(CHAT, {**TALK, "messages": [{"role": "user", "content": parts}]}))
+        is None
+    )
 
 
 @pytest.mark.parametrize("path", PAIRED)

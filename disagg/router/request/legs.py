@@ -1,0 +1,205 @@
+"""Both legs of a request: the prefill leg, unless decode computes the prompt, and the decode leg.
+
+The service runs them for a request, and failover runs them again for the rest of its answer. An
+upstream connection that is not wanted any more is closed at once, so that its engine aborts. A
+lease that nobody will fetch is released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+import aiohttp
+from starlette.responses import Response
+
+from disagg.config import ConnectorName, RouterSection
+from disagg.router.api import bodies
+from disagg.router.api.bodies import NOTHING_MORE
+from disagg.router.engines.health import Health
+from disagg.router.engines.lease_releases import LeaseReleases, Prefilled
+from disagg.router.pairing.admission import Admission
+from disagg.router.pairing.in_flight import InFlight, Seat
+from disagg.router.pairing.local_prefill import LocalPrefill
+from disagg.router.pairing.policies import Pairer
+from disagg.router.pairing.prefix_memory import PrefixMemory
+from disagg.router.request.decode_leg import DecodeLeg, Opened
+from disagg.router.request.plan import RequestPlan
+from disagg.router.request.prefill_leg import PrefillLeg
+from disagg.router.telemetry.access_log import Record
+from disagg.router.telemetry.metrics import RouterMetrics
+from disagg.router.topology import EngineEndpoint
+from disagg.router.upstream import client as upstream
+from disagg.router.upstream import http1
+from disagg.router.upstream.response import UpstreamResponse
+
+
+class Legs:
+    """`client`: of the connections that carry legs. `strict`: a prompt that could not be handed
+    off is an error."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        client: http1.Client,
+        pairer: Pairer,
+        in_flight: InFlight,
+        admission: Admission,
+        health: Health,
+        metrics: RouterMetrics,
+        settings: RouterSection,
+        *,
+        strict: bool,
+        connector: ConnectorName,
+    ) -> None:
+        self._client, self._metrics = client, metrics
+        self._pairer, self._in_flight = pairer, in_flight
+        self._limits, self._pairing = settings.limits, settings.pairing
+        self._prefill = PrefillLeg(
+            client,
+            admission,
+            health,
+            metrics,
+            settings.limits,
+            strict=strict,
+            gives_params=connector != "example",
+        )
+        self.decode_leg = DecodeLeg(admission, health, metrics, settings.limits)
+        self._releases = LeaseReleases(session, metrics)
+        self._known = PrefixMemory()
+        share = settings.pairing.prefill_wait_share
+        self._local_prefill = None if share is None else LocalPrefill(share)
+
+    async def open(
+        self,
+        plan: RequestPlan,
+        seat: Seat,
+        header: bytes,
+        record: Record,
+        more: Mapping[str, Any] = NOTHING_MORE,
+    ) -> Opened | Response:
+        """Both legs, up to the first bytes of decode's answer, or an answer that is final already.
+
+        `more`: fields to add to decode's body. Gives the seat up if decode gives no answer. Raises
+        `ApiError`.
+        """
+        prefilled = await self.prefill(plan, seat, header, record)
+        if isinstance(prefilled, Response):
+            return prefilled
+        return await self.decode(plan, seat, prefilled, header, record, more)
+
+    async def prefill(
+        self,
+        plan: RequestPlan,
+        seat: Seat,
+        header: bytes,
+        record: Record,
+        more: Mapping[str, Any] = NOTHING_MORE,
+    ) -> Prefilled | Response | None:
+        """The prefill leg: what decode fetches, an answer that is final, or None if decode
+        computes the prompt.
+
+        `seat`: at the decode engine; given up if the answer is final, or at an error. `more`:
+        fields to add to the leg's body.
+        """
+        try:
+            reason = self._why_local(plan, seat)
+            if reason is not None:
+                self._prefill.skip(reason, record)
+                seat.reads(self._unknown_tokens(plan, seat))
+                return None
+            prefilled = await self._prefill.run(plan, seat.engine, header, record, more)
+        except BaseException:
+            seat.leave()
+            raise
+        if isinstance(prefilled, Response):
+            seat.leave()
+        return prefilled
+
+    async def decode(
+        self,
+        plan: RequestPlan,
+        seat: Seat,
+        prefilled: Prefilled | None,
+        header: bytes,
+        record: Record,
+        more: Mapping[str, Any] = NOTHING_MORE,
+        *,
+        prompt: RequestPlan | None = None,
+    ) -> Opened:
+        """The decode leg, up to the first bytes of the answer.
+
+        `more`: fields to add to the leg's body. `prompt`: has the client's prompt, if `plan` is the
+        rest of an answer. If there is no answer, gives the seat up and the lease back. Raises
+        `ApiError`.
+        """
+        prefilled_s = record.elapsed()
+        params = prefilled.params if prefilled else None
+        try:
+            data = bodies.encoded(bodies.decode_body(plan.body, params, more))
+        except BaseException:
+            seat.leave()
+            self._releases.give_back(prefilled)
+            raise
+
+        limit = self._limits.first_byte_timeout_s
+
+        def call(engine: EngineEndpoint) -> Awaitable[UpstreamResponse]:
+            return upstream.post_leg(self._client, engine, plan.path, data, header, limit)
+
+        partner = prefilled.prefill if prefilled else None
+        try:
+            opened = await self.decode_leg.open(call, seat, plan, record, partner=partner)
+        except BaseException:
+            self._releases.give_back(prefilled)
+            raise
+        if opened.status >= 400:
+            self._releases.give_back(prefilled)
+        else:
+            self._known.note(self._prefix_keys(prompt or plan), opened.engine.name)
+            if prefilled is not None:
+                self._metrics.paired(prefilled.prefill.name, opened.engine.name)
+                self._metrics.handoff_time.observe(record.elapsed() - prefilled_s)
+        return opened
+
+    def give_back(self, prefilled: Prefilled) -> None:
+        """Release the lease: nobody will fetch it."""
+        self._releases.give_back(prefilled)
+
+    async def close(self) -> None:
+        """Wait for releases under way, then close the connections of legs."""
+        await self._releases.close()
+        self._client.close()
+
+    # ---- whether decode computes the prompt ----------------------------------------------------
+
+    def _why_local(self, plan: RequestPlan, seat: Seat) -> str | None:
+        """Why decode computes the prompt itself; None if prefill computes it."""
+        most = self._pairing.local_prefill_tokens
+        if plan.not_split is not None or not most:
+            return plan.not_split
+        if plan.tokens <= most:
+            return "short_prompt"
+        if self._unknown_tokens(plan, seat) <= most:
+            return "prefix_known"
+        return "prefill_busy" if self._prefill_is_busy(plan, seat) else None
+
+    def _unknown_tokens(self, plan: RequestPlan, seat: Seat) -> int:
+        """About how many of the prompt's tokens the decode engine does not hold."""
+        known = self._known.tokens(self._prefix_keys(plan), seat.engine.name)
+        return max(0, plan.tokens - known)  # what is known comes in whole chunks
+
+    def _prefill_is_busy(self, plan: RequestPlan, seat: Seat) -> bool:
+        """Whether computing the prompt at decode saves this request more time than it costs all
+        requests that decode there, this one included."""
+        if self._local_prefill is None:
+            return False
+        return self._local_prefill.is_worth_it(
+            self._pairer.wait_s("prefill"),
+            self._in_flight.reading_s(seat.engine),
+            self._in_flight.takes_s(self._unknown_tokens(plan, seat)),
+            self._in_flight.requests(seat.engine),
+        )
+
+    def _prefix_keys(self, plan: RequestPlan) -> list[int]:
+        return plan.prefix_keys if self._pairing.local_prefill_tokens else []

@@ -1,0 +1,191 @@
+"""What a client's request asks for, understood once.
+
+A `RequestPlan` is made from the parsed body when the request arrives. Pairing, the legs, failover
+and the first token from prefill read the plan. Nothing else looks into the body: `api/bodies.py`
+alone copies it, to write the bodies of the legs. A question that a policy never asks is never
+answered: each answer is worked out at its first use and kept.
+
+For each thing that the router may do with a request, the plan says why not, or None if it may:
+`not_split`, `not_resumed`, `not_replayed`, `not_begun_at_prefill`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from disagg.router.api import paths, prompt_length
+from disagg.router.api.errors import Style
+from disagg.router.request import resumable
+
+_COMPLETION_TOKENS = 16  # of a completion without max_tokens
+_USAGE_OPTIONS = {"include_usage", "continuous_usage_stats"}
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """One request. `path`: one of `paths.PAIRED`, or any other that decode serves alone.
+
+    `body`: the client's, without transfer params. `headers`: the client's.
+    """
+
+    path: str
+    body: dict[str, Any] = field(repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    # ---- what it is ----------------------------------------------------------------------------
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it asks `/v1/chat/completions`."""
+        return self.path == paths.CHAT
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer is to be an event stream."""
+        return self.body.get("stream") is True
+
+    @property
+    def model(self) -> Any:
+        """The model's name as the client gave it."""
+        return self.body.get("model")
+
+    @property
+    def error_style(self) -> Style:
+        """How this API's errors look in the middle of a stream."""
+        return paths.style(self.path)
+
+    @cached_property
+    def tokens(self) -> int:
+        """About how many tokens the prompt has."""
+        return prompt_length.tokens(self.body)
+
+    @cached_property
+    def prefix_keys(self) -> list[int]:
+        """See `prompt_length.prefix_keys`."""
+        return prompt_length.prefix_keys(self.body)
+
+    # ---- how it draws --------------------------------------------------------------------------
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the likeliest one, so that no seed changes it."""
+        return self.body.get("temperature") == 0
+
+    # ---- what its stream shows -----------------------------------------------------------------
+
+    @cached_property
+    def shows_ids(self) -> bool:
+        """Whether the client asked for token ids."""
+        return self.body.get("return_token_ids") is True
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with an event of its token counts."""
+        return bool((self.body.get("stream_options") or {}).get("include_usage"))
+
+    # ---- its limits; only of a request that can be resumed --------------------------------------
+
+    @property
+    def min_tokens(self) -> int:
+        """The fewest tokens that the answer may have."""
+        least: int = self.body.get("min_tokens", 0)
+        return least
+
+    def max_tokens(self, reports: Mapping[str, str], prompt: int) -> int | None:
+        """The most tokens that may follow a prompt of `prompt` tokens, as vLLM 0.32 reads it.
+
+        `reports`: by the decode engine, of itself. None: the client sets no limit, and the engine
+        did not report how many fit.
+        """
+        limit: int | None = self.body.get("max_tokens")
+        if not self.is_chat:
+            return _COMPLETION_TOKENS if limit is None else limit
+        if self.body.get("max_completion_tokens") is not None:
+            limit = self.body["max_completion_tokens"]
+        most = reports.get("max_model_len", "")
+        if limit is not None or not most.isdecimal():
+            return limit
+        room, usual = int(most) - prompt, reports.get("max_tokens", "")  # of the generation config
+        return min(room, int(usual)) if usual.isdecimal() else room
+
+    # ---- what the router may do with it --------------------------------------------------------
+
+    @cached_property
+    def not_split(self) -> str | None:
+        """Why a prefill leg is of no use: a label of `disagg_router_local_total`."""
+        body = self.body
+        if self._depends_on_one_engine:
+            return "stateful"
+        if _are_several_prompts(body.get("prompt")):
+            return "several_prompts"  # one params object cannot stand for several leases
+        if body.get("prompt_logprobs") is not None or (
+            body.get("echo") and body.get("logprobs") is not None
+        ):
+            return "prompt_logprobs"  # decode computes every prompt position anyhow
+        if body.get("use_beam_search"):
+            return "beam_search"
+        if body.get("prompt_embeds") is not None:
+            return "prompt_embeds"
+        return None
+
+    @cached_property
+    def not_resumed(self) -> str | None:
+        """Why another engine cannot continue its stream from the tokens sent: the field of the
+        body that stands against it."""
+        return resumable.obstacle(self.path, self.body)
+
+    @cached_property
+    def not_replayed(self) -> str | None:
+        """Why asking once more need not give the same stream: the field that decides it."""
+        if not self.is_stream:
+            return "stream"
+        if self._depends_on_one_engine:
+            return "stateful"
+        if _number(self.body, "temperature") == 0 or _number(self.body, "top_k") == 1:
+            return None
+        if self.path == paths.MESSAGES:
+            return "temperature"  # this API has no seed
+        return None if _number(self.body, "seed") is not None else "seed"
+
+    @cached_property
+    def not_begun_at_prefill(self) -> str | None:
+        """Why its stream cannot begin with prefill's token: the field that stands against it."""
+        if self.not_resumed is not None:
+            return self.not_resumed
+        if self.body.get("add_generation_prompt", True) is not True:
+            return "add_generation_prompt"  # the token may not be the assistant's
+        options = self.body.get("stream_options") or {}
+        is_known = options.keys() <= _USAGE_OPTIONS and all(
+            isinstance(value, bool) for value in options.values()
+        )
+        if not is_known or options.get("continuous_usage_stats"):
+            return "stream_options"
+        return None
+
+    @cached_property
+    def _depends_on_one_engine(self) -> bool:
+        """Whether it continues what one engine keeps, leaves something there, or lets the engine
+        call tools by itself, after which the prompt is another one."""
+        if self.path != paths.RESPONSES:
+            return False
+        tools = self.body.get("tools")
+        return bool(
+            self.body.get("previous_response_id")
+            or self.body.get("background")
+            or any(
+                not isinstance(tool, dict) or tool.get("type") != "function"
+                for tool in (tools if isinstance(tools, list) else ())
+            )
+        )
+
+
+def _are_several_prompts(prompt: Any) -> bool:
+    return isinstance(prompt, list) and len(prompt) > 1 and not prompt_length.is_tokens(prompt)
+
+
+def _number(body: Mapping[str, Any], name: str) -> float | None:
+    value = body.get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
