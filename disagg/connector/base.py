@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from disagg.connector import kv_cache_layout
 from disagg.connector.load_admission import LoadAdmission, load_admission_of
 from disagg.connector.vllm_logging import log_as_vllm_does
+from disagg.engine.vllm_patches import patching
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,6 +50,7 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm_does()
+        patching.require(vllm_config)
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
         self._room: LoadAdmission | None = None

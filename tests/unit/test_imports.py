@@ -70,6 +70,7 @@ ALLOWED = {
     "connector": {
         "errors", "identity", "transport", "connector.handoff.connector",
         "connector.hidden_states.connector",
+        "engine.vllm_patches.patching",  # to refuse an engine that lacks a patch
     },
     "connector.handoff": {
         "errors", "identity", "connector", "transport", "transport.control", "transport.device",
@@ -105,7 +106,7 @@ ALLOWED = {
         *LEAVES, "identity", "engine.vllm_patches", "transport.deadline", "transport.fetch",
         "transport.control.secret", "transport.control.ticket",
     },
-    "engine.vllm_patches": set[str](),
+    "engine.vllm_patches": {"errors"},
     "cluster": {
         *LEAVES, "config_file", "credentials", "engine", "router", "router.server",
         "router.processes", "cluster.supervisor",

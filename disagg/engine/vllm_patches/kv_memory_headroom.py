@@ -1,8 +1,8 @@
-"""Keeps device memory free for transfers, which vLLM's memory profile knows nothing of.
+"""Extension: device memory for transfers, which vLLM's memory profile does not know.
 
 vLLM measures what the model needs, gives all the rest of `gpu_memory_utilization` to the KV cache,
-and only then makes connectors. So what ours say that they take of each GPU (`staging_bytes`, and
-what NCCL allocates for itself) is subtracted from what vLLM has found for the cache.
+and only then makes connectors. So this patch subtracts what our connectors take of each GPU
+(`staging_bytes`, and what NCCL allocates for itself) from what vLLM found for the cache.
 
 Must never change an engine without our connector, nor one on a CPU, nor what a user asked for with
 `kv_cache_memory_bytes`.
@@ -11,25 +11,19 @@ Must never change an engine without our connector, nor one on a CPU, nor what a 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
+from disagg.engine.vllm_patches.patching import Patch, logger, on_cpu
 
-# One of vLLM's: ours have handlers only when there is a connector.
-logger = logging.getLogger("vllm.disagg")
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
 
 Measure = Callable[[Any], list[int]]
 
 
-def install() -> None:
-    """In each process of vLLM's that may make an engine on GPUs."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        return
+def leave_room() -> None:
+    """Change vLLM's measure of memory, in each process that may make an engine on GPUs."""
     # Not the worker's method: it is imported when a worker starts, and costs others a second.
     from vllm.v1.executor.abstract import Executor
 
@@ -85,3 +79,24 @@ def _child(config: dict[str, Any]) -> KVTransferConfig:
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(**config)
+
+
+def _is_needed(config: VllmConfig) -> bool:
+    """Whether transfers take memory of the GPU that nobody else keeps free."""
+    if config.device_config.device_type == "cpu":
+        return False
+    if config.cache_config.kv_cache_memory_bytes is not None:
+        return False
+    return device_bytes(config.kv_transfer_config) > 0
+
+
+PATCH = Patch(
+    "kv_memory_headroom",
+    fault="vLLM gives the GPU memory that transfers need to the KV cache, and both run out of it.",
+    versions="",  # no version of vLLM has a setting for it
+    report="none: connectors cannot state the memory that they take",
+    until="a connector can tell vLLM's memory profile what it takes",
+    apply=leave_room,
+    when=lambda: not on_cpu(),
+    needed=_is_needed,
+)

@@ -1,13 +1,15 @@
-"""Lets CPU engines keep recurrent state for whole blocks as it is behind their last token.
+"""Mends CPU engines that keep recurrent state for prefix caching.
 
-With prefix caching, vLLM has a step end where a block of states ends, or has the layer store the
-state from within the step. On a CPU vLLM 0.32 does neither. After it has found how long blocks must
-be for one state to fit, its engine process reads its config anew and takes 128 tokens again, so a
-step goes over a block's end, and the state behind some later token stays under the block's hash:
-whoever has that prefix answers wrong. And what stores a state from within a step is for GPUs alone:
-the engine dies.
+The state that is cached for a block must be the state behind the block's last token. So vLLM ends a
+step where a block of states ends, or has the layer store the state in the middle of the step. On a
+CPU, vLLM 0.32 does neither right:
 
-Must never change an engine on GPUs, nor one whose blocks the user has sized.
+- It finds how many tokens a block must have so that one state fits. Then its engine process reads
+  the config again and goes back to 128 tokens. A step passes the end of a block, and the state of a
+  later token is cached under the block's hash. A request with that prefix gets wrong answers.
+- Only GPUs have a kernel that stores a state in the middle of a step. A CPU engine dies.
+
+Must never change an engine on GPUs, nor one whose block size the user has set.
 """
 
 from __future__ import annotations
@@ -15,29 +17,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from disagg.engine.vllm_patches import patching
+from disagg.engine.vllm_patches.patching import Patch, on_cpu
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 Update = Callable[[Any], None]
 Specs = Callable[[Any], dict[str, Any]]
 
 
-def install() -> None:
-    """In each process of vLLM's."""
+def keep_block_size() -> None:
+    """Change how vLLM's CPU platform reads a config, in each process."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
     platform: Any = type(current_platform)
     platform.check_and_update_config = staticmethod(
         keeping_blocks(platform.check_and_update_config)
     )
-    patching.in_cpu_workers(_mend)
 
 
 def keeping_blocks(update: Update) -> Update:
-    """vLLM's reading of a config, of which blocks that are allocated already keep their size."""
+    """vLLM's reading of a config. Blocks that are allocated already keep their size."""
     if hasattr(update, "keeps_blocks"):
         return update  # plugins may be loaded twice
 
@@ -54,7 +56,8 @@ def keeping_blocks(update: Update) -> Update:
     return keeps_blocks
 
 
-def _mend() -> None:
+def store_states_between_steps() -> None:
+    """Change what vLLM's CPU model runner says of its layers."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     specs: Specs = CPUModelRunner.get_kv_cache_spec
@@ -62,7 +65,7 @@ def _mend() -> None:
 
 
 def between_steps(specs: Specs) -> Specs:
-    """What vLLM's model runner says of its layers, none of which stores a state within a step."""
+    """The runner's KV cache specs; no layer stores a state in the middle of a step."""
     if hasattr(specs, "is_between_steps"):
         return specs
 
@@ -79,3 +82,37 @@ def between_steps(specs: Specs) -> Specs:
 
     is_between_steps.is_between_steps = True  # type: ignore[attr-defined]
     return is_between_steps
+
+
+def _is_needed(config: VllmConfig) -> bool:
+    """Whether a CPU engine of a model with recurrent state caches prefixes."""
+    is_cpu = config.device_config.device_type == "cpu"
+    caches = bool(config.cache_config.enable_prefix_caching)
+    return is_cpu and caches and bool(config.model_config.is_hybrid)
+
+
+_REPORT = (
+    "https://github.com/vllm-project/vllm/issues/54504 (mamba_cache_mode all ends CPU engines); "
+    "the lost block size has no report that we know of"
+)
+BLOCK_SIZE = Patch(
+    "mamba_block_size",
+    fault="models with recurrent state answer wrong on a CPU to prompts that share a prefix.",
+    versions="==0.32.*",
+    report=_REPORT,
+    until="vLLM's engine process keeps the block size that it allocated",
+    apply=keep_block_size,
+    when=on_cpu,
+    needed=_is_needed,
+)
+CHECKPOINTS = Patch(
+    "mamba_checkpoints",
+    fault="models with Mamba2 layers end the engine on a CPU when a step passes a block's end.",
+    versions="==0.32.*",
+    report=_REPORT,
+    until="vLLM has a CPU kernel that stores states in the middle of a step",
+    apply=store_states_between_steps,
+    when=on_cpu,
+    needed=_is_needed,
+    in_workers=True,
+)

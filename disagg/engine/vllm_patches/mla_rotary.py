@@ -1,9 +1,9 @@
-"""Lets CPU engines rotate queries and keys that come head by head: those of MLA models.
+"""Mends CPU engines of MLA models whose rotary embeddings are not scaled.
 
-Where a model's rotations are not scaled, vLLM 0.32's kernel for CPUs takes each row of its input
-for a token. MLA layers give [tokens, heads, width]: the first token's heads get the rotations of
-the first positions, most of the others' none at all. Such an engine answers wrong, and otherwise to
-a prompt that it continues, handed over or from its own cache, than to one that it computes whole.
+vLLM 0.32's CPU kernel takes each row of its input for a token. MLA layers give [tokens, heads,
+width]. So the first token's heads get the rotations of the first positions, and most other heads
+get none. The engine answers wrong. It also answers differently to a prompt that it continues,
+after a handoff or from its own cache, than to a prompt that it computes whole.
 
 Must never change an engine on GPUs, nor what the kernel does right.
 """
@@ -12,26 +12,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from disagg.engine.vllm_patches import patching
+from disagg.engine.vllm_patches.patching import Patch, on_cpu
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 Rotate = Callable[..., Any]
 
 
-def install() -> None:
-    """In each process of vLLM's that may become a CPU engine's worker."""
-    patching.in_cpu_workers(_mend)
-
-
-def _mend() -> None:
+def rotate_by_head() -> None:
+    """Change vLLM's rotary embedding on CPUs."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     RotaryEmbedding.forward_cpu = by_head(RotaryEmbedding.forward_cpu)  # type: ignore[method-assign]
 
 
 def by_head(rotate: Rotate) -> Rotate:
-    """vLLM's rotation; of what comes head by head, as it does it without kernels."""
+    """vLLM's rotation. Inputs with a dimension of heads take its way without kernels."""
     if hasattr(rotate, "is_by_head"):
         return rotate
 
@@ -43,3 +42,21 @@ def by_head(rotate: Rotate) -> Rotate:
 
     is_by_head.is_by_head = True  # type: ignore[attr-defined]
     return is_by_head
+
+
+def _is_needed(config: VllmConfig) -> bool:
+    return config.device_config.device_type == "cpu" and bool(config.model_config.use_mla)
+
+
+PATCH = Patch(
+    "mla_rotary",
+    fault="MLA models without scaled rotary embeddings answer wrong on a CPU.",
+    versions="==0.32.*",
+    report="none that we know of; the same fault of the CUDA kernel was mended by "
+    "https://github.com/vllm-project/vllm/pull/12777",
+    until="vLLM's CPU kernel takes [tokens, heads, width]",
+    apply=rotate_by_head,
+    when=on_cpu,
+    needed=_is_needed,
+    in_workers=True,
+)

@@ -8,18 +8,26 @@ from disagg.engine.vllm_patches import (
     kv_memory_headroom,
     mamba_block_size,
     mla_rotary,
+    patching,
     seeded_chunked_prefill,
     worker_shutdown,
 )
 
+# Switches that `disagg serve` sets in the environment.
+SWITCHES = (busy_poll.PATCH, fork_workers.PATCH)
+# What our connector needs and vLLM has no setting for.
+EXTENSIONS = (kv_memory_headroom.PATCH,)
+# Faults of vLLM.
+MENDS = (
+    worker_shutdown.PATCH,
+    seeded_chunked_prefill.PATCH,
+    mamba_block_size.BLOCK_SIZE,
+    mamba_block_size.CHECKPOINTS,
+    mla_rotary.PATCH,
+)
+ALL = (*SWITCHES, *EXTENSIONS, *MENDS)
+
 
 def install() -> None:
-    """Do what the environment asks for, have engines leave our connector its memory, and mend
-    what keeps vLLM's workers from ending, ends them, or has them answer wrong."""
-    busy_poll.install()
-    fork_workers.install()
-    kv_memory_headroom.install()
-    worker_shutdown.install()
-    seeded_chunked_prefill.install()
-    mamba_block_size.install()
-    mla_rotary.install()
+    """Apply each patch that is for this vLLM and this process. Never raises."""
+    patching.install(ALL)

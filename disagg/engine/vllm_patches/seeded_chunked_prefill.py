@@ -1,9 +1,9 @@
-"""Lets CPU engines take requests with a seed whose prompt is computed in several steps.
+"""Mends CPU engines for requests with a seed whose prompt takes several steps.
 
-Each step draws a token for each request, also of a prompt that is not at its end, where vLLM 0.32
-then winds the request's generator back. Generators on a CPU cannot be, and the engine dies: of one
-request, and of each engine that it is tried on. So such requests draw from the common generator in
-these steps, where what they draw counts for nothing, and their own one stays as it was.
+Each step draws a token for each request, also for a prompt that is not at its end. vLLM 0.32 then
+rewinds the request's generator. A generator on a CPU cannot be rewound, so one such request ends
+the engine, and each engine that it is tried on. With this patch such requests draw from the common
+generator in these steps, whose tokens are thrown away. Their own generator stays as it was.
 
 Must never change an engine on GPUs, nor what any request draws.
 """
@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from disagg.engine.vllm_patches import patching
+from disagg.engine.vllm_patches.patching import Patch, on_cpu
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 Sample = Callable[..., Any]
 
 
-def install() -> None:
-    """In each process of vLLM's that may become a CPU engine's worker."""
-    patching.in_cpu_workers(_mend)
-
-
-def _mend() -> None:
+def spare_generators() -> None:
+    """Change how vLLM's CPU model runner samples."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample: Sample = CPUModelRunner.sample_tokens
@@ -34,7 +33,7 @@ def _mend() -> None:
 
 
 def apart(sample: Sample) -> Sample:
-    """vLLM's sampling of one step, without the generators of those whose token is thrown away."""
+    """vLLM's sampling of one step, without the generators of requests whose token is dropped."""
     if hasattr(sample, "is_apart"):
         return sample
 
@@ -50,3 +49,21 @@ def apart(sample: Sample) -> Sample:
 
     is_apart.is_apart = True  # type: ignore[attr-defined]
     return is_apart
+
+
+def _is_needed(config: VllmConfig) -> bool:
+    return config.device_config.device_type == "cpu"  # any client may send a seed
+
+
+PATCH = Patch(
+    "seeded_chunked_prefill",
+    fault="one request with a seed and a prompt of several steps ends a CPU engine.",
+    versions="==0.32.*",
+    report="none that we know of for vLLM; the same fault of a fork of its runner: "
+    "https://github.com/RBLN-SW/vllm-rbln/pull/1025",
+    until="vLLM's CPU model runner does not rewind generators",
+    apply=spare_generators,
+    when=on_cpu,
+    needed=_is_needed,
+    in_workers=True,
+)

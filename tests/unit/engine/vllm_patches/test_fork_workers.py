@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from disagg.engine.vllm_patches import fork_workers
+from disagg.engine.vllm_patches import fork_workers, patching
 
 METHOD, BIND = "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND"
 # vLLM's processes are children of multiprocessing.
 INSTALL = f"""
 import multiprocessing, os
-from disagg.engine.vllm_patches import fork_workers
+from disagg.engine.vllm_patches import fork_workers, patching
 def process():
-    fork_workers.install()
+    patching.install([fork_workers.PATCH])
     print(os.environ["{METHOD}"], flush=True)
 child = multiprocessing.get_context("fork").Process(target=process)
 child.start()
@@ -38,5 +38,5 @@ def test_in_a_process_of_vllms(fork: str, bind: str, method: str) -> None:
 def test_not_in_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ((fork_workers.FORK_ENV, "1"), (BIND, "nobind"), (METHOD, "spawn")):
         monkeypatch.setenv(name, value)
-    fork_workers.install()
+    patching.install([fork_workers.PATCH])
     assert os.environ[METHOD] == "spawn"

@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from disagg.connector.handoff.settings import NCCL_RESERVE_BYTES
-from disagg.engine.vllm_patches import kv_memory_headroom
+from disagg.engine.vllm_patches import kv_memory_headroom, patching
 from disagg.errors import ConfigError
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -161,9 +161,9 @@ def test_wrong_settings_are_named(model: Path, measure: kv_memory_headroom.Measu
 def test_installed_once_and_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     before = Executor.determine_available_memory
     monkeypatch.setattr(Executor, "determine_available_memory", before)  # put back afterwards
-    kv_memory_headroom.install()
+    patching.install([kv_memory_headroom.PATCH])
     assert Executor.determine_available_memory is before
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
-    kv_memory_headroom.install()
-    kv_memory_headroom.install()
+    patching.install([kv_memory_headroom.PATCH])
+    patching.install([kv_memory_headroom.PATCH])
     assert Executor.determine_available_memory.__wrapped__ is before

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from disagg.engine.vllm_patches import mamba_block_size
+from disagg.engine.vllm_patches import mamba_block_size, patching
 from disagg.testing.checkpoint import make_model
 
 PLATFORM: Any = type(current_platform)
@@ -63,8 +63,8 @@ def test_vllm_has_what_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPUModelRunner, "get_kv_cache_spec", CPUModelRunner.get_kv_cache_spec)
     update = staticmethod(PLATFORM.check_and_update_config)
     monkeypatch.setattr(PLATFORM, "check_and_update_config", update)
-    mamba_block_size.install()
-    mamba_block_size.install()
+    patching.install([mamba_block_size.BLOCK_SIZE, mamba_block_size.CHECKPOINTS])
+    patching.install([mamba_block_size.BLOCK_SIZE, mamba_block_size.CHECKPOINTS])
     WorkerWrapperBase.init_device(1)  # type: ignore[arg-type]
     assert ran == [1]
     for mended in (PLATFORM.check_and_update_config, CPUModelRunner.get_kv_cache_spec):

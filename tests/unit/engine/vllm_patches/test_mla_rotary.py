@@ -11,7 +11,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from disagg.engine.vllm_patches import mla_rotary
+from disagg.engine.vllm_patches import mla_rotary, patching
 
 HEADS, WIDTH, CONTENT = 4, 64, 128
 
@@ -63,8 +63,8 @@ def test_vllm_has_what_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(WorkerWrapperBase, "init_device", ran.append)
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
-    mla_rotary.install()
-    mla_rotary.install()
+    patching.install([mla_rotary.PATCH])
+    patching.install([mla_rotary.PATCH])
     for worker in (1, 2):
         WorkerWrapperBase.init_device(worker)  # type: ignore[arg-type]
     assert ran == [1, 2]

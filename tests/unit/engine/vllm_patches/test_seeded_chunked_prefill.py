@@ -11,7 +11,7 @@ import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from disagg.engine.vllm_patches import seeded_chunked_prefill
+from disagg.engine.vllm_patches import patching, seeded_chunked_prefill
 
 
 class Runner:
@@ -52,8 +52,8 @@ def test_vllm_has_what_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(WorkerWrapperBase, "init_device", ran.append)
     monkeypatch.setattr(CPUModelRunner, "sample_tokens", CPUModelRunner.sample_tokens)
-    seeded_chunked_prefill.install()
-    seeded_chunked_prefill.install()
+    patching.install([seeded_chunked_prefill.PATCH])
+    patching.install([seeded_chunked_prefill.PATCH])
     for worker in (1, 2):
         WorkerWrapperBase.init_device(worker)  # type: ignore[arg-type]
     assert ran == [1, 2]

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-from disagg.engine.vllm_patches import worker_shutdown
+from disagg.engine.vllm_patches import patching, worker_shutdown
 
 THREADS = 4
 
@@ -18,8 +18,8 @@ THREADS = 4
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SpinCondition]:
     monkeypatch.setattr(SpinCondition, "cancel", SpinCondition.cancel)
-    worker_shutdown.install()
-    worker_shutdown.install()
+    patching.install([worker_shutdown.PATCH])
+    patching.install([worker_shutdown.PATCH])
     context = zmq.Context()
     yield SpinCondition(True, context, f"ipc://{tmp_path}/notify")
     context.destroy(linger=0)
