@@ -1,3 +1,3 @@
 """Serve large language models with prefill and decode apart, on Ray."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

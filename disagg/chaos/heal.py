@@ -23,6 +23,7 @@ from disagg.cluster import RunningDeployment, start
 from disagg.cluster.serve import Progress
 from disagg.config import Deployment, ResourcesSection
 from disagg.preflight import checks
+from disagg.testing import results
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL, cpu_deployment
 from disagg.testing.http import client
@@ -79,9 +80,18 @@ def _run(clients: int, victims: Sequence[str], cluster: RayNodes | None) -> int:
         load = SteadyLoad(running.url, single)
         with load.clients(clients):
             rows = [_death(console, running, load, victim, cluster) for victim in victims]
-    Console(width=max(console.width, 100), highlight=False).print(_table(rows))
+    Console(width=max(console.width, 100), highlight=False).print(results.keep(_table(rows)))
     load.report(console)
     unnoticed = all(row.answers and not row.errors for row in rows if row.victim != ROUTER)
+    wrong = load.counts["wrong"]
+    results.aim("wrong answers", "0", str(wrong), met=not wrong)
+    errors = sum(row.errors for row in rows if row.victim != ROUTER)
+    results.aim("errors, but for the router's own death", "0", str(errors), met=not errors)
+    later = [row.whole_s - row.own_start_s for row in rows if row.own_start_s]
+    if later:
+        shown = f"{min(later):.1f} to {max(later):.1f} s"
+        results.aim("serves again, beyond the engine's own start", "at most 5 s", shown,
+                    met=max(later) <= 5)  # fmt: skip
     return 0 if unnoticed and not load.counts["wrong"] else 1
 
 

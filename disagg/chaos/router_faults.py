@@ -30,6 +30,7 @@ from disagg.chaos.expected_answers import CHAT, VOCABULARY
 from disagg.chaos.faulty_engine import DECODE, MID_STREAM, PREFILL
 from disagg.chaos.router_scene import DEADLINE_S, ENGINES, Scene
 from disagg.config import Role
+from disagg.testing import results
 
 RECOVERY_S, RECOVERED = 40.0, 16
 _PER_ROUND = 2500
@@ -82,7 +83,7 @@ def run(
     console = Console(highlight=False, soft_wrap=True)
     report = uvloop.run(storm(requests, clients, seed, first_token, console))
     for role in (0, 1):
-        console.print(_table(report, role))
+        console.print(results.keep(_table(report, role)))
     for problem in report.problems[:20]:
         console.print(problem, markup=False)
     if len(report.problems) > 20:
@@ -94,6 +95,10 @@ def run(
         f"the slowest {report.slowest_s:.1f} s; router {report.rss_mib[0]:.0f} to "
         f"{report.rss_mib[-1]:.0f} MiB; problems: {len(report.problems) or 'none'}"
     )
+    results.note(f"{sum(report.total().values())} requests: {dict(report.total())}.")
+    problems = len(report.problems)
+    results.aim("answers that are neither right nor one well-formed error", "0", str(problems),
+                met=not problems)  # fmt: skip
     if json_path is not None:
         json_path.write_text(json.dumps(_as_json(report), indent=2))
     return 1 if report.problems else 0

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from disagg.chaos.steady_load import SteadyLoad
 from disagg.errors import DisaggError
+from disagg.testing import results
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL
 from disagg.testing.vllm_server import VllmServer, free_port
@@ -63,9 +64,11 @@ def run(clients: int) -> int:
                 _order(console, load, ["scale", "--name", _NAME, "prefill=1", "decode=1"]),
                 _order(console, load, ["apply", str(changed)]),
             ]
-    Console(width=max(console.width, 100), highlight=False).print(_table(rows))
+    Console(width=max(console.width, 100), highlight=False).print(results.keep(_table(rows)))
     load.report(console)
     unnoticed = all(row.answers and not row.errors for row in rows)
+    wrong, errors = load.counts["wrong"], sum(row.errors for row in rows)
+    results.aim("wrong answers and errors", "0", f"{wrong} and {errors}", met=not wrong + errors)
     return 0 if unnoticed and not load.counts["wrong"] else 1
 
 

@@ -28,6 +28,7 @@ from disagg.cluster.serve import Progress
 from disagg.config import Deployment
 from disagg.errors import ConfigError
 from disagg.preflight import checks
+from disagg.testing import results
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL, cpu_deployment
 from disagg.testing.http import client
@@ -88,7 +89,11 @@ def run(
             console.print(f"sabotage: {dict(saboteur.done)}")
         held = held_after_quiet(running.url)
         _print_metrics(console, running.url)
-    console.print(f"outcomes: {dict(outcomes)}; held at the end: {held or 'nothing'}")
+    shown = f"outcomes: {dict(outcomes)}; held at the end: {held or 'nothing'}"
+    console.print(results.note(shown))
+    results.aim("wrong answers", "0", str(outcomes["wrong"]), met=not outcomes["wrong"])
+    results.aim("leases, requests and files held at the end", "nothing", str(held or "nothing"),
+                met=not held)  # fmt: skip
     return 0 if not held and not outcomes["wrong"] and not outcomes["error"] else 1
 
 

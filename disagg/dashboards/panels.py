@@ -200,7 +200,7 @@ def _failures() -> list[Panel]:
     return [
         Panel(
             "KV that did not arrive",
-            "Decode then computed the prompt itself; docs/architecture.md explains the reasons.",
+            "Decode then computed the prompt itself; docs/connector.md explains the reasons.",
             "ops",
             [_rates("disagg_kv_load_failures_total", "reason")],
             stacked=True,

@@ -29,6 +29,7 @@ from rich.table import Table
 
 from disagg.bench.transfer import nixl
 from disagg.errors import ConfigError, StartupError
+from disagg.testing import results
 from disagg.testing.checkpoint import make_model
 from disagg.testing.openai_stream import stream
 from disagg.testing.vllm_server import VllmServer, completion, free_port
@@ -82,7 +83,9 @@ def run(
     }
     for name, sizes in memory.items():
         console.print(f"{name}: {sizes}")
-    Console(width=max(console.width, 200), highlight=False).print(_table(rows, names, transport))
+    wide = Console(width=max(console.width, 200), highlight=False)
+    wide.print(results.keep(_table(rows, names, transport)))
+    _judge(rows, names)
     threshold = _threshold(samples, [*_SHORT, *lengths])
     console.print(
         f"up to about {threshold} tokens decode computes as fast as it takes them over: "
@@ -92,6 +95,18 @@ def run(
         result = {"rows": rows, "first_ms": meetings, "memory": memory}
         json_path.write_text(json.dumps({**result, "local_prefill_tokens": threshold}, indent=2))
     return 0
+
+
+def _judge(rows: Sequence[Row], peers: Sequence[str]) -> None:
+    """The aims: below every peer in each row, and prefill no slower for being fetched from."""
+    for peer in peers:
+        ratios = [row[f"ours/{peer}"] for row in rows]
+        shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        results.aim(f"first token, ours over {peer}", "below 1", shown, met=max(ratios) < 1)
+    ratios = [row["prefill/alone"] for row in rows]
+    shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    results.aim("prefill's own answer over one that nobody fetches", "at most 1.03", shown,
+                met=max(ratios) <= 1.03)  # fmt: skip
 
 
 def _threshold(samples: Samples, lengths: Sequence[int]) -> int:

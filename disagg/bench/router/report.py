@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.bench.router.fake_engine import CHUNKS
+from disagg.testing import results
 
 MODES = ("stream", "whole")
 DIRECT, OURS, PEER = "direct", "ours", "vllm-router"
@@ -144,13 +145,28 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     for mode in MODES:
         mine = [row for row in report["rows"] if row["mode"] == mode]
         if mine:
-            wide.print(_table(mode, mine, report["pace_ms"]))
+            wide.print(results.keep(_table(mode, mine, report["pace_ms"])))
+            _judge(mode, mine)
     for name, memory in report["memory_mb"].items():
         wide.print(
             f"{name}: processes: {memory['processes']}, resident MB: {memory['start']:g} at the "
             f"start, {memory['most']:g} at most"
         )
     wide.print("\n" + _notes(report))
+
+
+def _judge(mode: str, mine: Sequence[Mapping[str, Any]]) -> None:
+    """The aims: not slower than the peer at 16 and 64 clients, an earlier first byte at one."""
+    ours = {row["clients"]: row for row in mine if row["target"] == OURS}
+    rates = {n: ours[n]["requests_s_over_peer"] for n in (16, 64) if n in ours}
+    if rates and None not in rates.values():
+        shown = ", ".join(f"{ratio:.2f}" for ratio in rates.values())
+        what = f"requests a second over {PEER}'s, {mode}, {' and '.join(map(str, rates))} clients"
+        results.aim(what, "at least 1", shown, met=min(rates.values()) >= 1)
+    first = ours[1]["first_p50_over_peer"] if 1 in ours else None
+    if first is not None:
+        what = f"first byte p50 over {PEER}'s, {mode}, one client"
+        results.aim(what, "below 1", f"{first:.2f}", met=first < 1)
 
 
 def _table(mode: str, mine: Sequence[Mapping[str, Any]], pace_ms: float) -> Table:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.bench.serve.score import FIRST_AIM, GAP_AIM, GOOD_SHARE
+from disagg.testing import results
 
 _MEASURES = {"on_average": "mean gap", "throughout": "every gap"}
 _LEAST_WIDTH = 90
@@ -30,7 +31,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     wide = Console(width=max(console.width, 150), highlight=False)
     for table in (_runs(report["rows"]), _ratios(report["ratios"]), _goodput(report)):
         if table.row_count:
-            wide.print(table)
+            wide.print(results.keep(table))
     wide.print("\n" + _notes(report))
 
 

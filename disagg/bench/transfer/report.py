@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.bench.transfer.plan import TransferCase, TransferPlan
+from disagg.testing import results
 
 FLAT, IN_PIECES = "memcpy", "memcpy in blocks"
 DEVICE_COPY, NCCL_BARE, PCIE, SOCKETS_BARE = "device copy", "NCCL bare", "PCIe", "sockets bare"
@@ -66,11 +67,31 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             _times(row["over_nixl"]),
             _times(row["over_nixl_tcp"]),
         )
-    Console(width=max(console.width, 120), highlight=False).print(table)
+    Console(width=max(console.width, 120), highlight=False).print(results.keep(table))
+    _judge(report)
     for note in report["notes"]:
         console.print(note, markup=False)
     for name, problem in report["problems"].items():
         console.print(f"{name}: left out: {problem}", markup=False)
+
+
+# Way -> (the ratio of its row, what it is over, the least that is asked for).
+_AIMS = {
+    "process_memory": (("over_memcpy", "memcpy", 0.8), ("over_nixl", "NIXL", 1.5)),
+    "tcp": (("over_nixl_tcp", "NIXL over TCP", 1.0),),
+}
+_LEAST_MB = 33  # decode reads smaller prompts itself
+
+
+def _judge(report: Mapping[str, Any]) -> None:
+    for way, aims in _AIMS.items():
+        mine = [r for r in report["rows"] if r["way"] == way and r["megabytes"] >= _LEAST_MB]
+        for key, reference, least in aims:
+            ratios = [row[key] for row in mine if row[key] is not None]
+            if ratios:
+                shown = ", ".join(map(_times, ratios))
+                what = f"speed of {way} over {reference}, from {_LEAST_MB} MB"
+                results.aim(what, f"at least {least:g}", shown, met=min(ratios) >= least)
 
 
 def _references(device: str, row: Mapping[str, Any]) -> list[str]:
