@@ -181,7 +181,7 @@ class ConsumerWorker:
             return PeerRefused("layers differ in their heads", "tensor_parallel_size")
         return None
 
-    def _fetches(self, load: HandoffLoad) -> Iterator[tuple[handoff.Wanted, Selection]]:
+    def _fetches(self, load: HandoffLoad) -> Iterator[tuple[handoff.FetchRequest, Selection]]:
         """One fetch per producer rank and stage; together each of our layers and heads once."""
         producers, slices, rank = _producers(load), self._slices(_producers(load)), self._rank
         count = sum(stop - start for start, stop in load.spans)
@@ -195,7 +195,7 @@ class ConsumerWorker:
                 theirs, ours = (source.theirs, source.ours) if slices else (None, None)
                 part = Part(load.unit, load.spans, theirs, stage.theirs)
                 yield (
-                    handoff.Wanted(
+                    handoff.FetchRequest(
                         load.endpoints[stage.number * producers + source.rank],
                         load.lease,
                         part,
