@@ -1,31 +1,29 @@
 """The contract of a transport: what each end does, and when it may.
 
-A transport has two ends that share its name. The producer's `Sender` and the consumer's
-`Receiver` never talk on their own: the control channel carries `offer` at hello, and one
+A transport has two ends that share its name: the producer's `Sender` and the consumer's
+`Receiver`. They never talk on their own: the control channel carries the offer at hello, and one
 fetch's detail and answer. Both ends may be called from several threads at once.
 
 Order of one handoff, seen from the transport:
 
-1. `Sender.offer()` -> bytes, put into the hello reply. `Receiver.usable(offer)` says whether
-   this pair of workers can use the transport; it probes, it does not guess.
-2. `Receiver.request(job)` -> bytes, the detail of the fetch; whatever the sender needs of us.
-   While the producer works on it, `Receiver.prepare(job)` does what needs no answer.
+1. `Sender.offer()` -> bytes, part of the hello reply. `Receiver.open(offer)` -> `RemoteCache`, the
+   producer's cache as this worker can fetch from it; None if this pair of workers cannot use the
+   transport. It probes, it does not guess. The control client keeps the result per producer.
+2. `RemoteCache.request(job)` -> bytes, the detail of the fetch: whatever the sender needs to know.
+   While the producer works on it, `RemoteCache.prepare(job)` does what needs no answer.
 3. `Sender.send(blocks, detail, deadline)` -> bytes, while the lease is in use. A two-sided
-   transport moves or stages the bytes here; a one-sided one only names the memory.
-4. `Receiver.receive(job, answer)` -> bytes moved. Everything was checked when it returns.
+   transport moves or stages the bytes here; a one-sided one only names the blocks.
+4. `RemoteCache.receive(job, answer)` -> bytes moved. Everything was checked when it returns.
 5. `Sender.finish(answer)`: the lease is no longer in use; drop what was staged for it. When it
    returns, this transport reads no block of that fetch any more.
 
-A one-sided read may overlap a free, if the consumer was silent for so long that the producer
-gave the lease up. So what `receive` returned is believed only once `Release` was answered on
-the same connection: the producer answers it only while the lease is still in use. What a sender
-moved it read while the lease was in use (see 5), so all of it is right whatever comes after: the
-producer is told when the blocks were put to use.
+A one-sided read may overlap a free, if the consumer was silent for so long that the producer ended
+the lease. So the blocks that `receive` filled are valid only once `Release` was answered on the
+same connection: the producer answers it only while the lease is still in use. A two-sided sender
+reads the blocks while the lease is in use (see 5), so they are valid at once, and the consumer
+releases the lease after it has put them to use.
 
-A `OneSidedReceiver` does without the producer's word where it can: within `reading` the producer
-sees that its lease is in use (hazards.py), as it is posted in its memory (board.py); `read` fills
-the blocks, and what was read is believed if `still_there` says so. The producer hears of it
-afterwards, by `Release`.
+A one-sided transport can also read without asking the producer: see `ReadableCache`.
 
 Errors: every end raises `TransferError` and nothing else on purpose; its `reason` is the label
 of `disagg_kv_load_failures_total`. After an error in `receive` the destination blocks hold
@@ -49,7 +47,7 @@ from disagg.transport.protocol import Part
 class FetchJob:
     """One fetch as the consumer sees it: fill these parts of the local cache.
 
-    `after`: on a device, what the blocks were given to before may still be under way until then.
+    after: on a device, the blocks' previous users may still run until this event.
     """
 
     blocks: Selection
@@ -66,7 +64,7 @@ class Sender(Protocol):
         """What the consumer needs to know before the first fetch."""
 
     def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
-        """Move, stage or name the blocks; returns what `Receiver.receive` is given."""
+        """Move, stage or name the blocks; returns the answer for `RemoteCache.receive`."""
 
     def finish(self, answer: bytes) -> None:
         """Drop what `send` staged. Called exactly once per `send`; never raises."""
@@ -75,55 +73,83 @@ class Sender(Protocol):
         """Drop everything staged; no call follows."""
 
 
-class Receiver(Protocol):
-    """The consumer's end. `one_sided`: it reads the producer's memory by itself."""
+class RemoteCache(Protocol):
+    """A producer's cache, to fetch from over one transport."""
 
     name: str
-    one_sided: bool
-
-    def usable(self, offer: bytes) -> bool:
-        """Whether this worker can fetch from the producer that made the offer."""
 
     def request(self, job: FetchJob) -> bytes:
-        """The detail that `Sender.send` is given. Changes nothing: it may never be sent."""
+        """The detail for `Sender.send`. Changes nothing: it may never be sent."""
 
     def prepare(self, job: FetchJob) -> None:
-        """The same thread calls `receive` next, if at all; until then the producer has the word."""
+        """Called while the producer works; the same thread calls `receive` next, if at all."""
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
         """Fill the job's blocks; returns the number of bytes moved."""
+
+
+class Receiver(Protocol):
+    """The consumer's end."""
+
+    name: str
+
+    def open(self, offer: bytes) -> RemoteCache | None:
+        """The cache behind the offer; None if this worker cannot fetch from it.
+
+        A transport that needs nothing of the offer after its probe returns itself.
+        """
 
     def close(self) -> None:
         """Drop connections and mappings; no call follows."""
 
 
-class OneSidedReceiver(ABC):
-    """What a `Receiver` has besides if it can do without the producer's word.
+class ReadableCache(ABC):
+    """A `RemoteCache` that the consumer can read without asking the producer (one-sided).
 
-    `None` and `False` say nothing of the lease: whoever gets them asks the producer.
+    The producer publishes its leases in its memory (`one_sided/lease_board.py`), and sees which of
+    them are being read (`one_sided/hazard_pointers.py`). Within `reading` the lease is in use;
+    `read` fills the blocks, which are valid if `still_there` confirms it. The consumer sends
+    `Release` afterwards.
+
+    None and False do not mean that the lease is gone: the caller then asks the producer.
     """
 
-    @abstractmethod
-    def reading(
-        self, offer: bytes, slot: int, lease: int
-    ) -> AbstractContextManager[PostedLease | None]:
-        """The lease as it is posted by the producer that made the offer, which is `usable`; in use
-        within the context, by the connection of this slot. None if it is not posted, or cannot be
-        used so."""
+    name: str
 
     @abstractmethod
-    def read(self, offer: bytes, posted: PostedLease, part: Part, job: FetchJob) -> int | None:
-        """Fill the job's blocks with this part of it; returns the number of bytes moved. None if
-        the lease has no such part."""
+    def is_alive(self) -> bool:
+        """Whether the producer's process exists, and its cache is still open here."""
 
     @abstractmethod
-    def still_there(self, offer: bytes, posted: PostedLease) -> bool:
-        """Whether the lease kept its blocks all the time since it was looked up."""
+    def reading(self, slot: int, lease: int) -> AbstractContextManager[LeaseEntry | None]:
+        """The lease's entry; in use within the context, by the connection that has this slot. None
+        if there is no such entry, or it cannot be used this way."""
+
+    @abstractmethod
+    def read(self, entry: LeaseEntry, part: Part, job: FetchJob) -> int | None:
+        """Fill the job's blocks with this part of the lease; returns the number of bytes moved.
+        None if the lease has no such part."""
+
+    @abstractmethod
+    def still_there(self, entry: LeaseEntry) -> bool:
+        """Whether the lease has kept its blocks ever since its entry was looked up."""
+
+    @abstractmethod
+    def request(self, job: FetchJob) -> bytes:
+        """As `RemoteCache.request`."""
+
+    @abstractmethod
+    def prepare(self, job: FetchJob) -> None:
+        """As `RemoteCache.prepare`."""
+
+    @abstractmethod
+    def receive(self, job: FetchJob, answer: bytes) -> int:
+        """As `RemoteCache.receive`."""
 
 
-class PostedLease(NamedTuple):
-    """A lease as it stood on a board. `head`: as it was read, int64 [lease + 1, count, checksum];
-    `at`: its address. `block_ids`: as in `Lease`."""
+class LeaseEntry(NamedTuple):
+    """A lease as it was read from a producer's board. head: int64 [lease + 1, count, checksum], as
+    read; at: its address. block_ids: as in `Lease`."""
 
     head: bytes
     at: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 from disagg.errors import PeerLost, PeerRefused, TransferError
 from disagg.transport import protocol as p
-from disagg.transport.base import FetchJob, OneSidedReceiver, Receiver
+from disagg.transport.base import FetchJob, ReadableCache, Receiver, RemoteCache
 from disagg.transport.control.client import Connection, Endpoint, Peers, expect
 from disagg.transport.control.lease import ABORTED, FETCHED
 from disagg.transport.control.ticket import Handoff
@@ -20,12 +19,12 @@ from disagg.transport.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 
-_TELL_S = 2.0
+_RELEASE_S = 2.0
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What a fetch did; `failed_over` names the transports that failed before this one."""
+    """A fetch's result. failed_over: the transports that failed before this one."""
 
     transport: str
     num_bytes: int
@@ -34,10 +33,11 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to fetch from one producer rank: a part of a lease that `readers` ranks of ours read.
+class FetchRequest:
+    """One fetch from one producer rank: a part of a lease.
 
-    `layers`: what the regions of that part must hold, as the producer says at hello.
+    layers: what the regions of that part must hold, as the producer's hello names them. readers:
+    how many of our ranks read this rank's lease.
     """
 
     endpoint: Endpoint
@@ -47,47 +47,49 @@ class Wanted:
     readers: int = 1
 
 
-def fetch(peers: Peers, wanted: Wanted, job: FetchJob, receivers: Sequence[Receiver]) -> Moved:
-    """`fetched`, when all is over."""
-    with fetched(peers, wanted, job, receivers) as moved:
+def fetch(
+    peers: Peers, request: FetchRequest, job: FetchJob, receivers: Sequence[Receiver]
+) -> Moved:
+    """As `fetched`; returns after the lease was released."""
+    with fetched(peers, request, job, receivers) as moved:
         return moved
 
 
 @contextlib.contextmanager
 def fetched(
-    peers: Peers, wanted: Wanted, job: FetchJob, receivers: Sequence[Receiver]
+    peers: Peers, request: FetchRequest, job: FetchJob, receivers: Sequence[Receiver]
 ) -> Iterator[Moved]:
-    """Fill `job.blocks` with the wanted part; within the context they are there, and right.
+    """Fill `job.blocks` with the wanted part; within the context they are complete and valid.
 
-    `receivers` are tried in order. When the context ends the producer has heard of it, if it could
-    be told. Raises `TransferError` at its begin, and never at its end; the blocks then hold
-    garbage, and the lease is released or will run out.
+    receivers: tried in order. At the context's end the lease is released, if the producer can be
+    reached. Raises `TransferError` on entry, never on exit; the blocks then hold garbage, and the
+    lease is released or will expire.
     """
-    endpoint = wanted.endpoint
-    with contextlib.ExitStack() as until_told:
+    endpoint = request.endpoint
+    with contextlib.ExitStack() as until_released:
         try:
-            connection = until_told.enter_context(peers.connection(endpoint, job.deadline))
-            one = _OneFetch(peers, connection, wanted, job, receivers, until_told)
-            problem = _misfit(wanted, connection.welcome.layers)
+            connection = until_released.enter_context(peers.connection(endpoint, job.deadline))
+            one = _OneFetch(peers, connection, request, job, receivers, until_released)
+            problem = _misfit(request, connection.welcome.layers)
             if problem is not None:
                 one.release(ABORTED)
                 raise PeerRefused(problem)
-            moved = one.unasked() or one.asked()
+            moved = one.read_directly() or one.ask()
         except PeerLost:
             peers.forget(endpoint)
             raise
         yield moved
 
 
-def _misfit(wanted: Wanted, theirs: Sequence[str]) -> str | None:
-    """Why the wanted regions are not what the consumer takes them for; None if they are."""
-    first, last = wanted.part.regions or (0, len(theirs))
+def _misfit(request: FetchRequest, theirs: Sequence[str]) -> str | None:
+    """How the producer's regions differ from the consumer's; None if they do not."""
+    first, last = request.part.regions or (0, len(theirs))
     found = tuple(theirs[first:last])
-    if found == tuple(wanted.layers):
+    if found == tuple(request.layers):
         return None
-    if len(found) != len(wanted.layers):
-        return f"layers differ: {len(wanted.layers)} here, {len(found)} there"
-    pairs = zip(wanted.layers, found, strict=True)
+    if len(found) != len(request.layers):
+        return f"layers differ: {len(request.layers)} here, {len(found)} there"
+    pairs = zip(request.layers, found, strict=True)
     mine, other = next((mine, other) for mine, other in pairs if mine != other)
     return f"layers differ: {mine!r} here, {other!r} there"
 
@@ -120,8 +122,7 @@ def release(
 def release_all(
     peers: Peers, endpoints: Sequence[Endpoint], lease: int, deadline: Deadline
 ) -> None:
-    """End a lease on several ranks. One that cannot be told does not keep the others from it;
-    the first error is raised when all were tried."""
+    """End a lease on several ranks. Tries all of them, and raises the first error afterwards."""
     errors: list[TransferError] = []
     for endpoint in endpoints:
         try:
@@ -133,7 +134,7 @@ def release_all(
 
 
 def release_everywhere(ticket: Handoff, secret: bytes, deadline: Deadline) -> None:
-    """End a lease on all ranks of its producer, from a process that has no cache itself."""
+    """End a lease on all ranks of its producer, from a process without a cache."""
     peers = Peers("release", {}, secret)
     try:
         release_all(peers, ticket.endpoints, ticket.lease, deadline)
@@ -142,7 +143,7 @@ def release_everywhere(ticket: Handoff, secret: bytes, deadline: Deadline) -> No
 
 
 def renew(peers: Peers, endpoint: Endpoint, leases: list[int], deadline: Deadline) -> None:
-    """Keep leases of requests that still wait in our queue."""
+    """Renew leases of requests that still wait in our queue."""
     with peers.connection(endpoint, deadline) as connection:
         request = p.Renew(endpoint.generation, leases)
         connection.ask(request, p.Done, deadline)
@@ -150,76 +151,75 @@ def renew(peers: Peers, endpoint: Endpoint, leases: list[int], deadline: Deadlin
 
 @dataclass(frozen=True)
 class _OneFetch:
-    """`until_told`: what ends when the producer has heard of it."""
+    """`until_released`: what ends when the producer has heard of it."""
 
     peers: Peers
     connection: Connection
-    wanted: Wanted
+    request: FetchRequest
     job: FetchJob
     receivers: Sequence[Receiver]
-    until_told: contextlib.ExitStack
+    until_released: contextlib.ExitStack
 
-    def unasked(self) -> Moved | None:
-        """Fetch without a word from the producer, by the first transport, if that can. None: it
-        is to be asked, and says what is the matter, if anything is."""
-        began, lease = time.monotonic(), self.wanted.lease
+    def read_directly(self) -> Moved | None:
+        """Read over the first transport, if that needs no answer of the producer. None: ask it;
+        then it also reports what is wrong, if anything is."""
+        began, lease = time.monotonic(), self.request.lease
         welcome = self.connection.welcome
-        receiver = next(self._usable(), None)
+        cache = next(self._usable(), None)
         known = welcome.generation == self.connection.endpoint.generation
-        if not known or not isinstance(receiver, OneSidedReceiver):
+        if not known or not isinstance(cache, ReadableCache):
             return None
-        offer = welcome.offers[receiver.name]
         try:
             with contextlib.ExitStack() as in_use:
-                posted = in_use.enter_context(receiver.reading(offer, welcome.slot, lease))
-                if posted is None:
+                entry = in_use.enter_context(cache.reading(welcome.slot, lease))
+                if entry is None:
                     return None
-                num_bytes = receiver.read(offer, posted, self.wanted.part, self.job)
-                if num_bytes is None or not receiver.still_there(offer, posted):
+                num_bytes = cache.read(entry, self.request.part, self.job)
+                if num_bytes is None or not cache.still_there(entry):
                     return None
-                self.until_told.push(in_use.pop_all())
+                self.until_released.push(in_use.pop_all())
         except TransferError as error:
             logger.info("lease %d: %s; asking its producer", lease, error)
             return None
-        self.until_told.callback(self._tell)
-        return Moved(receiver.name, num_bytes, time.monotonic() - began)
+        self.until_released.callback(self._release_fetched)
+        return Moved(cache.name, num_bytes, time.monotonic() - began)
 
-    def asked(self) -> Moved:
-        """Take the lease into use, and fetch over the first transport that works."""
+    def ask(self) -> Moved:
+        """Acquire the lease, and fetch over the first transport that works."""
         began = time.monotonic()
-        acquire = p.Acquire(self.connection.endpoint.generation, self.wanted.lease)
-        # The first of them nearly always works: asked with the lease it saves a round trip.
+        acquire = p.Acquire(self.connection.endpoint.generation, self.request.lease)
+        # The first transport nearly always works: sending its message with Acquire saves a trip.
         first = list(itertools.islice(self._usable(), 1))
 
         def meanwhile() -> None:
-            for receiver in first:
-                receiver.prepare(self.job)
+            for cache in first:
+                cache.prepare(self.job)
 
         acquired, *answers = self.connection.exchange(
-            [acquire, *map(self._request, first)], self.job.deadline, meanwhile
+            [acquire, *map(self._message, first)], self.job.deadline, meanwhile
         )
         expect(p.Acquired, acquired, acquire)
         failed: dict[str, TransferError] = {}
-        for receiver in self._usable():
+        for cache in self._usable():
             try:
-                num_bytes = self._over(receiver, answers.pop() if answers else None)
+                num_bytes = self._receive(cache, answers.pop() if answers else None)
             except PeerLost:
                 raise
             except TransferError as error:
-                failed[receiver.name] = error
+                failed[cache.name] = error
                 continue
-            if receiver.one_sided:
-                self.release(FETCHED)  # only its answer says that the lease was in use until now
+            if isinstance(cache, ReadableCache):
+                self.release(FETCHED)  # only the answer proves that the lease was in use until now
             else:
-                self.until_told.callback(self._tell)
-            return Moved(receiver.name, num_bytes, time.monotonic() - began, tuple(failed))
-        # The lease is of no more use to anybody; say so rather than let it run out.
+                self.until_released.callback(self._release_fetched)
+            return Moved(cache.name, num_bytes, time.monotonic() - began, tuple(failed))
+        # Nobody can use the lease any more; it need not run out.
         self.release(ABORTED)
         if failed:
             *_, last = failed.values()
             text = "; ".join(f"{name}: {error}" for name, error in failed.items())
             raise TransferError(text, reason=last.reason) from last
-        self.connection.common.forget()  # a folder that was away may be back next time
+        self.connection.opened.forget()  # a folder that was missing may be there next time
         offered = ", ".join(self.connection.welcome.offers) or "none"
         raise TransferError(
             f"no transport works between the two workers; the producer offers {offered}, "
@@ -229,43 +229,45 @@ class _OneFetch:
 
     def release(self, outcome: str) -> None:
         """End the lease, and wait for the answer."""
-        lease, readers = self.wanted.lease, self.wanted.readers
+        lease, readers = self.request.lease, self.request.readers
         _release(self.connection, lease, outcome, self.job.deadline, readers)
 
-    def _usable(self) -> Iterator[Receiver]:
-        """Not asked before it matters: to find out may cost time and memory."""
+    def _usable(self) -> Iterator[RemoteCache]:
+        """The producer's cache over each transport that works, in order. Opened as late as
+        possible: that may cost time and memory."""
         for receiver in self.receivers:
             offer = self.connection.welcome.offers.get(receiver.name)
-            if offer is not None and self.connection.common.has(
-                receiver.name, functools.partial(receiver.usable, offer), self.job.deadline
-            ):
-                yield receiver
+            if offer is None:
+                continue
+            cache = self.connection.opened.open(receiver, offer, self.job.deadline)
+            if cache is not None:
+                yield cache
 
-    def _request(self, receiver: Receiver) -> p.Fetch:
-        return p.Fetch(receiver.name, self.wanted.part, receiver.request(self.job))
+    def _message(self, cache: RemoteCache) -> p.Fetch:
+        return p.Fetch(cache.name, self.request.part, cache.request(self.job))
 
-    def _over(self, receiver: Receiver, got: p.Answer | None) -> int:
-        """`got`: what the producer says to the request, if it was asked already."""
-        request = self._request(receiver)
+    def _receive(self, cache: RemoteCache, got: p.Answer | None) -> int:
+        """got: the producer's answer, if the request was sent already."""
+        message = self._message(cache)
         if got is None:
             (got,) = self.connection.exchange(
-                [request], self.job.deadline, lambda: receiver.prepare(self.job)
+                [message], self.job.deadline, lambda: cache.prepare(self.job)
             )
-        answer = expect(p.Fetched, got, request).answer
+        answer = expect(p.Fetched, got, message).answer
         try:
-            return receiver.receive(self.job, answer)
+            return cache.receive(self.job, answer)
         except PeerLost as error:
-            # Whether the peer lives is for the control connection to say; another way may work.
+            # Only the control connection decides whether the peer lives; another transport may
+            # work.
             raise TransferError(str(error), reason=error.reason) from error
 
-    def _tell(self) -> None:
-        """That all is there."""
-        lease, readers = self.wanted.lease, self.wanted.readers
+    def _release_fetched(self) -> None:
+        lease, readers = self.request.lease, self.request.readers
         try:
-            _release(self.connection, lease, FETCHED, Deadline.after(_TELL_S), readers)
+            _release(self.connection, lease, FETCHED, Deadline.after(_RELEASE_S), readers)
         except TransferError as error:
-            self.peers.forget(self.wanted.endpoint)
-            logger.warning("lease %d was fetched, and has to run out: %s", lease, error)
+            self.peers.forget(self.request.endpoint)
+            logger.warning("lease %d was fetched, not released; it will expire: %s", lease, error)
 
 
 def _release(

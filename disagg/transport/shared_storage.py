@@ -167,17 +167,18 @@ class SharedStorageSender:
 class SharedStorageReceiver:
     """Reads files straight into the cache: one copy. `staging`: for a cache on a device."""
 
-    name, one_sided = NAME, False
+    name = NAME
 
     def __init__(self, cache: BlockCache, storage: Storage, staging: Staging | None = None) -> None:
         self._cache, self._folder, self._staging = cache, storage.folder, staging
 
-    def usable(self, offer: bytes) -> bool:
+    def open(self, offer: bytes) -> SharedStorageReceiver | None:
         try:
             probe = msgspec.msgpack.decode(offer, type=_StorageOffer)
-            return (self._folder / Path(probe.name).name).read_bytes() == probe.token
+            found = (self._folder / Path(probe.name).name).read_bytes()
+            return self if found == probe.token else None
         except (msgspec.DecodeError, OSError, ValueError):
-            return False
+            return None
 
     def request(self, job: FetchJob) -> bytes:
         return b""

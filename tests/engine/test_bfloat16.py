@@ -90,7 +90,7 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
         job = FetchJob(cache.whole(range(blocks)), Deadline.after(30))
         part = Part(BLOCK, ((0, blocks),))
         layers = [f"{region.name}@0 BF16[{CONTENT}]" for region in cache.regions]
-        wanted = fetch.Wanted(grant.endpoints[0], grant.lease, part, layers)
+        wanted = fetch.FetchRequest(grant.endpoints[0], grant.lease, part, layers)
         fetch.fetch(peers, wanted, job, [receiver])
     finally:
         peers.close()

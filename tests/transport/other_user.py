@@ -15,8 +15,8 @@ REFUSED = 17
 def look_as_another_user(offer: bytes, shape: Shape) -> None:
     """Exit with REFUSED if the offer is of use as root and of none as nobody."""
     receiver = ProcessMemoryReceiver(caches.make(shape, None))
-    assert receiver.usable(offer)
+    assert receiver.open(offer)
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
-    raise SystemExit(1 if receiver.usable(offer) else REFUSED)
+    raise SystemExit(1 if receiver.open(offer) else REFUSED)

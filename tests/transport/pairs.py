@@ -13,6 +13,8 @@ from transport.worker import ASKED, Order, Remote, Worker, wait_until
 
 from disagg.transport import fetch as handoff
 from disagg.transport import protocol as p
+from disagg.transport.base import RemoteCache
+from disagg.transport.deadline import Deadline
 
 
 @dataclass
@@ -24,8 +26,8 @@ class Pair:
     shape: Shape
 
     @property
-    def unasked(self) -> bool:
-        """Whether the consumer reads without a word from the producer."""
+    def reads_directly(self) -> bool:
+        """Whether the consumer reads without asking the producer."""
         setup = self.producer.setup
         boards = setup.transport in ("process_memory", "cuda_ipc")
         return boards and not setup.device.endswith(ASKED)
@@ -34,7 +36,17 @@ class Pair:
         """Whether the producer did all of its part by then, so that nothing hangs on it."""
         if self.producer.setup.transport == "shared_storage":
             return True  # the file is there before the consumer looks
-        return when == "after" and not self.consumer.receiver.one_sided
+        one_sided = self.producer.setup.transport in ("process_memory", "cuda_ipc")
+        return when == "after" and not one_sided
+
+    def opened(self) -> RemoteCache:
+        """The producer's cache, opened from its offer."""
+        deadline = Deadline.after(10)
+        with self.consumer.peers.connection(self.producer.endpoint, deadline) as connection:
+            offer = connection.welcome.offers[self.consumer.receiver.name]
+        found = self.consumer.receiver.open(offer)
+        assert found is not None
+        return found
 
     def order(self, lease: int, targets: Sequence[int], **more: object) -> Order:
         """Whole blocks from the lease's first on, into these blocks here."""

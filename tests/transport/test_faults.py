@@ -173,7 +173,7 @@ def test_producer_stopped(make_pair: MakePair, when: str) -> None:
     pair = make_pair()
     pair.producer.call("grant", 0, [1, 2], 1)
     stop = Act(STOP, pair.producer.pid)
-    if pair.unasked or pair.is_over(when):
+    if pair.reads_directly or pair.is_over(when):
         with pair.fetched(0, [3, 4], seconds=0.8, **{when: stop}):
             assert time.monotonic() - stop.done < 0.8
             assert pair.is_right([1, 2], [3, 4])
@@ -223,12 +223,13 @@ def test_consumer_that_never_releases(make_pair: MakePair) -> None:
     receiver, endpoint = pair.consumer.receiver, pair.producer.endpoint
     job = FetchJob(pair.consumer.cache.whole([3, 4]), Deadline.after(5))
     with pair.consumer.peers.connection(endpoint, job.deadline) as connection:
-        assert receiver.usable(connection.welcome.offers[receiver.name])
+        remote = receiver.open(connection.welcome.offers[receiver.name])
+        assert remote is not None
         pair.producer.call("grant", 0, [1, 2], 0.1, scribble=True)
         connection.ask(p.Acquire(endpoint.generation, 0), p.Acquired, job.deadline)
-        request = p.Fetch(receiver.name, p.Part(8, ((0, 2),)), receiver.request(job))
+        request = p.Fetch(receiver.name, p.Part(8, ((0, 2),)), remote.request(job))
         answer = connection.ask(request, p.Fetched, job.deadline).answer
-        receiver.receive(job, answer)
+        remote.receive(job, answer)
         assert pair.is_right([1, 2], [3, 4])
         assert pair.nothing_held(2), "silence past the limit must free the blocks"
         # Too late: its answer, which alone would make the bytes count, must not come.

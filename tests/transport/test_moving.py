@@ -279,9 +279,9 @@ def test_nothing_moves_past_the_deadline(make_pair: MakePair) -> None:
 def test_garbage_is_refused(make_pair: MakePair, garbage: bytes) -> None:
     receiver, cache = (pair := make_pair()).consumer.receiver, pair.consumer.cache
     job = FetchJob(cache.whole([1]), Deadline.after(2))
-    assert receiver.usable(garbage) is False
+    assert receiver.open(garbage) is None
     with pytest.raises(TransferError):
-        receiver.receive(job, garbage)
+        pair.opened().receive(job, garbage)
     assert caches.untouched(cache, but=[1])
 
 

@@ -23,7 +23,7 @@ from transport.other_user import REFUSED, look_as_another_user
 from transport.worker import CONTEXT
 
 from disagg.errors import DataCorrupt, PeerLost, TransferError
-from disagg.transport.base import FetchJob
+from disagg.transport.base import FetchJob, RemoteCache
 from disagg.transport.blocks import BlockCache, Region, Selection
 from disagg.transport.deadline import Deadline
 from disagg.transport.host import process_vm
@@ -37,6 +37,12 @@ def ends(shape: Shape = SHAPE) -> tuple[ProcessMemorySender, ProcessMemoryReceiv
     """Both ends here: a process may read itself, by the very same call."""
     sender = ProcessMemorySender(caches.make(shape, 1))
     return sender, ProcessMemoryReceiver(caches.make(shape, None))
+
+
+def opened(receiver: ProcessMemoryReceiver, sender: ProcessMemorySender) -> RemoteCache:
+    found = receiver.open(sender.offer())
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -63,11 +69,11 @@ def test_not_usable(
     offer = sender.offer()
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            assert not receiver.usable(changed(offer, **fields()))
+            assert not receiver.open(changed(offer, **fields()))
     (line,) = {record.getMessage() for record in caplog.records}
     assert len(caplog.records) == 1
     assert re.search(why, line)
-    assert receiver.usable(offer)
+    assert receiver.open(offer)
 
 
 def test_caches_that_lie_on_a_device() -> None:
@@ -75,15 +81,15 @@ def test_caches_that_lie_on_a_device() -> None:
     # Stands for any memory that is not the host's.
     meta = Region("x", torch.empty(4, 1, 2, 8, dtype=torch.uint8, device="meta"), "U8")
     assert ProcessMemorySender(BlockCache([meta])).offer() == b""
-    assert not ProcessMemoryReceiver(BlockCache([meta])).usable(sender.offer())
-    assert not receiver.usable(b"")
+    assert not ProcessMemoryReceiver(BlockCache([meta])).open(sender.offer())
+    assert not receiver.open(b"")
 
 
 def test_a_closed_sender_is_not_usable() -> None:
     sender, receiver = ends()
-    assert receiver.usable(sender.offer())
+    assert receiver.open(sender.offer()) is not None
     sender.close()
-    assert not receiver.usable(sender.offer())
+    assert not receiver.open(sender.offer())
 
 
 def test_another_users_process_is_not_usable() -> None:
@@ -105,7 +111,7 @@ def test_any_cut_into_calls(monkeypatch: pytest.MonkeyPatch, calls: int, iovecs:
     theirs, ours = Shape(blocks=20, layout="BLHNC"), Shape(blocks=20, tokens=4, layout="BLHNC")
     sender = ProcessMemorySender(caches.make(theirs, 1))
     receiver = ProcessMemoryReceiver(cache := caches.make(ours, None))
-    assert receiver.usable(sender.offer())
+    remote = opened(receiver, sender)
     read, most = process_vm.read, [0, 0]
 
     def counted(pid: int, near: Any, far: Any) -> int:
@@ -116,7 +122,7 @@ def test_any_cut_into_calls(monkeypatch: pytest.MonkeyPatch, calls: int, iovecs:
     monkeypatch.setattr(process_vm, "read", counted)
     answer = sender.send(Selection([7, 8, 3, 19], 4, 1, 5), b"", Deadline.after(5))
     job = FetchJob(Selection([1, 9, 10, 2, 18], 4, 0, 5), Deadline.after(5))
-    assert receiver.receive(job, answer) == 5 * 4 * 2 * 64 * 3
+    assert remote.receive(job, answer) == 5 * 4 * 2 * 64 * 3
     assert 1 <= max(most) <= iovecs
     for index in range(3):
         sent = caches.tokens(sender._cache, index, [7, 8, 3, 19])[4:24]
@@ -142,7 +148,7 @@ def test_pieces_are_a_stream() -> None:
 
 def test_short_reads_go_on_where_they_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = ends()
-    assert receiver.usable(sender.offer())
+    remote = opened(receiver, sender)
     read, generator = process_vm.read, random.Random(6)
 
     def short(pid: int, near: Any, far: Any) -> int:
@@ -152,7 +158,7 @@ def test_short_reads_go_on_where_they_stopped(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(process_vm, "read", short)
     answer = sender.send(sender._cache.whole([4, 5, 1]), b"", Deadline.after(5))
-    receiver.receive(FetchJob(receiver._cache.whole([2, 1, 9]), Deadline.after(5)), answer)
+    remote.receive(FetchJob(receiver._cache.whole([2, 1, 9]), Deadline.after(5)), answer)
     assert caches.same(
         caches.prompts(sender._cache, [4, 5, 1]), caches.prompts(receiver._cache, [2, 1, 9])
     )
@@ -167,7 +173,7 @@ def test_memory_that_is_no_longer_there() -> None:
     receiver = ProcessMemoryReceiver(
         BlockCache([Region("x", torch.zeros(4, 1, 1, page, dtype=torch.uint8), "U8")])
     )
-    assert receiver.usable(sender.offer())
+    remote = opened(receiver, sender)
     answer = sender.send(sender._cache.whole(range(4)), b"", Deadline.after(5))
     job = FetchJob(receiver._cache.whole(range(4)), Deadline.after(5))
     libc = ctypes.CDLL(None)
@@ -175,11 +181,11 @@ def test_memory_that_is_no_longer_there() -> None:
     assert libc.mprotect(where, page, 0) == 0
     try:
         with pytest.raises(TransferError, match=os.strerror(errno.EFAULT)) as error:
-            receiver.receive(job, answer)
+            remote.receive(job, answer)
         assert error.value.reason == "process_memory"
     finally:
         libc.mprotect(where, page, 3)
-    assert receiver.receive(job, answer) == 4 * page
+    assert remote.receive(job, answer) == 4 * page
 
 
 @pytest.mark.parametrize(
@@ -193,10 +199,10 @@ def test_memory_that_is_no_longer_there() -> None:
 )
 def test_sides_that_mean_different_things(named: Selection, mine: Selection) -> None:
     sender, receiver = ends()
-    assert receiver.usable(sender.offer())
+    remote = opened(receiver, sender)
     answer = sender.send(named, b"", Deadline.after(5))
     with pytest.raises(DataCorrupt):
-        receiver.receive(FetchJob(mine, Deadline.after(5)), answer)
+        remote.receive(FetchJob(mine, Deadline.after(5)), answer)
     assert caches.untouched(receiver._cache, but=[])
 
 
@@ -207,33 +213,33 @@ def test_caches_that_differ(shape: Shape) -> None:
     """In their layers, and in what a head and token takes; the last are as many bytes."""
     sender, _ = ends()
     _, receiver = ends(shape)
-    assert receiver.usable(sender.offer())
+    remote = opened(receiver, sender)
     answer = sender.send(Selection([1], 8, 0, 1), b"", Deadline.after(5))
     with pytest.raises(DataCorrupt, match="same selection"):
-        receiver.receive(FetchJob(receiver._cache.whole([1]), Deadline.after(5)), answer)
+        remote.receive(FetchJob(receiver._cache.whole([1]), Deadline.after(5)), answer)
     assert caches.untouched(receiver._cache, but=[])
 
 
 @pytest.mark.parametrize("regions", [(0, 4), (3, 4), (-1, 2), (2, 2), (2, 1)])
 def test_regions_outside_of_the_offer_are_never_read(regions: tuple[int, int]) -> None:
     sender, receiver = ends()
-    assert receiver.usable(sender.offer())
+    remote = opened(receiver, sender)
     content = msgspec.msgpack.decode(sender.send(Selection([1], 8, 0, 1), b"", Deadline.after(5)))
     content[6] = regions
     job = FetchJob(receiver._cache.whole([1]), Deadline.after(5))
     with pytest.raises(DataCorrupt, match="regions"):
-        receiver.receive(job, msgspec.msgpack.encode(content))
+        remote.receive(job, msgspec.msgpack.encode(content))
 
 
 @pytest.mark.parametrize("block", [-1, 40, 1 << 30])
 def test_blocks_outside_of_the_offer_are_never_read(block: int) -> None:
     sender, receiver = ends()
-    assert receiver.usable(sender.offer())
+    remote = opened(receiver, sender)
     content = msgspec.msgpack.decode(sender.send(Selection([1], 8, 0, 1), b"", Deadline.after(5)))
     content[1] = np.array([block], np.int32).tobytes()
     job = FetchJob(receiver._cache.whole([1]), Deadline.after(5))
     with pytest.raises(DataCorrupt, match="outside"):
-        receiver.receive(job, msgspec.msgpack.encode(content))
+        remote.receive(job, msgspec.msgpack.encode(content))
 
 
 def test_an_answer_names_only_what_it_must() -> None:
@@ -251,17 +257,17 @@ def test_an_answer_names_only_what_it_must() -> None:
 
 def test_deadline_is_looked_at_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = ends()
-    assert receiver.usable(sender.offer())
+    remote = opened(receiver, sender)
     answer = sender.send(sender._cache.whole([1]), b"", Deadline.after(5))
     with pytest.raises(PeerLost) as error:
-        receiver.receive(FetchJob(receiver._cache.whole([1]), Deadline.after(-1)), answer)
+        remote.receive(FetchJob(receiver._cache.whole([1]), Deadline.after(-1)), answer)
     assert error.value.reason == "deadline"
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 4])
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("total", [1, 31, 16 << 20, (16 << 20) + 5])
-def test_lanes_read_every_byte_once(total: int, lanes: int) -> None:
-    spans = process_memory._spans(total, lanes)
+def test_threads_read_every_byte_once(total: int, threads: int) -> None:
+    spans = process_memory._spans(total, threads)
     assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])]
     assert spans[-1][1] == total
     assert all(begin <= end for begin, end in spans)

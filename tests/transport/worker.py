@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +24,7 @@ from transport import caches, host_device
 
 from disagg.transport import fetch as handoff
 from disagg.transport import protocol as p
-from disagg.transport.base import FetchJob, OneSidedReceiver, PostedLease, Receiver
+from disagg.transport.base import FetchJob, LeaseEntry, ReadableCache, Receiver, RemoteCache
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.control.client import Endpoint, Peers
 from disagg.transport.control.lease import LeaseTable
@@ -91,7 +91,7 @@ class Act:
 
 @dataclass(frozen=True)
 class Order:
-    """One fetch. `before` and `after` are sent around `Receiver.receive`, in its own thread;
+    """One fetch. `before` and `after` are sent around `RemoteCache.receive`, in its own thread;
     to this very worker if they are bare signals."""
 
     endpoint: Endpoint
@@ -124,6 +124,7 @@ class Worker:
         self.senders = make_senders(names, self.cache, means)
         self.receivers = make_receivers(names, self.cache, means)
         self.receiver = self.receivers[0]
+        self._interruptible = [_Interruptible(receiver) for receiver in self.receivers]
         generation = os.urandom(8).hex()
         self.server = ControlServer(
             host="127.0.0.1",
@@ -159,14 +160,14 @@ class Worker:
             return moved
 
     def fetched(self, order: Order) -> contextlib.AbstractContextManager[handoff.Moved]:
-        receivers: list[Receiver] = list(self.receivers)
-        if order.before is not None or order.after is not None:
-            acts = _act(order.before), _act(order.after)
-            receivers = [_interrupted(receiver, *acts) for receiver in receivers]
         layers = self.layers[slice(*(order.mine.regions or (None,)))]
-        wanted = handoff.Wanted(order.endpoint, order.lease, order.part, layers, order.readers)
+        request = handoff.FetchRequest(
+            order.endpoint, order.lease, order.part, layers, order.readers
+        )
         job = FetchJob(order.mine, Deadline.after(order.seconds))
-        return handoff.fetched(self.peers, wanted, job, receivers)
+        for receiver in self._interruptible:
+            receiver.acts[id(job)] = _act(order.before), _act(order.after)
+        return handoff.fetched(self.peers, request, job, self._interruptible)
 
     def connections(self) -> int:
         """How many consumers have open."""
@@ -234,63 +235,72 @@ def _cache(setup: Setup) -> tuple[BlockCache, Staging | None]:
     return found, open_staging(found, setup.staging_bytes, sends=True, receives=True)
 
 
-class _Interrupted:
-    """The receiver, with signals sent where the fetch is between two messages."""
+class _Interruptible:
+    """A receiver whose fetches send signals between two messages, as `acts` says of their jobs."""
 
-    def __init__(self, inner: Receiver, before: Act | None, after: Act | None) -> None:
-        self.name, self.one_sided = inner.name, inner.one_sided
-        self._inner, self._before, self._after = inner, before, after
+    def __init__(self, inner: Receiver) -> None:
+        self.name, self._inner = inner.name, inner
+        self.acts: dict[int, tuple[Act | None, Act | None]] = {}  # by the id of the job
 
-    def usable(self, offer: bytes) -> bool:
-        return self._inner.usable(offer)
-
-    def request(self, job: FetchJob) -> bytes:
-        return self._inner.request(job)
-
-    def prepare(self, job: FetchJob) -> None:
-        self._inner.prepare(job)
-
-    def receive(self, job: FetchJob, answer: bytes) -> int:
-        if self._before:
-            self._before()
-        moved = self._inner.receive(job, answer)
-        if self._after:
-            self._after()
-        return moved
+    def open(self, offer: bytes) -> RemoteCache | None:
+        cache = self._inner.open(offer)
+        if isinstance(cache, ReadableCache):
+            return _InterruptibleReads(cache, self.acts)
+        return None if cache is None else _InterruptibleCache(cache, self.acts)
 
     def close(self) -> None:
         self._inner.close()
 
 
-class _InterruptedReading(_Interrupted, OneSidedReceiver):
-    """Of one that may do without the producer's word: around `read`, too."""
+class _InterruptibleCache:
+    """Signals are sent before and after `receive`."""
 
-    def __init__(self, inner: Any, before: Act | None, after: Act | None) -> None:
-        super().__init__(inner, before, after)
-        self._reading: OneSidedReceiver = inner
+    def __init__(self, inner: Any, acts: dict[int, tuple[Act | None, Act | None]]) -> None:
+        self.name, self._inner, self._acts = inner.name, inner, acts
 
-    def reading(
-        self, offer: bytes, slot: int, lease: int
-    ) -> contextlib.AbstractContextManager[PostedLease | None]:
-        return self._reading.reading(offer, slot, lease)
+    def request(self, job: FetchJob) -> bytes:
+        request: bytes = self._inner.request(job)
+        return request
 
-    def read(self, offer: bytes, posted: PostedLease, part: p.Part, job: FetchJob) -> int | None:
-        if self._before:
-            self._before()
-        moved = self._reading.read(offer, posted, part, job)
-        if self._after:
-            self._after()
-        self._before = self._after = None  # if it asks now, that is another matter
+    def prepare(self, job: FetchJob) -> None:
+        self._inner.prepare(job)
+
+    def receive(self, job: FetchJob, answer: bytes) -> int:
+        moved: int = self._interrupted(job, lambda: self._inner.receive(job, answer))
         return moved
 
-    def still_there(self, offer: bytes, posted: PostedLease) -> bool:
-        return self._reading.still_there(offer, posted)
+    def _interrupted(self, job: FetchJob, call: Callable[[], Any]) -> Any:
+        before, after = self._acts.get(id(job), (None, None))
+        if before:
+            before()
+        moved = call()
+        if after:
+            after()
+        return moved
 
 
-def _interrupted(receiver: Receiver, before: Act | None, after: Act | None) -> Receiver:
-    if isinstance(receiver, OneSidedReceiver):
-        return _InterruptedReading(receiver, before, after)
-    return _Interrupted(receiver, before, after)
+class _InterruptibleReads(_InterruptibleCache, ReadableCache):
+    """Around `read`, too."""
+
+    def is_alive(self) -> bool:
+        alive: bool = self._inner.is_alive()
+        return alive
+
+    def reading(
+        self, slot: int, lease: int
+    ) -> contextlib.AbstractContextManager[LeaseEntry | None]:
+        entry: contextlib.AbstractContextManager[LeaseEntry | None]
+        entry = self._inner.reading(slot, lease)
+        return entry
+
+    def read(self, entry: LeaseEntry, part: p.Part, job: FetchJob) -> int | None:
+        moved: int | None = self._interrupted(job, lambda: self._inner.read(entry, part, job))
+        self._acts.pop(id(job), None)  # if it asks now, that is another matter
+        return moved
+
+    def still_there(self, entry: LeaseEntry) -> bool:
+        found: bool = self._inner.still_there(entry)
+        return found
 
 
 class Remote:

@@ -29,7 +29,7 @@ from disagg.transport.control.lease import LeaseTable
 from disagg.transport.control.server import ControlServer
 from disagg.transport.deadline import Deadline
 from disagg.transport.device.staging import Staging, open_staging
-from disagg.transport.fetch import Moved, Wanted, fetched
+from disagg.transport.fetch import FetchRequest, Moved, fetched
 from disagg.transport.names import TransportName
 from disagg.transport.one_sided.lease_board import LeaseBoard
 from disagg.transport.registry import Means, make_receiver, make_sender
@@ -256,7 +256,7 @@ class Consumer(End):
         blocks = self._cache.whole(ids)
         part = p.Part(blocks.unit, ((0, blocks.count),))
         job = FetchJob(blocks, Deadline.after(FETCH_S))
-        wanted = Wanted(self._endpoint, lease, part, _layers(self._cache))
+        wanted = FetchRequest(self._endpoint, lease, part, _layers(self._cache))
         with fetched(self._peers, wanted, job, [self._receivers[way]]) as moved:
             return moved, time.perf_counter()
 

@@ -10,31 +10,40 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
+from disagg.identity.weights import Adapters
 from disagg.transport.control.ticket import DIGEST
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-Hasher = Callable[["Request", int], Sequence[bytes]]
+class PromptDigests:
+    """Digests of the prompts of one engine. hash_block_size: tokens per block hash of vLLM's."""
 
+    def __init__(self, hash_block_size: int, algorithm: str) -> None:
+        self._hash_block_size = hash_block_size
+        self._algorithm, self._adapters = algorithm, Adapters()
 
-def hasher(algorithm: str) -> Hasher:
-    """vLLM's block hashes at any block size, for prompts whose producer has another than ours."""
+    def of(self, request: Request, block_size: int, num_tokens: int) -> bytes:
+        """`digests` of the prompt's first `num_tokens`, in blocks of the producer's size."""
+        hashes: Sequence[bytes] = request.block_hashes
+        if block_size != self._hash_block_size:
+            hashes = self._hash_again(request, block_size)
+        adapter = self._adapters.of(request.lora_request)
+        return digests(request, hashes, block_size, num_tokens, adapter)
 
-    def hash_blocks(request: Request, block_size: int) -> Sequence[bytes]:
+    def _hash_again(self, request: Request, block_size: int) -> Sequence[bytes]:
+        """vLLM's block hashes at a block size other than the engine's."""
         fresh = copy.copy(request)
         fresh.block_hashes = []
-        return get_request_block_hasher(block_size, get_hash_fn_by_name(algorithm))(fresh)
-
-    return hash_blocks
+        return get_request_block_hasher(block_size, get_hash_fn_by_name(self._algorithm))(fresh)
 
 
 def digests(

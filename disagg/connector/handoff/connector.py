@@ -16,22 +16,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from disagg.connector.base import ConnectorBase
-from disagg.connector.handoff.block_digests import hasher
+from disagg.connector.handoff.engine_facts import EngineFacts
 from disagg.connector.handoff.messages import StepWork, WorkerAddress
 from disagg.connector.handoff.metrics import ConnectorPromMetrics, ConnectorStats
+from disagg.connector.handoff.rank import WorkerRank
 from disagg.connector.handoff.scheduler import SchedulerHalf
 from disagg.connector.handoff.settings import read_settings
 from disagg.connector.handoff.worker import WorkerHalf
 from disagg.connector.kv_cache_layout import (
     HANDED_OVER,
     check_supported,
-    has_windows,
-    hash_block_size,
     hash_seed,
     kv_heads,
-    splits_blocks,
 )
-from disagg.connector.recurrent_state import beside_full_attention, state_groups
+from disagg.connector.recurrent_state import beside_full_attention
 from disagg.connector.registration import register
 from disagg.transport.control.secret import read_secret
 
@@ -64,36 +62,26 @@ class DisaggConnector(ConnectorBase[SchedulerHalf, WorkerHalf]):
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
         secret = read_secret()
-        engine_id = str(transfer.engine_id)
         if role is KVConnectorRole.SCHEDULER:
-            # vLLM's default fails the request; ours is never to lose one. Read after this.
+            # vLLM's default fails the request; ours never loses one. vLLM reads it after this.
             transfer.kv_load_failure_policy = "fail" if settings.strict else "recompute"
             self._scheduler = SchedulerHalf(
+                EngineFacts.of(vllm_config, kv_cache_config),
                 settings,
                 secret,
-                engine_id=engine_id,
-                block_size=vllm_config.cache_config.block_size,
-                hash_block_size=hash_block_size(vllm_config, kv_cache_config),
-                windows=has_windows(kv_cache_config),
-                state_groups=state_groups(kv_cache_config),
-                world_size=vllm_config.parallel_config.tensor_parallel_size,
-                kv_heads=kv_heads(vllm_config),
-                splits_blocks=splits_blocks(vllm_config),
-                hash_blocks=hasher(vllm_config.cache_config.prefix_caching_hash_algo),
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
             )
         else:
-            self._worker = WorkerHalf(
-                vllm_config,
-                kv_cache_config,
-                settings,
-                secret,
-                name=settings.engine_name or engine_id,
+            rank = WorkerRank(
+                name=settings.engine_name or str(transfer.engine_id),
                 rank=get_tensor_model_parallel_rank(),
                 world_size=vllm_config.parallel_config.tensor_parallel_size,
                 stage=get_pp_group().rank_in_group,
+                stages=vllm_config.parallel_config.pipeline_parallel_size,
+                kv_heads=kv_heads(vllm_config),
             )
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, settings, secret, rank)
 
     # ---- scheduler side --------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The consumer's end of the control channel: pooled connections to producers' workers.
 
-A connection serves one handoff at a time. It goes back to the pool when everything asked on it
-was answered and no lease is in use on it, whatever the answers; otherwise it is closed, which
-tells the producer at once. Nothing waits past the deadline it was given.
+A connection serves one handoff at a time. It returns to the pool when every request on it was
+answered and no lease is in use on it, whatever the answers; otherwise it is closed, which the
+producer notices at once. Nothing waits past the deadline it was given.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from disagg.errors import LeaseGone, PeerLost, PeerRefused, TransferError
 from disagg.transport import protocol as p
+from disagg.transport.base import ReadableCache, Receiver, RemoteCache
 from disagg.transport.control.channel import Channel
 from disagg.transport.deadline import Deadline
 
@@ -27,7 +28,7 @@ A = TypeVar("A", p.Welcome, p.Acquired, p.Fetched, p.Done)
 logger = logging.getLogger(__name__)
 
 _POOLED_PER_PEER = 16
-_AGAIN_S = 60.0
+_RETRY_S = 60.0
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -38,70 +39,90 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     generation: str
 
 
-class CommonTransports:
-    """Which transports two workers have in common. Safe for use from any thread.
+class _Result(NamedTuple):
+    """What opening an offer gave. cache: None if the two workers cannot use the transport."""
 
-    The first who wants to know finds out, and others meanwhile wait for that, as long as they may.
-    What did not work is looked at again, beside the fetches: a machine was busy, a folder was away.
+    cache: RemoteCache | None
+
+
+class OpenedTransports:
+    """The producer's cache over each transport, opened once. Safe for use from any thread.
+
+    The first thread that wants a transport opens it; others wait for the result until their own
+    deadline. A transport that did not work is tried again later, in a thread of its own: the
+    machine was busy, or a folder was missing.
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, bool] = {}
-        self._again_at: dict[str, float] = {}
-        self._finding_out, self._lock = threading.Lock(), threading.Lock()
+        self._results: dict[Receiver, _Result] = {}
+        self._retry_at: dict[Receiver, float] = {}
+        self._opening, self._lock = threading.Lock(), threading.Lock()
 
-    def has(self, name: str, probe: Callable[[], bool], deadline: Deadline) -> bool:
-        """Whether this one is; `probe` finds out, which may take seconds. Raises `PeerLost` past
-        the deadline, if somebody else is finding out."""
-        found = self._found.get(name)
-        if found is None:
-            if not self._finding_out.acquire(timeout=deadline.left()):
-                raise PeerLost(
-                    f"another fetch was still finding out whether {name} works", reason="deadline"
-                )
-            try:
-                found = self._found.get(name)
-                if found is None:
-                    found = probe()
-                    self._again_at[name] = time.monotonic() + _AGAIN_S
-                    self._found[name] = found
-            finally:
-                self._finding_out.release()
-        elif not found and self._is_time(name):
-            look = threading.Thread(
-                target=self._look, args=(name, probe), name="disagg-probe", daemon=True
+    def open(self, receiver: Receiver, offer: bytes, deadline: Deadline) -> RemoteCache | None:
+        """The opened offer; None if the two workers cannot use this transport.
+
+        The first call may take seconds. Raises `PeerLost` past the deadline, if another thread is
+        still opening.
+        """
+        result = self._results.get(receiver)
+        if result is None:
+            return self._open_first(receiver, offer, deadline).cache
+        if result.cache is None and self._is_retry_due(receiver):
+            threading.Thread(
+                target=self._retry, args=(receiver, offer), name="disagg-probe", daemon=True
+            ).start()
+        return result.cache
+
+    def _open_first(self, receiver: Receiver, offer: bytes, deadline: Deadline) -> _Result:
+        if not self._opening.acquire(timeout=deadline.left()):
+            raise PeerLost(
+                f"another fetch was still finding out whether {receiver.name} works",
+                reason="deadline",
             )
-            look.start()
-        return found
+        try:
+            result = self._results.get(receiver)
+            if result is None:
+                result = _Result(receiver.open(offer))
+                self._retry_at[receiver] = time.monotonic() + _RETRY_S
+                self._results[receiver] = result
+            return result
+        finally:
+            self._opening.release()
 
     def forget(self) -> None:
-        """Find out anew."""
-        self._found.clear()
+        """Open everything anew."""
+        self._results.clear()
 
-    def _is_time(self, name: str) -> bool:
+    def is_dead(self) -> bool:
+        """Whether the producer's process is known to have ended, or an opened cache is closed."""
+        opened = [result.cache for result in list(self._results.values())]
+        return any(isinstance(one, ReadableCache) and not one.is_alive() for one in opened)
+
+    def _is_retry_due(self, receiver: Receiver) -> bool:
         with self._lock:
             now = time.monotonic()
-            is_time = now >= self._again_at[name]
-            if is_time:
-                self._again_at[name] = now + _AGAIN_S
-            return is_time
+            is_due = now >= self._retry_at[receiver]
+            if is_due:
+                self._retry_at[receiver] = now + _RETRY_S
+            return is_due
 
-    def _look(self, name: str, probe: Callable[[], bool]) -> None:
-        if probe():
-            logger.info("%s works now", name)
-            self._found[name] = True
+    def _retry(self, receiver: Receiver, offer: bytes) -> None:
+        found = receiver.open(offer)
+        if found is not None:
+            logger.info("%s works now", receiver.name)
+            self._results[receiver] = _Result(found)
 
 
 @dataclass
 class Connection:
-    """One connection past hello. `common`: of its two ends."""
+    """One connection past hello. opened: the transports of its producer."""
 
     channel: Channel
     endpoint: Endpoint
     welcome: p.Welcome
-    common: CommonTransports = field(default_factory=CommonTransports)
-    settled: bool = True  # fit for another handoff
-    in_use: bool = False  # a lease, by us
+    opened: OpenedTransports = field(default_factory=OpenedTransports)
+    settled: bool = True  # nothing is pending: it can serve another handoff
+    in_use: bool = False  # it has a lease in use
 
     def ask(self, request: p.Request, answer: type[A], deadline: Deadline) -> A:
         """Send one request and wait for its answer; raises what a `Failed` says."""
@@ -133,7 +154,7 @@ class Peers:
         self._hello = p.Hello(p.VERSION, engine, dict(fingerprint))
         self._secret = secret
         self._idle: dict[Endpoint, list[Connection]] = {}
-        self._common: dict[Endpoint, CommonTransports] = {}
+        self._opened: dict[Endpoint, OpenedTransports] = {}
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -146,10 +167,10 @@ class Peers:
             self._put_back(connection)
 
     def forget(self, endpoint: Endpoint) -> None:
-        """Close the idle connections to an endpoint that failed."""
+        """Close the idle connections to an endpoint that failed, and drop its opened transports."""
         with self._lock:
             idle = self._idle.pop(endpoint, [])
-            self._common.pop(endpoint, None)
+            self._opened.pop(endpoint, None)
         for connection in idle:
             connection.channel.close()
 
@@ -186,9 +207,16 @@ class Peers:
             raise
         if welcome.generation != endpoint.generation:
             return Connection(channel, endpoint, welcome)  # another worker, which will refuse
+        if endpoint not in self._opened:
+            self._forget_dead()
         with self._lock:
-            common = self._common.setdefault(endpoint, CommonTransports())
-        return Connection(channel, endpoint, welcome, common)
+            opened = self._opened.setdefault(endpoint, OpenedTransports())
+        return Connection(channel, endpoint, welcome, opened)
+
+    def _forget_dead(self) -> None:
+        for endpoint, opened in list(self._opened.items()):
+            if opened.is_dead():
+                self.forget(endpoint)
 
 
 def expect(answer: type[A], got: p.Answer, request: p.Request) -> A:

@@ -200,7 +200,7 @@ class NcclSender:
 class NcclReceiver:
     """Joins producers when it first meets them, and fetches from each one after the other."""
 
-    name, one_sided = NAME, False
+    name = NAME
 
     def __init__(self, cache: BlockCache, staging: Staging | None, secret: bytes) -> None:
         self._cache, self._staging, self._secret = cache, staging, _secret(secret)
@@ -210,18 +210,18 @@ class NcclReceiver:
         self._watch = FdWatcher("disagg-nccl-watch")
         self._closed = False
 
-    def usable(self, offer: bytes) -> bool:
+    def open(self, offer: bytes) -> NcclReceiver | None:
         if not offer or self._communicators is None:
-            return False
+            return None
         try:
             at = decode(offer, _NcclOffer)
             if self._peer(at).lane is not None:
-                return True
+                return self
             with self._lane(at, Deadline.after(_JOIN_S)):
-                return True
+                return self
         except TransferError as error:
             logger.warning("cannot be joined over NCCL: %s", error)
-            return False
+            return None
 
     def request(self, job: FetchJob) -> bytes:
         return b""

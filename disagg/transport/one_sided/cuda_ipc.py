@@ -1,17 +1,17 @@
 """CUDA IPC: the consumer's GPU reads blocks straight out of the memory of the producer's GPU.
 
-For two processes of one host whose GPUs reach each other, or are one. The producer exports the
-allocations that its cache lies in, the consumer maps them once, and one kernel copies from blocks
-to blocks; nothing is staged, and the producer takes no part. Whether that works between these two
-(GPUs that see each other, allocations that can be shared) depends on too much to be guessed: the
-consumer reads a token in the producer's device memory as it reads blocks.
+For two processes on one host whose GPUs reach each other, or are the same. The producer exports
+the allocations that hold its cache, the consumer maps them once, and one kernel copies from blocks
+to blocks; nothing is staged, and the producer takes no part. Whether it works between two processes
+(GPUs visible to each other, allocations that can be shared) depends on too much to be guessed, so
+the consumer first reads a token in the producer's device memory the way it reads blocks.
 
-It must never keep a dead producer's memory mapped: until we let go, the GPU has it for nobody, and
-the engine that is started anew does not fit. And it must never unmap what a kernel still reads: the
-fault would end this whole process's use of its GPU. Nor does it ever wait for the whole device.
+Invariants. A dead producer's memory never stays mapped: until it is unmapped, no process can use
+it, and a restarted engine does not fit. Memory is never unmapped while a kernel reads it: that
+fault would end this process's use of its GPU. No call ever waits for the whole device.
 
-The lease is read from the producer's board, as with process memory; if that cannot be, the producer
-is asked, and what was read then needs no proof here, as there.
+As with process memory, the consumer reads the lease from the producer's board, or else asks for it;
+asked, the bytes need no proof here, for the same reason.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from disagg.transport.host.fd_watcher import FdWatcher
 from disagg.transport.host.process_identity import start_time
 from disagg.transport.host.ptrace_scope import AllowedReaders
 from disagg.transport.one_sided import offers
-from disagg.transport.one_sided.cuda_mapping import GONE, TOKEN_BYTES, CudaIpcOffer, Mapped
+from disagg.transport.one_sided.cuda_mapping import GONE, TOKEN_BYTES, CudaIpcOffer, MappedCache
 from disagg.transport.one_sided.lease_board import LeaseBoard
-from disagg.transport.one_sided.remote_lease_board import BoardReceiver, open_board, posting
+from disagg.transport.one_sided.remote_lease_board import BoardCache, board_offer, open_board
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +95,10 @@ class CudaIpcSender:
         if probe is None or self._staging is None:
             return
         try:
-            _write(self._staging, probe.address, bytes(TOKEN_BYTES))  # old offers are found out
+            # Opening an old offer fails from now on.
+            _write(self._staging, probe.address, bytes(TOKEN_BYTES))
         except TransferError as error:
-            logger.info("%s: the token could not be taken back: %s", NAME, error)
+            logger.info("%s: the token could not be erased: %s", NAME, error)
             if isinstance(error, PeerLost):
                 return  # it may still be written to
         with contextlib.suppress(TransferError):  # a device that failed takes nothing back
@@ -122,7 +123,7 @@ class CudaIpcSender:
                 allocations=[(handle, size) for handle, (_, size) in allocations.items()],
                 regions=np.column_stack([where, offers.geometry(cache)]).tobytes(),
                 token_at=token_at,
-                posting=posting(self._board),
+                board=board_offer(self._board),
             )
         )
 
@@ -137,56 +138,30 @@ def _write(staging: Staging, address: int, content: bytes) -> None:
         Wait(deadline).until(slot.stream.record().is_done)
 
 
-class CudaIpcReceiver(BoardReceiver[Mapped]):
-    """Reads into the cache: one kernel, no staging."""
+class _CudaCache(BoardCache):
+    """A cache in another process's device memory."""
 
-    name, one_sided = NAME, True
+    name = NAME
 
-    def __init__(self, cache: BlockCache, staging: Staging | None) -> None:
-        super().__init__(cache)
-        self._staging = staging
-        self._reasons = offers.Reasons(NAME)
-        self._producers: dict[bytes, Mapped] = {}
-        self._watch = FdWatcher("disagg-cuda-ipc-watch")
-        self._ends: set[int] = set()  # pidfds that are watched
-        self._lock = threading.Lock()
+    def __init__(self, ours: BlockCache, staging: Staging, mapped: MappedCache) -> None:
+        super().__init__(mapped.offer.token, ours, mapped.cache, mapped.board)
+        self._staging, self._mapped = staging, mapped
 
-    def usable(self, offer: bytes) -> bool:
-        return self._staging is not None and self._reasons.none(self._problem, offer)
+    def is_alive(self) -> bool:
+        return not self._mapped.closed and self._mapped.offer.is_alive()
 
-    def request(self, job: FetchJob) -> bytes:
-        return b""
-
-    def prepare(self, job: FetchJob) -> None:
-        """What is read, only the answer says."""
-
-    def receive(self, job: FetchJob, answer: bytes) -> int:
-        producer, theirs = offers.decode(answer, self._producers, self._cache, job.blocks)
-        return self._copy(producer, theirs, job)
-
-    def close(self) -> None:
-        """Forget the producers; those that are being read, when that has ended."""
-        with self._lock:
-            for end in list(self._ends):
-                if self._watch.remove(end):
-                    os.close(end)
-            self._watch.close()
-            for producer in self._producers.values():
-                producer.let_go()
-            self._producers, self._offered = {}, {}
-
-    def _copy(self, producer: Mapped, theirs: Selection, job: FetchJob) -> int:
-        assert self._staging is not None
-        slots, wait = self._staging.receiving, Wait(job.deadline, producer.look)
-        # The slot is given back first, and that only when its work has ended.
-        with producer.reading(), slots.take(job.deadline, producer.look) as slot:
-            addresses = producer.addresses()
+    def _copy(self, blocks: Selection, job: FetchJob) -> int:
+        mapped, slots = self._mapped, self._staging.receiving
+        wait = Wait(job.deadline, mapped.check)
+        # The slot is given back first, and only when its work has ended.
+        with mapped.reading(), slots.take(job.deadline, mapped.check) as slot:
+            addresses = mapped.addresses()
             try:
-                move = copy_plan.across(self._cache, job.blocks, producer.cache, theirs, addresses)
+                move = copy_plan.across(self._ours, job.blocks, mapped.cache, blocks, addresses)
             except ValueError as error:
                 raise DataCorrupt(str(error), reason="range") from error
             slot.stream.load(move)
-            # Here, not on the stream: what waits there can't be taken back at the deadline.
+            # Here, not on the stream: work that waits there cannot be cancelled at the deadline.
             if job.after is not None:
                 wait.until(job.after.is_done)
             done: list[Event] = []
@@ -200,87 +175,113 @@ class CudaIpcReceiver(BoardReceiver[Mapped]):
                 wait.until(event.is_done)
         return move.size
 
-    def _problem(self, offer: bytes) -> str | None:
-        """Why this producer cannot be read; None if a read of it succeeded."""
-        if self._staging is None:
-            return "the cache is host memory"
-        if not offer:
-            return "the producer's cache is host memory, or cannot be shared"
-        theirs = msgspec.msgpack.decode(offer, type=CudaIpcOffer)
-        problem = theirs.problem()
-        if problem is not None:
-            return problem
-        if (theirs.pid, theirs.started) == (os.getpid(), start_time(os.getpid())):
-            return "a process cannot open memory of its own"
-        self._staging.device.use()
-        producer = self._known(theirs, self._staging.device)
-        try:
-            if self._token(producer, self._staging) != theirs.token:
-                producer.proven = False
-                return "the producer's token is not where it should be: it closed, or is another"
-            with self._lock:
-                if not producer.proven:
-                    self._notice_end(producer)
-                    producer.board = open_board(NAME, theirs.pid, theirs.posting)
-                    producer.proven = True
-                self._offered[offer] = producer
-        finally:
-            if not producer.proven:
-                producer.let_go()
-        return None
 
-    def _known(self, offer: CudaIpcOffer, device: Device) -> Mapped:
-        """The producer that made the offer, mapped."""
+class CudaIpcReceiver:
+    """Reads into the cache: one kernel, no staging.
+
+    It owns the mappings, at most one per producer: until the producer's process ends, or `close`.
+    """
+
+    name = NAME
+
+    def __init__(self, cache: BlockCache, staging: Staging | None) -> None:
+        self._cache, self._staging = cache, staging
+        self._refusals = offers.Refusals(NAME)
+        self._mapped: dict[bytes, MappedCache] = {}  # by the token of the offer
+        self._watcher = FdWatcher("disagg-cuda-ipc-watch")
+        self._watched: set[int] = set()  # pidfds
+        self._lock = threading.Lock()
+
+    def open(self, offer: bytes) -> _CudaCache | None:
+        return None if self._staging is None else self._refusals.opened(self._open, offer)
+
+    def close(self) -> None:
+        """Unmap all producers' memory; where a read is under way, when it has ended."""
         with self._lock:
-            for token, known in list(self._producers.items()):
-                if known.gone or not known.offer.is_alive():
-                    known.let_go()
-                    self._producers.pop(token)
-            for offered, known in list(self._offered.items()):
-                if known.gone:
-                    self._offered.pop(offered)
-            producer = self._producers.get(offer.token)
-            if producer is None:
-                producer = Mapped(offer, device)
-                try:
-                    producer.map()
-                except BaseException:
-                    producer.let_go()
-                    raise
-                self._producers[offer.token] = producer
-            if producer.offer != offer:
-                raise TransferError("the producer made another offer before")
-            return producer
+            for pidfd in list(self._watched):
+                if self._watcher.remove(pidfd):
+                    os.close(pidfd)
+            self._watcher.close()
+            for mapped in self._mapped.values():
+                mapped.close()
+            self._mapped = {}
 
-    def _token(self, producer: Mapped, staging: Staging) -> bytes:
-        """What lies where its token should be, read as blocks are."""
-        wait, slots = Wait(Deadline.after(_TOKEN_S), producer.look), staging.receiving
-        with producer.reading(), slots.take(wait.deadline, wait.look) as slot:
+    def _open(self, offer: bytes) -> _CudaCache:
+        """Raises an error unless a read of the producer's memory succeeded."""
+        assert self._staging is not None
+        if not offer:
+            raise TransferError("the producer's cache is host memory, or cannot be shared")
+        theirs = msgspec.msgpack.decode(offer, type=CudaIpcOffer)
+        theirs.check_reachable()
+        if (theirs.pid, theirs.started) == (os.getpid(), start_time(os.getpid())):
+            raise TransferError("a process cannot open memory of its own")
+        self._staging.device.use()
+        mapped = self._map(theirs, self._staging.device)
+        try:
+            if self._token(mapped, self._staging) != theirs.token:
+                mapped.proven = False
+                raise TransferError(
+                    "the producer's token is not where it should be: it closed, or is another"
+                )
+            with self._lock:
+                if not mapped.proven:
+                    self._watch_end(mapped)
+                    mapped.board = open_board(NAME, theirs.pid, theirs.board)
+                    mapped.proven = True
+        finally:
+            if not mapped.proven:
+                mapped.close()
+        return _CudaCache(self._cache, self._staging, mapped)
+
+    def _map(self, offer: CudaIpcOffer, device: Device) -> MappedCache:
+        """The memory of the producer that made the offer; mapped once. Unmaps that of the dead."""
+        with self._lock:
+            for token, known in list(self._mapped.items()):
+                if known.closed or not known.offer.is_alive():
+                    known.close()
+                    self._mapped.pop(token)
+            mapped = self._mapped.get(offer.token)
+            if mapped is None:
+                mapped = MappedCache(offer, device)
+                try:
+                    mapped.map()
+                except BaseException:
+                    mapped.close()
+                    raise
+                self._mapped[offer.token] = mapped
+            if mapped.offer != offer:
+                raise TransferError("the producer made another offer before")
+            return mapped
+
+    def _token(self, mapped: MappedCache, staging: Staging) -> bytes:
+        """The bytes where the token should be, read as blocks are."""
+        wait, slots = Wait(Deadline.after(_TOKEN_S), mapped.check), staging.receiving
+        with mapped.reading(), slots.take(wait.deadline, wait.look) as slot:
             pinned = slot.pinned[0]
-            slot.stream.copy(pinned.address, producer.token_address(), TOKEN_BYTES)
+            slot.stream.copy(pinned.address, mapped.token_address(), TOKEN_BYTES)
             wait.until(slot.stream.record().is_done)
             return pinned.array[:TOKEN_BYTES].tobytes()
 
-    def _notice_end(self, producer: Mapped) -> None:
-        """Let go of it when its process ends. Raises `PeerLost` if it has ended by now."""
+    def _watch_end(self, mapped: MappedCache) -> None:
+        """Unmap the memory when its process ends. Raises `PeerLost` if it has ended already."""
         try:
-            end = os.pidfd_open(producer.offer.pid)
-        except (OSError, AttributeError) as error:  # none in this kernel, or not allowed
-            if not producer.offer.is_alive():
+            pidfd = os.pidfd_open(mapped.offer.pid)
+        except (OSError, AttributeError) as error:  # the kernel has none, or does not allow it
+            if not mapped.offer.is_alive():
                 raise PeerLost(GONE) from error
-            logger.info("%s: the end of a producer may be noticed late: %s", NAME, error)
-            return  # `_known` looks for the dead
+            logger.info("%s: a producer's end may be noticed late: %s", NAME, error)
+            return  # `_map` finds the dead when it opens the next offer
 
         def ended() -> None:
-            self._ends.discard(end)
-            producer.let_go()
-            os.close(end)
+            self._watched.discard(pidfd)
+            mapped.close()
+            os.close(pidfd)
 
         poll = select.poll()
-        poll.register(end, select.POLLIN)
-        # Readable: it has ended, although nobody has waited for it and its pid is still taken.
-        if poll.poll(0) or not producer.offer.is_alive():
-            os.close(end)
+        poll.register(pidfd, select.POLLIN)
+        # Readable: the process has ended, even if its parent has not reaped it and the pid exists.
+        if poll.poll(0) or not mapped.offer.is_alive():
+            os.close(pidfd)
             raise PeerLost(GONE)
-        self._ends.add(end)
-        self._watch.add(end, ended)
+        self._watched.add(pidfd)
+        self._watcher.add(pidfd, ended)

@@ -1,6 +1,6 @@
-"""A producer's device memory as a consumer has mapped it, and the offer that makes it possible.
+"""A producer's device memory as mapped by a consumer, and the offer that makes it possible.
 
-Nothing here may unmap what a kernel still reads: the fault would end this process's use of its GPU.
+Memory is never unmapped while a kernel reads it: the fault would end this process's use of its GPU.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from disagg.transport.one_sided.remote_lease_board import LeaseBoardOffer, Remot
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
-GONE = "the producer's process is gone, or its memory was let go of"
+GONE = "the producer's process is gone, or its memory was unmapped"
 
 
 class CudaIpcOffer(offers.Origin, frozen=True):
-    """Which process, and where its cache lies. `allocations`: their handles and sizes. `regions`:
-    int64 [regions, 9], each the number of its allocation, where in it, shape [B, H, N, C] and
-    strides of B, H and N. `token` lies at `token_at`, number of an allocation and where in it."""
+    """Which process, and where its cache lies. allocations: handle and size of each. regions: int64
+    [regions, 9], per region the number of its allocation, its offset there, shape [B, H, N, C] and
+    strides of B, H and N. token_at: the token's allocation number and offset."""
 
     allocations: list[tuple[bytes, int]]
     regions: bytes
     token_at: tuple[int, int]
-    posting: LeaseBoardOffer | None = None
+    board: LeaseBoardOffer | None = None
 
 
-class Mapped:
-    """A producer's memory as it is mapped here, and the geometry of its cache.
+class MappedCache:
+    """A producer's memory as mapped here, and the geometry of its cache.
 
-    `proven`: its token was read, and its end will be noticed. `gone`: it is not read any more.
-    `board`: its leases', once it is proven and unless it is to be asked for them.
+    proven: its token was read, and the end of its process will be noticed. closed: no further read
+    begins. board: set when proven; None if the producer has to be asked for leases.
     """
 
     def __init__(self, offer: CudaIpcOffer, device: Device) -> None:
@@ -50,52 +50,52 @@ class Mapped:
         every = [*zip(self._places, sizes, strict=True), (offer.token_at, TOKEN_BYTES)]
         for (number, offset), size in every:
             if number < 0 or not 0 <= offset <= offer.allocations[number][1] - size:
-                raise ValueError("what lies outside of its allocation")
-        self.proven = self.gone = False
+                raise ValueError("a region or the token lies outside of its allocation")
+        self.proven = self.closed = False
         self.board: RemoteLeaseBoard | None = None
         self._mapped: list[DeviceMemory] = []
         self._reads = 0
         self._lock = threading.Lock()
 
     def map(self) -> None:
-        """Make its memory readable here. To be let go of, even if this raises."""
+        """Make its memory readable here. `close` must follow, even if this raises."""
         for handle, _ in self.offer.allocations:
             self._mapped.append(self._device.open(handle))
 
     def addresses(self) -> list[int]:
-        """Of its regions; valid during a read."""
+        """Of its regions; valid within `reading`."""
         return [self._address(place) for place in self._places]
 
     def token_address(self) -> int:
-        """Of its token; valid during a read."""
+        """Of its token; valid within `reading`."""
         return self._address(self.offer.token_at)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """One read, which must have ended on the device when the block is left."""
+        """One read, which must have ended on the device when the context ends."""
         with self._lock:
-            self.look()
+            self.check()
             self._reads += 1
         try:
             yield
         finally:
             with self._lock:
                 self._reads -= 1
-                self._unmap_unless_read()
+                self._unmap_when_unread()
 
-    def look(self) -> None:
-        """Raise `PeerLost` if no read of it can be of use any more."""
-        if self.gone:
+    def check(self) -> None:
+        """Raise `PeerLost` if it is closed."""
+        if self.closed:
             raise PeerLost(GONE)
 
-    def let_go(self) -> None:
-        """Unmap it as soon as no read is under way; none begins any more."""
+    def close(self) -> None:
+        """Unmap it as soon as no read is under way; none begins after this."""
         with self._lock:
-            self.gone = True
-            self._unmap_unless_read()
+            self.closed = True
+            self._unmap_when_unread()
 
-    def _unmap_unless_read(self) -> None:
-        if not self.gone or self._reads:
+    def _unmap_when_unread(self) -> None:
+        if not self.closed or self._reads:
             return
         mapped, self._mapped = self._mapped, []
         for memory in mapped:

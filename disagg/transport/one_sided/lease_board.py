@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from disagg.transport.base import PostedLease
+from disagg.transport.base import LeaseEntry
 from disagg.transport.one_sided.hazard_pointers import NO_SLOT, HazardPointers
 
 _ROWS = 1024
@@ -103,7 +103,7 @@ class LeaseBoard:
             return {int(number) - 1 for number in self._heads[:, 0] if number}
 
 
-def look_up(peek: Peek, address: int, token: bytes, lease: int) -> PostedLease | None:
+def look_up(peek: Peek, address: int, token: bytes, lease: int) -> LeaseEntry | None:
     """The lease on the board of this address and token; None if it is not there."""
     at = address + lease % _ROWS * _ROW_BYTES
     row = peek(at, _ROW_BYTES)
@@ -114,10 +114,10 @@ def look_up(peek: Peek, address: int, token: bytes, lease: int) -> PostedLease |
     ids = rest[: 4 * count]
     if _checksum(token, lease, ids) != checksum:
         return None
-    return PostedLease(head, at, np.frombuffer(ids, np.int32).tolist())
+    return LeaseEntry(head, at, np.frombuffer(ids, np.int32).tolist())
 
 
-def still_there(peek: Peek, posted: PostedLease) -> bool:
+def still_there(peek: Peek, posted: LeaseEntry) -> bool:
     """Whether it has been on the board all the time since it was looked up."""
     return peek(posted.at, _HEAD_BYTES) == posted.head
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +23,8 @@ from disagg.transport.protocol import MAX_FRAME
 logger = logging.getLogger(__name__)
 
 _ANSWER_MARGIN = 1024
+
+T = TypeVar("T")
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -50,32 +52,33 @@ class Origin(msgspec.Struct, frozen=True):
         """Whether the process is still there."""
         return start_time(self.pid) == self.started
 
-    def problem(self) -> str | None:
-        """Why this process cannot be met from here."""
+    def check_reachable(self) -> None:
+        """Raise `TransferError` unless this process runs and can be seen from here."""
         if self.boot != boot_id() or self.pid_namespace != pid_namespace():
-            return "the producer is on another host or in another pid namespace"
-        return None if self.is_alive() else "the producer's process is gone"
+            raise TransferError("the producer is on another host or in another pid namespace")
+        if not self.is_alive():
+            raise TransferError("the producer's process is gone")
 
 
-class Reasons:
-    """Why offers are of no use here. Each reason is logged once."""
+class Refusals:
+    """Why offers cannot be opened here. Each reason is logged once."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._told: set[str] = set()
+    def __init__(self, transport: str) -> None:
+        self._transport = transport
+        self._logged: set[str] = set()
 
-    def none(self, problem: Callable[[bytes], str | None], offer: bytes) -> bool:
-        """Whether the offer has no problem; an error that the look for one raises is one."""
+    def opened(self, open_: Callable[[bytes], T], offer: bytes) -> T | None:
+        """The opened offer; None where `open_` raises an error that an offer can cause."""
         try:
-            found = problem(offer)
+            return open_(offer)
         except (msgspec.DecodeError, TransferError) as error:
-            found = str(error)
+            reason = str(error)
         except (OSError, ValueError, LookupError, RuntimeError, OverflowError) as error:
-            found = f"the offer makes no sense here: {error}"
-        if found is not None and found not in self._told:
-            self._told.add(found)
-            logger.info("%s is not usable: %s", self._name, found)
-        return found is None
+            reason = f"the offer makes no sense here: {error}"
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.info("%s is not usable: %s", self._transport, reason)
+        return None
 
 
 # ---- how a cache is laid out -----------------------------------------------------------------
@@ -110,7 +113,7 @@ def extent(region: Region) -> int:
 # ---- answers ---------------------------------------------------------------------------------
 
 
-class _Named(msgspec.Struct, frozen=True, array_like=True):
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
     """A selection of the producer whose offer had this token. `block_ids`: int32 [blocks]."""
 
     token: bytes
@@ -122,43 +125,35 @@ class _Named(msgspec.Struct, frozen=True, array_like=True):
     regions: tuple[int, int] | None
 
 
-class Producer(Protocol):
-    """Whoever made an offer, with its cache as `unbacked` has it."""
-
-    cache: BlockCache
-
-
-P = TypeVar("P", bound=Producer)
-
-
 def encode(token: bytes, blocks: Selection) -> bytes:
     """The answer that names these blocks."""
     ids = np.asarray(blocks.block_ids, np.int32).tobytes()
     if len(ids) > MAX_FRAME - _ANSWER_MARGIN:
         raise TransferError(f"{len(ids) // 4} blocks do not fit one answer", reason="too_large")
     return msgspec.msgpack.encode(
-        _Named(token, ids, blocks.unit, blocks.first, blocks.count, blocks.heads, blocks.regions)
+        _Answer(token, ids, blocks.unit, blocks.first, blocks.count, blocks.heads, blocks.regions)
     )
 
 
 def decode(
-    answer: bytes, producers: Mapping[bytes, P], ours: BlockCache, mine: Selection
-) -> tuple[P, Selection]:
-    """Whose blocks an answer names, and which: all of them lie in that producer's cache, and what
-    they hold is of the same sizes as what our own selection takes.
+    answer: bytes, token: bytes, theirs: BlockCache, ours: BlockCache, mine: Selection
+) -> Selection:
+    """The producer's blocks that an answer names. All of them lie in its cache `theirs`, and hold
+    as many bytes per region as our own selection.
 
-    `producers`: by the token of their offer. Raises `DataCorrupt`.
+    token: of the producer's offer. Raises `DataCorrupt`.
     """
     try:
-        named = msgspec.msgpack.decode(answer, type=_Named)
-        producer = producers[named.token]
+        named = msgspec.msgpack.decode(answer, type=_Answer)
+        if named.token != token:
+            raise ValueError("it is another producer's")
         ids = np.frombuffer(named.block_ids, np.int32).tolist()
-        theirs = Selection(ids, named.unit, named.first, named.count, named.heads, named.regions)
-        producer.cache.check(theirs)
-    except (msgspec.DecodeError, KeyError, ValueError) as error:
+        blocks = Selection(ids, named.unit, named.first, named.count, named.heads, named.regions)
+        theirs.check(blocks)
+    except (msgspec.DecodeError, ValueError) as error:
         raise DataCorrupt(f"answer does not name blocks on offer: {error}") from error
-    compare(ours, mine, producer.cache, theirs)
-    return producer, theirs
+    compare(ours, mine, theirs, blocks)
+    return blocks
 
 
 def compare(ours: BlockCache, mine: Selection, cache: BlockCache, theirs: Selection) -> None:

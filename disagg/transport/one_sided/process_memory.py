@@ -1,18 +1,19 @@
 """Process memory: the consumer reads host caches straight out of the producer's process.
 
-For two processes of one host. `process_vm_readv` copies from the producer's blocks into the
-consumer's own, once, without the GIL; the producer takes no part. Its offer says once where its
-regions lie; an answer only names the selection, and the consumer works out both sides' addresses
-with the same code. It never reads outside of the regions on offer.
+For two processes on one host. `process_vm_readv` copies from the producer's blocks into the
+consumer's, once, without the GIL; the producer takes no part. The offer says once where the
+producer's regions lie. An answer only names blocks: the consumer computes the addresses of both
+sides with the same code, and never reads outside of the regions on offer.
 
-The lease itself is read as well, from the producer's board (board.py), before and after: then
-nothing is asked, and a producer that computes, or is stopped, is not waited for. What is not on
-the board is asked for. In that case nothing here proves that the process read was still the
-producer, or the blocks still its lease's: pids are used again, leases run out. That needs no proof.
-`Release` is answered on the connection that the producer itself opened, and only while it lives and
-keeps the lease; until then nothing that was read is believed (see base.py).
+As a rule the consumer also reads the lease from the producer's board, before and after the blocks.
+Then it sends no request first, and does not wait for a producer that computes or is stopped.
+Without an entry on the board it asks for the lease. In that case nothing here proves that the
+process read was still the producer, or the blocks still the lease's: pids are reused, leases run
+out. No proof is needed: `Release` is answered on the connection that the producer itself opened,
+only while it lives and keeps the lease, and until then the blocks are not valid (see `base.py`).
 
-Who may read is the kernel's decision: the same user, and what Yama says (yama.py).
+The kernel decides who may read: processes of the same user, as far as Yama allows
+(`host/ptrace_scope.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from concurrent.futures import wait
 import msgspec
 import numpy as np
 
-from disagg.errors import DataCorrupt
+from disagg.errors import DataCorrupt, TransferError
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Ints, Selection
 from disagg.transport.deadline import Deadline
@@ -37,27 +38,27 @@ from disagg.transport.host.ptrace_scope import AllowedReaders
 from disagg.transport.one_sided import offers
 from disagg.transport.one_sided.lease_board import LeaseBoard
 from disagg.transport.one_sided.remote_lease_board import (
-    BoardReceiver,
+    BoardCache,
     LeaseBoardOffer,
+    board_offer,
     open_board,
-    posting,
 )
 
 logger = logging.getLogger(__name__)
 
 NAME = "process_memory"
-# One core does not fill the memory's bandwidth, and more than a few take it from the model.
-_MOST_LANES = 4
-_LANE_BYTES = 8 << 20
+# One core does not fill the memory's bandwidth; more than a few take it from the model.
+_MOST_THREADS = 4
+_THREAD_BYTES = 8 << 20
 
 
 class _ProcessMemoryOffer(offers.Origin, frozen=True):
-    """Which process, and where its cache lies. `regions`: int64 [regions, 8], each its address,
-    shape [B, H, N, C] and strides of B, H and N. `token` lies at `token_at`."""
+    """Which process, and where its cache lies. regions: int64 [regions, 8], per region its address,
+    shape [B, H, N, C] and strides of B, H and N. token_at: the address of `token`."""
 
     token_at: int
     regions: bytes
-    posting: LeaseBoardOffer | None = None
+    board: LeaseBoardOffer | None = None
 
 
 class ProcessMemorySender:
@@ -81,7 +82,7 @@ class ProcessMemorySender:
                 token=self._token,
                 token_at=self._probe.ctypes.data,
                 regions=rows.tobytes(),
-                posting=posting(self._board),
+                board=board_offer(self._board),
             )
         )
 
@@ -92,32 +93,21 @@ class ProcessMemorySender:
         """Nothing was staged."""
 
     def close(self) -> None:
-        self._probe[:] = 0  # who still holds the offer finds out
+        self._probe[:] = 0  # opening an old offer fails from now on
         if self._board is not None:
             self._board.close()
         if self._readers is not None:
             self._readers.close()
 
 
-def _spans(total: int, lanes: int) -> list[tuple[int, int]]:
-    """A large part for each lane and then a small one, for some begin late or are slow."""
-    if lanes == 1:
+def _spans(total: int, threads: int) -> list[tuple[int, int]]:
+    """A large span per thread and then a small one each, as some threads start late or are slow."""
+    if threads == 1:
         return [(0, total)]
-    sizes = [total * 3 // (4 * lanes)] * lanes
-    ends = [sum(sizes[: lane + 1]) for lane in range(lanes)]
-    ends += [ends[-1] + (total - ends[-1]) * (lane + 1) // lanes for lane in range(lanes)]
+    sizes = [total * 3 // (4 * threads)] * threads
+    ends = [sum(sizes[: n + 1]) for n in range(threads)]
+    ends += [ends[-1] + (total - ends[-1]) * (n + 1) // threads for n in range(threads)]
     return list(itertools.pairwise([0, *ends]))
-
-
-class _Remote:
-    """A producer's process and the geometry of its cache."""
-
-    def __init__(self, offer: _ProcessMemoryOffer) -> None:
-        self.pid, self.is_alive = offer.pid, offer.is_alive
-        self.board = open_board(NAME, offer.pid, offer.posting)
-        rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 8)
-        self.addresses = rows[:, 0]
-        self.cache = offers.unbacked(rows[:, 1:])
 
 
 def _addresses(cache: BlockCache) -> Ints:
@@ -125,7 +115,7 @@ def _addresses(cache: BlockCache) -> Ints:
 
 
 class _Prepared(threading.local):
-    """What a thread has worked out for the job at hand."""
+    """Our pieces for the job that this thread runs next."""
 
     last: tuple[FetchJob, Pieces] | None = None
 
@@ -134,84 +124,101 @@ class _Prepared(threading.local):
         return last[1] if last is not None and last[0] is job else None
 
 
-class ProcessMemoryReceiver(BoardReceiver[_Remote]):
-    """Reads into the cache: one copy, no staging."""
-
-    name, one_sided = NAME, True
+class _OurSide:
+    """The consumer's cache, with the helper threads that all of its fetches share."""
 
     def __init__(self, cache: BlockCache) -> None:
-        super().__init__(cache)
-        self._addresses = _addresses(cache)
-        self._remotes: dict[bytes, _Remote] = {}
-        self._reasons = offers.Reasons(NAME)
-        self._lanes = min(_MOST_LANES, cores())
-        self._helpers = HelperThreads(self._lanes - 1 or 1, "disagg-read")
+        self.cache, self._addresses = cache, _addresses(cache)
+        self._most_threads = min(_MOST_THREADS, cores())
+        self._helpers = HelperThreads(self._most_threads - 1 or 1, "disagg-read")
         self._prepared = _Prepared()
 
-    def usable(self, offer: bytes) -> bool:
-        return self._reasons.none(self._problem, offer)
-
-    def request(self, job: FetchJob) -> bytes:
-        return b""
-
     def prepare(self, job: FetchJob) -> None:
-        self._prepared.last = job, self._near(job)
+        """Compute our pieces; the same thread calls `fill` next."""
+        self._prepared.last = job, self._pieces(job)
 
-    def receive(self, job: FetchJob, answer: bytes) -> int:
-        remote, theirs = offers.decode(answer, self._remotes, self._cache, job.blocks)
-        return self._copy(remote, theirs, job)
-
-    def close(self) -> None:
-        """Forget the producers."""
-        self._remotes.clear()
-        self._offered.clear()
-        self._helpers.close()
-
-    def _copy(self, remote: _Remote, theirs: Selection, job: FetchJob) -> int:
-        near = self._prepared.take(job) or self._near(job)
-        far = Pieces.of(remote.cache, remote.addresses, theirs)
-        if job.blocks.unit != theirs.unit or near.per_region != far.per_region:
+    def fill(self, job: FetchJob, pid: int, far: Pieces) -> int:
+        """Read process `pid`'s pieces into the job's blocks; returns the number of bytes."""
+        near = self._prepared.take(job) or self._pieces(job)
+        if near.per_region != far.per_region:
             raise DataCorrupt("the two sides do not mean the same selection", reason="range")
-        lanes = max(1, min(self._lanes, near.total // _LANE_BYTES))
-        spans = iter(_spans(near.total, lanes))
+        threads = max(1, min(self._most_threads, near.total // _THREAD_BYTES))
+        spans = iter(_spans(near.total, threads))
 
         def run() -> None:
             try:
                 for span in spans:
-                    read_span(remote.pid, near, far, span, job.deadline)
+                    read_span(pid, near, far, span, job.deadline)
             finally:
-                collections.deque(spans, 0)  # after an error nobody begins another
+                collections.deque(spans, 0)  # after an error no thread begins another
 
-        helped = [self._helpers.submit(run) for _ in range(lanes - 1)]
+        helped = [self._helpers.submit(run) for _ in range(threads - 1)]
         try:
             run()
         finally:
-            # Whatever happened, nobody may write to these blocks any more.
+            # Whatever happened, no thread may write to these blocks after this.
             started = [future for future in helped if not future.cancel()]
             wait(started)
         for future in started:
             future.result()
         return near.total
 
-    def _near(self, job: FetchJob) -> Pieces:
-        return Pieces.of(self._cache, self._addresses, job.blocks)
+    def close(self) -> None:
+        self._helpers.close()
 
-    def _problem(self, offer: bytes) -> str | None:
-        """Why this producer cannot be read; None if a read of it succeeded."""
+    def _pieces(self, job: FetchJob) -> Pieces:
+        return Pieces.of(self.cache, self._addresses, job.blocks)
+
+
+class _ProcessCache(BoardCache):
+    """A cache in another process's memory."""
+
+    name = NAME
+
+    def __init__(self, ours: _OurSide, offer: _ProcessMemoryOffer) -> None:
+        rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 8)
+        board = open_board(NAME, offer.pid, offer.board)
+        super().__init__(offer.token, ours.cache, offers.unbacked(rows[:, 1:]), board)
+        self._our_side, self._offer, self._addresses = ours, offer, rows[:, 0]
+
+    def is_alive(self) -> bool:
+        return self._offer.is_alive()
+
+    def prepare(self, job: FetchJob) -> None:
+        self._our_side.prepare(job)
+
+    def _copy(self, blocks: Selection, job: FetchJob) -> int:
+        if job.blocks.unit != blocks.unit:
+            raise DataCorrupt("the two sides do not mean the same selection", reason="range")
+        far = Pieces.of(self._theirs, self._addresses, blocks)
+        return self._our_side.fill(job, self._offer.pid, far)
+
+
+class ProcessMemoryReceiver:
+    """Reads into the cache: one copy, no staging."""
+
+    name = NAME
+
+    def __init__(self, cache: BlockCache) -> None:
+        self._cache, self._our_side = cache, _OurSide(cache)
+        self._refusals = offers.Refusals(NAME)
+
+    def open(self, offer: bytes) -> _ProcessCache | None:
+        return self._refusals.opened(self._open, offer)
+
+    def close(self) -> None:
+        self._our_side.close()
+
+    def _open(self, offer: bytes) -> _ProcessCache:
         if not self._cache.on_host:
-            return "the cache is device memory"
+            raise TransferError("the cache is device memory")
         if not offer:
-            return "the producer's cache is device memory, or its system has no process_vm_readv"
+            raise TransferError(
+                "the producer's cache is device memory, or its system has no process_vm_readv"
+            )
         theirs = msgspec.msgpack.decode(offer, type=_ProcessMemoryOffer)
-        problem = theirs.problem()
-        if problem is not None:
-            return problem
-        remote = _Remote(theirs)
+        theirs.check_reachable()
+        opened = _ProcessCache(self._our_side, theirs)
         if peek(theirs.pid, theirs.token_at, len(theirs.token)) != theirs.token:
-            return "another process has the producer's pid"
-        self._remotes[theirs.token] = self._offered[offer] = remote
-        for kept in (self._remotes, self._offered):
-            for key, known in list(kept.items()):
-                if not known.is_alive():
-                    kept.pop(key, None)
-        return None
+            raise TransferError("another process has the producer's pid")
+        return opened

@@ -1,7 +1,8 @@
-"""What fetches that ask nothing have in common: the producer's board of leases, on the same host.
+"""Reading without asking: a producer's lease board, seen from a consumer on the same host.
 
-The board (board.py) is read out of the producer's memory, and what is read now is said in the slots
-(hazards.py) that both ends map. Where one of them cannot be had the producer is asked, as ever.
+The consumer reads the board (`lease_board.py`) out of the producer's memory, and marks what it is
+reading in the hazard slots (`hazard_pointers.py`) that both processes map. Where one of the two is
+not available, it asks the producer over the control channel.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ import contextlib
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from disagg.errors import TransferError
-from disagg.transport.base import FetchJob, OneSidedReceiver, PostedLease
+from disagg.transport.base import FetchJob, LeaseEntry, ReadableCache
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.host.process_vm import peek
 from disagg.transport.one_sided import lease_board, offers
@@ -26,22 +26,22 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseBoardOffer(msgspec.Struct, frozen=True, array_like=True):
-    """Where a producer's board lies: its address and token, and the file of its slots."""
+    """Where a producer's board lies: its address and token, and the file of its hazard slots."""
 
     address: int
     token: bytes
     hazards: int
 
 
-def posting(of: lease_board.LeaseBoard | None) -> LeaseBoardOffer | None:
-    """For an offer. None where the producer is to be asked."""
-    if of is None or of.hazards is None:
+def board_offer(board: lease_board.LeaseBoard | None) -> LeaseBoardOffer | None:
+    """The part of an offer that names the board. None where consumers have to ask."""
+    if board is None or board.hazards is None:
         return None
-    return LeaseBoardOffer(of.address, of.token, of.hazards.fd)
+    return LeaseBoardOffer(board.address, board.token, board.hazards.fd)
 
 
 class RemoteLeaseBoard:
-    """The board of process `pid`. Raises `TransferError` if it cannot be read, or nothing said."""
+    """The board of process `pid`. Raises `TransferError` if it or its slots cannot be opened."""
 
     def __init__(self, pid: int, at: LeaseBoardOffer) -> None:
         self.pid, self.at = pid, at
@@ -49,78 +49,77 @@ class RemoteLeaseBoard:
         self.peek(at.address, 1)
 
     def peek(self, at: int, length: int) -> bytes:
-        """Of the producer's memory."""
+        """Bytes of the producer's memory."""
         return peek(self.pid, at, length)
 
     @contextlib.contextmanager
-    def reading(self, slot: int, lease: int) -> Iterator[PostedLease | None]:
-        """As `OneSidedReceiver.reading`."""
+    def reading(self, slot: int, lease: int) -> Iterator[LeaseEntry | None]:
+        """As `ReadableCache.reading`."""
         if not self.hazards.have(slot, lease):
             yield None
             return
         with self.hazards.naming(slot, lease):
             yield lease_board.look_up(self.peek, self.at.address, self.at.token, lease)
 
-    def still_there(self, posted: PostedLease) -> bool:
-        """As `OneSidedReceiver.still_there`."""
-        return lease_board.still_there(self.peek, posted)
-
-
-class Producer(offers.Producer, Protocol):
-    """Whoever made an offer. `board`: None if its leases are to be asked for."""
-
-    board: RemoteLeaseBoard | None
-
-
-R = TypeVar("R", bound=Producer)
-
-
-class BoardReceiver(OneSidedReceiver, Generic[R]):
-    """Looks leases up on the boards of those whose offers are in `_offered`, which makes an offer
-    `usable`."""
-
-    def __init__(self, cache: BlockCache) -> None:
-        self._cache = cache
-        self._offered: dict[bytes, R] = {}
-
-    @contextlib.contextmanager
-    def reading(self, offer: bytes, slot: int, lease: int) -> Iterator[PostedLease | None]:
-        producer = self._offered.get(offer)
-        if producer is None or producer.board is None:
-            yield None
-            return
-        with producer.board.reading(slot, lease) as posted:
-            yield posted
-
-    def read(self, offer: bytes, posted: PostedLease, part: Part, job: FetchJob) -> int | None:
-        producer = self._offered.get(offer)
-        if producer is None:
-            return None  # it is dead, and was forgotten
-        try:
-            theirs = producer.cache.within(
-                posted.block_ids, part.unit, part.spans, part.heads, part.regions
-            )
-        except ValueError:
-            return None
-        offers.compare(self._cache, job.blocks, producer.cache, theirs)
-        return self._copy(producer, theirs, job)
-
-    def still_there(self, offer: bytes, posted: PostedLease) -> bool:
-        producer = self._offered.get(offer)
-        found = producer.board if producer is not None else None
-        return found is not None and found.still_there(posted)
-
-    @abstractmethod
-    def _copy(self, producer: R, theirs: Selection, job: FetchJob) -> int:
-        """Fill the job's blocks from these of the producer's, and return the number of bytes."""
+    def still_there(self, entry: LeaseEntry) -> bool:
+        """As `ReadableCache.still_there`."""
+        return lease_board.still_there(self.peek, entry)
 
 
 def open_board(transport: str, pid: int, at: LeaseBoardOffer | None) -> RemoteLeaseBoard | None:
-    """The board of a process that was just met. None if its leases are to be asked for."""
+    """The board of a producer whose offer was just opened. None if it has to be asked."""
     if at is None:
         return None
     try:
         return RemoteLeaseBoard(pid, at)
     except TransferError as error:
-        logger.info("%s: its leases are asked for: %s", transport, error)
+        logger.info("%s: cannot read the producer's leases, asks for them: %s", transport, error)
         return None
+
+
+class BoardCache(ReadableCache):
+    """A producer's cache, opened beside our own. board: None if the producer has to be asked.
+
+    token: of its offer. Subclasses copy; here is which blocks.
+    """
+
+    def __init__(
+        self, token: bytes, ours: BlockCache, theirs: BlockCache, board: RemoteLeaseBoard | None
+    ) -> None:
+        self._token, self._ours, self._theirs = token, ours, theirs
+        self.board = board
+
+    @contextlib.contextmanager
+    def reading(self, slot: int, lease: int) -> Iterator[LeaseEntry | None]:
+        if self.board is None:
+            yield None
+            return
+        with self.board.reading(slot, lease) as entry:
+            yield entry
+
+    def read(self, entry: LeaseEntry, part: Part, job: FetchJob) -> int | None:
+        try:
+            blocks = self._theirs.within(
+                entry.block_ids, part.unit, part.spans, part.heads, part.regions
+            )
+        except ValueError:
+            return None
+        offers.compare(self._ours, job.blocks, self._theirs, blocks)
+        return self._copy(blocks, job)
+
+    def still_there(self, entry: LeaseEntry) -> bool:
+        return self.board is not None and self.board.still_there(entry)
+
+    def request(self, job: FetchJob) -> bytes:
+        return b""
+
+    def prepare(self, job: FetchJob) -> None:
+        """Only the answer says what to read."""
+
+    def receive(self, job: FetchJob, answer: bytes) -> int:
+        blocks = offers.decode(answer, self._token, self._theirs, self._ours, job.blocks)
+        return self._copy(blocks, job)
+
+    @abstractmethod
+    def _copy(self, blocks: Selection, job: FetchJob) -> int:
+        """Fill the job's blocks from these of the producer; returns the number of bytes."""

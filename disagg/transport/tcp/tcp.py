@@ -181,7 +181,7 @@ class TcpReceiver:
     `staging`: for a cache on a device, which takes one stream for a fetch.
     """
 
-    name, one_sided = NAME, False
+    name = NAME
 
     def __init__(
         self,
@@ -196,14 +196,14 @@ class TcpReceiver:
         self._cache, self._streams, self._staging = cache, streams, staging
         self._pool = Pool(secret)
 
-    def usable(self, offer: bytes) -> bool:
+    def open(self, offer: bytes) -> TcpReceiver | None:
         try:
             at = w.decode(offer, w.TcpOffer)
             with self._pool.connection((at.host, at.port), Deadline.after(_PROBE_S)):
-                return True
+                return self
         except TransferError as error:
             logger.warning("no data connection over tcp: %s", error)
-            return False
+            return None
 
     def request(self, job: FetchJob) -> bytes:
         return w.encode(w.Request(self._streams or self._worthwhile(job.blocks)))

@@ -69,9 +69,10 @@ class Pair:
     def grant(self, lease: int, block_ids: list[int], seconds: float = 30) -> None:
         self.leases.grant(lease, f"request-{lease}", block_ids, seconds)
 
-    def wanted(self, lease: int, start: int, stop: int, readers: int = 1) -> handoff.Wanted:
+    def wanted(self, lease: int, start: int, stop: int, readers: int = 1) -> handoff.FetchRequest:
         """Whole blocks [start, stop) of a lease."""
-        return handoff.Wanted(self.endpoint, lease, p.Part(4, ((start, stop),)), LAYERS, readers)
+        part = p.Part(4, ((start, stop),))
+        return handoff.FetchRequest(self.endpoint, lease, part, LAYERS, readers)
 
     def job(self, block_ids: list[int], seconds: float = 5) -> FetchJob:
         return FetchJob(self.target.whole(block_ids), Deadline.after(seconds))
@@ -160,7 +161,7 @@ def test_from_a_position_on(pair: Pair) -> None:
 def test_heads_and_units_smaller_than_a_block(pair: Pair) -> None:
     """Head 1 of the tokens 2..8, put where our head 0 and our tokens 4..10 are."""
     pair.grant(0, [5, 6])
-    wanted = handoff.Wanted(pair.endpoint, 0, p.Part(2, ((1, 4),), (1, 2)), LAYERS)
+    wanted = handoff.FetchRequest(pair.endpoint, 0, p.Part(2, ((1, 4),), (1, 2)), LAYERS)
     job = FetchJob(Selection([20, 21, 22], 2, 2, 3, (0, 1)), Deadline.after(5))
     moved = handoff.fetch(pair.peers, wanted, job, [pair.receiver])
     assert moved.num_bytes == 6 * (12 + 32)
@@ -177,12 +178,12 @@ def test_heads_and_units_smaller_than_a_block(pair: Pair) -> None:
 def test_several_spans_and_blocks_that_are_gone(pair: Pair) -> None:
     """As of a model with a sliding window: the first group whole, the end of the second."""
     pair.grant(0, [7, 3, 9, -1, -1, 20])
-    wanted = handoff.Wanted(pair.endpoint, 0, p.Part(4, ((1, 3), (5, 6))), LAYERS)
+    wanted = handoff.FetchRequest(pair.endpoint, 0, p.Part(4, ((1, 3), (5, 6))), LAYERS)
     handoff.fetch(pair.peers, wanted, pair.job([30, 31, 5]), [pair.receiver])
     assert same(pair, [3, 9, 20], [30, 31, 5])
     assert untouched(pair, but=[30, 31, 5])
     pair.grant(1, [7, 3, 9, -1, -1, 20])
-    wanted = handoff.Wanted(pair.endpoint, 1, p.Part(4, ((1, 3), (4, 6))), LAYERS)
+    wanted = handoff.FetchRequest(pair.endpoint, 1, p.Part(4, ((1, 3), (4, 6))), LAYERS)
     with pytest.raises(TransferError, match="given back") as error:
         handoff.fetch(pair.peers, wanted, pair.job([1, 2, 3, 4]), [pair.receiver])
     assert error.value.reason == "window"
@@ -274,7 +275,7 @@ def test_grant_may_come_after_the_consumer(pair: Pair) -> None:
 def test_other_life_of_the_producer(pair: Pair) -> None:
     pair.grant(0, [1])
     endpoint = Endpoint("127.0.0.1", pair.server.port, "life-0")
-    wanted = handoff.Wanted(endpoint, 0, p.Part(4, ((0, 1),)), LAYERS)
+    wanted = handoff.FetchRequest(endpoint, 0, p.Part(4, ((0, 1),)), LAYERS)
     with pytest.raises(LeaseGone):
         handoff.fetch(pair.peers, wanted, pair.job([1]), [pair.receiver])
     assert pair.leases.held() == 1

@@ -74,9 +74,11 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 def held(engine: Engine) -> int:
     """Leases that the worker half keeps."""
-    leases = engine.lifecycle.connector.worker._leases
-    leases.check_integrity()
-    return int(leases.held())
+    producer = engine.lifecycle.connector.worker.producer
+    if producer is None:
+        return 0
+    producer._leases.check_integrity()
+    return int(producer._leases.held())
 
 
 def at_rest(*engines: Engine) -> bool:
@@ -84,10 +86,10 @@ def at_rest(*engines: Engine) -> bool:
     return all(
         engine.is_idle()
         and held(engine) == 0
-        and not engine.connector.scheduler._pulls
-        and not engine.connector.scheduler._leases
-        and not engine.connector.scheduler._reports
-        and not engine.lifecycle.connector.worker._cancelled
+        and not engine.connector.scheduler.consumer._loads
+        and not engine.connector.scheduler.consumer._reports
+        and not getattr(engine.connector.scheduler.producer, "_leases", None)
+        and not engine.lifecycle.connector.worker.consumer._cancelled
         for engine in engines
     )
 
@@ -227,9 +229,9 @@ def test_a_producer_that_hangs_holds_up_no_other(start: Start) -> None:
         (prompt, producer.params[first])
         for prompt, (producer, first) in zip(prompts, firsts, strict=True)
     ]
-    with hung.lifecycle.connector.worker._leases._changed:
+    with hung.lifecycle.connector.worker.producer._leases._changed:
         stuck = [consumer.add(prompt, 2, params) for prompt, params in asked[:4]]
-        run([consumer], lambda: len(consumer.lifecycle.connector.worker._cancelled) == 4)
+        run([consumer], lambda: len(consumer.lifecycle.connector.worker.consumer._cancelled) == 4)
         other = consumer.add(prompts[4], 2, asked[4][1])
         run([well, consumer], lambda: other in consumer.finished)
         assert not set(stuck) & set(consumer.finished)
@@ -295,7 +297,7 @@ def test_nobody_fetches_what_was_computed_before_a_reset(start: Start) -> None:
 @contextlib.contextmanager
 def loads_wait(consumer: Engine) -> Iterator[None]:
     """Those that begin within the block, for its end."""
-    worker, waiting = consumer.lifecycle.connector.worker, []
+    worker, waiting = consumer.lifecycle.connector.worker.consumer, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker._loads, "submit", lambda *work: waiting.append(work))
         yield
@@ -307,7 +309,7 @@ def load_unheard(producer: Engine, consumer: Engine) -> None:
     """Step the consumer once; its load is over then, and it does not know."""
     with loads_wait(consumer):
         consumer.step()
-    run([producer], lambda: not consumer.lifecycle.connector.worker._ended.empty())
+    run([producer], lambda: not consumer.lifecycle.connector.worker.consumer._ended.empty())
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

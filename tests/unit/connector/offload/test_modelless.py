@@ -455,7 +455,7 @@ def test_what_a_handoff_has_not_brought_is_not_stored(pair: tuple[Engine, Engine
     """The client leaves while the blocks are on their way: nothing of them is right yet."""
     producer, consumer = pair
     (handoff, _) = consumer.lifecycle.connector.sub_connectors
-    slow(handoff.worker, "_load", seconds=0.1)
+    slow(handoff.worker.consumer, "_load", seconds=0.1)
     prompt = prompt_of(6 * BLOCK, seed=12)
     name = handed(producer, consumer, prompt, 3)
     status = RequestStatus.WAITING_FOR_REMOTE_KVS

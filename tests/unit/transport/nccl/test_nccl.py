@@ -236,7 +236,7 @@ def test_finish_waits_until_nothing_reads_the_blocks(worker: MakeWorker) -> None
     large = {"shape": replace(SHAPE, tokens=512, content=256), "staging_bytes": 16 << 20}
     producer, consumer = worker(**large), worker(empty=True, **large)
     sender = sender_of(producer)
-    assert receiver_of(consumer).usable(sender.offer())
+    assert receiver_of(consumer).open(sender.offer())
     (peer,) = receiver_of(consumer)._peers.values()
     lane = peer.lane
     assert lane is not None
@@ -321,7 +321,7 @@ def test_blocks_that_stand_still_go_another_way(
     assert (peer.lane, peer.pauses) == (None, 1)
     assert fetch(producer, consumer, 2, [3]) == "tcp"
     peer._not_before = time.monotonic()
-    assert receiver_of(consumer).usable(sender_of(producer).offer())  # joined, not trusted yet
+    assert receiver_of(consumer).open(sender_of(producer).offer())  # joined, not trusted yet
     assert stalled(3) == "tcp"
     assert (peer.lane, peer.pauses) == (None, 2)
     peer._not_before = time.monotonic()
@@ -379,7 +379,7 @@ def test_strangers(worker: MakeWorker) -> None:
             channel.receive(soon)
         channel.close()
     assert fetch(producer, consumer, 1, [2]) == "nccl"
-    assert not NcclReceiver(consumer.cache, consumer.staging, b"wrong").usable(
+    assert not NcclReceiver(consumer.cache, consumer.staging, b"wrong").open(
         sender_of(producer).offer()
     )
 
@@ -394,7 +394,7 @@ def test_a_cache_in_host_memory_offers_nothing() -> None:
     cache = caches.make(SHAPE, 1)
     sender, receiver = NcclSender(cache, None, "127.0.0.1", b"s"), NcclReceiver(cache, None, b"s")
     assert sender.offer() == b""
-    assert not receiver.usable(b"")
+    assert not receiver.open(b"")
     with pytest.raises(TransferError):
         sender.send(Selection([1], 16, 0, 1), b"", Deadline.after(1))
     sender.close()

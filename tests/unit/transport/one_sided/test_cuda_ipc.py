@@ -24,7 +24,7 @@ from transport.offers import changed, gone
 from transport.worker import FINGERPRINT, SECRET, Remote, Setup, wait_until
 
 from disagg.errors import DataCorrupt, PeerLost, TransferError
-from disagg.transport.base import FetchJob
+from disagg.transport.base import FetchJob, RemoteCache
 from disagg.transport.blocks import Region, Selection
 from disagg.transport.control.client import Peers
 from disagg.transport.deadline import Deadline
@@ -65,9 +65,20 @@ class Consumer:
     device: HostDevice
     staging: Staging
     receiver: CudaIpcReceiver
+    remote: RemoteCache | None = None
+
+    def opens(self, offer: bytes) -> bool:
+        """Whether it can; fetches then read this producer."""
+        found = self.receiver.open(offer)
+        self.remote = found or self.remote
+        return found is not None
+
+    def receive(self, job: FetchJob, answer: bytes) -> int:
+        assert self.remote is not None
+        return self.remote.receive(job, answer)
 
     def fetch(self, answer: bytes, mine: Selection, seconds: float = 10) -> int:
-        return self.receiver.receive(FetchJob(mine, Deadline.after(seconds)), answer)
+        return self.receive(FetchJob(mine, Deadline.after(seconds)), answer)
 
 
 @pytest.fixture(scope="module")
@@ -257,23 +268,23 @@ def test_not_usable(
     offer = make(producer)
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            assert not consumer.receiver.usable(offer)
+            assert not consumer.opens(offer)
     assert re.search(why, told(caplog))
     assert consumer.device.opened == 0
-    assert consumer.receiver.usable(producer.offer)
+    assert consumer.opens(producer.offer)
     assert consumer.device.opened == ALLOCATIONS
 
 
 def test_a_second_offer_with_the_same_token_is_none(producer: Producer, consumer: Consumer) -> None:
-    assert consumer.receiver.usable(producer.offer)
-    assert not consumer.receiver.usable(with_region(producer, 1, 64))
-    assert consumer.receiver.usable(producer.offer)
+    assert consumer.opens(producer.offer)
+    assert not consumer.opens(with_region(producer, 1, 64))
+    assert consumer.opens(producer.offer)
 
 
 def test_caches_that_differ(producer: Producer) -> None:
     for shape in (Shape(layers=2), Shape(layers=4), Shape(content=32)):
         other = make_consumer(shape)
-        assert other.receiver.usable(producer.offer)
+        assert other.opens(producer.offer)
         mine = other.cache.whole([1])
         with pytest.raises(DataCorrupt, match="same selection"):
             other.fetch(producer.names(mine), mine)
@@ -283,22 +294,22 @@ def test_caches_that_differ(producer: Producer) -> None:
 
 def test_caches_that_lie_in_host_memory(producer: Producer) -> None:
     on_host = CudaIpcReceiver(caches.make(SHAPE, None), None)
-    assert not on_host.usable(producer.offer)
+    assert not on_host.open(producer.offer)
     on_host.close()
 
 
 def test_a_process_does_not_read_itself(consumer: Consumer) -> None:
     sender = CudaIpcSender(consumer.cache, consumer.staging)
     assert sender.offer()
-    assert not consumer.receiver.usable(sender.offer())
+    assert not consumer.opens(sender.offer())
     assert consumer.device.opened == 0
     sender.close()
 
 
 def test_mapped_once_and_until_close(producer: Producer, consumer: Consumer) -> None:
     with ThreadPoolExecutor(8) as pool:
-        usable = list(pool.map(consumer.receiver.usable, [producer.offer] * 32))
-    assert all(usable)
+        opened = list(pool.map(consumer.receiver.open, [producer.offer] * 32))
+    assert all(opened)
     assert consumer.device.opened == ALLOCATIONS
     watches = [t for t in threading.enumerate() if t.name == "disagg-cuda-ipc-watch"]
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -309,14 +320,14 @@ def test_mapped_once_and_until_close(producer: Producer, consumer: Consumer) -> 
 
 
 def test_a_token_that_is_gone(producer: Producer, consumer: Consumer) -> None:
-    assert consumer.receiver.usable(producer.offer)
+    assert consumer.opens(producer.offer)
     overwrite_token(producer, bytes(16))
-    assert not consumer.receiver.usable(producer.offer)
+    assert not consumer.opens(producer.offer)
     assert consumer.device.opened == 0
     with pytest.raises(PeerLost):
         consumer.fetch(producer.names(consumer.cache.whole([1])), consumer.cache.whole([1]))
     overwrite_token(producer, producer.token)
-    assert consumer.receiver.usable(producer.offer)
+    assert consumer.opens(producer.offer)
     assert consumer.device.opened == ALLOCATIONS
 
 
@@ -327,17 +338,18 @@ def test_no_free_slot_for_the_probe(
     monkeypatch.setattr(cuda_ipc, "_TOKEN_S", 0.2)
     slots, deadline = consumer.staging.receiving, Deadline.after(10)
     other = CudaIpcReceiver(consumer.cache, consumer.staging)
-    assert other.usable(producer.offer)
+    remote = other.open(producer.offer)
+    assert remote is not None
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(slots, "_free", [])
-        assert not consumer.receiver.usable(producer.offer)
-        assert not other.usable(producer.offer)
+        assert not consumer.opens(producer.offer)
+        assert not other.open(producer.offer)
         assert consumer.device.opened == ALLOCATIONS
     deadline.left()
-    assert consumer.receiver.usable(producer.offer)
+    assert consumer.opens(producer.offer)
     assert consumer.device.opened == 2 * ALLOCATIONS
     mine = consumer.cache.whole([1])
-    other.receive(FetchJob(mine, deadline), producer.names(mine))
+    remote.receive(FetchJob(mine, deadline), producer.names(mine))
     other.close()
 
 
@@ -345,14 +357,14 @@ def test_no_free_slot_for_the_probe(
 
 
 def test_a_dead_producer_is_unmapped(mortal: Producer, consumer: Consumer) -> None:
-    assert consumer.receiver.usable(mortal.offer)
+    assert consumer.opens(mortal.offer)
     mine = consumer.cache.whole([1])
     consumer.fetch(mortal.names(mine), mine)
     mortal.signal(signal.SIGKILL)
     assert wait_until(lambda: consumer.device.opened == 0, 1)
     with pytest.raises(PeerLost):
         consumer.fetch(mortal.names(mine), mine)
-    assert not consumer.receiver.usable(mortal.offer)
+    assert not consumer.opens(mortal.offer)
     assert consumer.device.opened == 0
 
 
@@ -368,10 +380,10 @@ def test_without_pidfds_the_dead_are_found_by_the_next(
         raise error
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    assert consumer.receiver.usable(mortal.offer)
+    assert consumer.opens(mortal.offer)
     mortal.signal(signal.SIGKILL)
     assert consumer.device.opened == ALLOCATIONS
-    assert consumer.receiver.usable(producer.offer)
+    assert consumer.opens(producer.offer)
     assert consumer.device.opened == ALLOCATIONS, "only the living one's"
 
 
@@ -384,7 +396,7 @@ def test_dead_but_not_buried(producer: Producer, consumer: Consumer) -> None:
         started = start_time(corpse.pid)
         assert started is not None
         offer = changed(producer.offer, pid=corpse.pid, started=started)
-        assert not consumer.receiver.usable(offer)
+        assert not consumer.opens(offer)
         assert consumer.device.opened == 0
     finally:
         corpse.wait()
@@ -416,7 +428,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 def test_not_unmapped_amid_a_read(
     mortal: Producer, consumer: Consumer, held: Held, end: str
 ) -> None:
-    assert consumer.receiver.usable(mortal.offer)
+    assert consumer.opens(mortal.offer)
     mine = consumer.cache.whole([1])
     pool = ThreadPoolExecutor(1)
     fetch = pool.submit(consumer.fetch, mortal.names(mine), mine)
@@ -464,14 +476,14 @@ def whole(block: int) -> Selection:
 def test_answers_that_name_something_else(
     producer: Producer, consumer: Consumer, theirs: Selection, mine: Selection
 ) -> None:
-    assert consumer.receiver.usable(producer.offer)
+    assert consumer.opens(producer.offer)
     with pytest.raises(DataCorrupt):
         consumer.fetch(producer.names(theirs), mine)
     assert caches.untouched(consumer.cache, but=[])
 
 
 def test_answers_of_others(producer: Producer, consumer: Consumer) -> None:
-    assert consumer.receiver.usable(producer.offer)
+    assert consumer.opens(producer.offer)
     right = producer.names(whole(1))
     for answer in (offers.encode(bytes(16), whole(1)), right[:-1], b"", right + b"\0"):
         with pytest.raises(DataCorrupt):
@@ -487,7 +499,7 @@ def test_heads_and_block_sizes(
     monkeypatch.setattr(cuda_ipc, "_CHUNK_BYTES", chunk)
     shape = Shape(blocks=20, heads=2, tokens=4, content=48, layers=3, layout="BLNHC")
     consumer = make_consumer(shape)
-    assert consumer.receiver.usable(producer.offer)
+    assert consumer.opens(producer.offer)
     its, mine = Selection([7, 0, 23], 4, 1, 5, (1, 3)), Selection([19, 3, 8, 0, 2], 4, 0, 5)
     assert consumer.fetch(producer.names(its), mine) == 5 * 4 * 2 * 48 * 3
     original = caches.make(SHAPE, SEED)
@@ -518,7 +530,7 @@ def test_the_deadline_ends_a_read_between_chunks(
 
     monkeypatch.setattr(host_device.HostStream, "launch", counted)
     monkeypatch.setattr(host_device, "run_kernel", slow)
-    assert consumer.receiver.usable(producer.offer)
+    assert consumer.opens(producer.offer)
     mine = consumer.cache.whole(range(20))
     began = time.monotonic()
     with pytest.raises(PeerLost) as error:
@@ -539,16 +551,16 @@ class Later:
 
 
 def test_blocks_are_written_behind_what_uses_them(producer: Producer, consumer: Consumer) -> None:
-    assert consumer.receiver.usable(producer.offer)
+    assert consumer.opens(producer.offer)
     mine, after = whole(3), Later()
     job = FetchJob(mine, Deadline.after(0.2), after)
     with pytest.raises(PeerLost) as error:
-        consumer.receiver.receive(job, producer.names(whole(5)))
+        consumer.receive(job, producer.names(whole(5)))
     assert error.value.reason == "deadline"
     assert caches.untouched(consumer.cache, but=[])
     with ThreadPoolExecutor(1) as pool:
         job = FetchJob(mine, Deadline.after(10), after)
-        fetch = pool.submit(consumer.receiver.receive, job, producer.names(whole(5)))
+        fetch = pool.submit(consumer.receive, job, producer.names(whole(5)))
         time.sleep(0.1)
         assert not fetch.done()
         assert caches.untouched(consumer.cache, but=[])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import LeaseGone, PeerLost
-from disagg.transport.base import PostedLease
+from disagg.transport.base import LeaseEntry
 from disagg.transport.control.lease import LeaseTable
 from disagg.transport.deadline import Deadline
 from disagg.transport.one_sided.lease_board import LeaseBoard, look_up, still_there
@@ -24,7 +24,7 @@ def peek(at: int, length: int) -> bytes:
     return ctypes.string_at(at, length)
 
 
-def found(board: LeaseBoard, lease: int, token: bytes | None = None) -> PostedLease | None:
+def found(board: LeaseBoard, lease: int, token: bytes | None = None) -> LeaseEntry | None:
     return look_up(peek, board.address, token or board.token, lease)
 
 

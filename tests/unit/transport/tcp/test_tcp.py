@@ -99,7 +99,7 @@ class Pair:
         seconds: float = 20,
         via: Callable[[bytes], bytes] = lambda answer: answer,
     ) -> int:
-        assert self.receiver.usable(self.sender.offer())
+        assert self.receiver.open(self.sender.offer())
         job = FetchJob(into, Deadline.after(seconds))
         answer = self.sender.send(wanted, self.receiver.request(job), Deadline.after(seconds))
         try:
@@ -424,7 +424,7 @@ def test_a_vanished_producer(make: Make) -> None:
     pair.sender.close()
     with pytest.raises(PeerLost):
         pair.receiver.receive(job, answer)
-    assert not pair.receiver.usable(pair.sender.offer())
+    assert not pair.receiver.open(pair.sender.offer())
     with pytest.raises(TransferError):
         pair.sender.send(whole, pair.receiver.request(job), Deadline.after(5))
 
@@ -545,7 +545,7 @@ def test_sizes_must_agree(make: Make) -> None:
 def test_another_secret(make: Make) -> None:
     pair = make(small(None), small(POISON))
     stranger = TcpReceiver(pair.target, b"guessed")
-    assert not stranger.usable(pair.sender.offer())
+    assert not stranger.open(pair.sender.offer())
     whole = pair.source.whole([1])
     job = FetchJob(whole, Deadline.after(5))
     answer = pair.sender.send(whole, stranger.request(job), Deadline.after(5))

@@ -20,13 +20,13 @@ from transport.worker import Order, Remote, Setup, Worker, wait_until
 
 from disagg.errors import LeaseGone, PeerLost, TransferError
 from disagg.transport import protocol as p
-from disagg.transport.base import FetchJob
+from disagg.transport.base import FetchJob, LeaseEntry
 from disagg.transport.control.client import Endpoint
 from disagg.transport.deadline import Deadline
 from disagg.transport.host import process_vm
 from disagg.transport.one_sided import hazard_pointers, lease_board
 from disagg.transport.one_sided.hazard_pointers import RemoteHazardPointers
-from disagg.transport.one_sided.remote_lease_board import BoardReceiver
+from disagg.transport.one_sided.remote_lease_board import BoardCache
 
 ROWS = 1024
 LARGE = Shape(blocks=64, heads=2, tokens=64, content=128, layers=4)  # 4 MiB
@@ -58,7 +58,7 @@ def offer_of(pair: Pair) -> bytes:
     """Of the producer, from a connection of the consumer's that stays open."""
     with pair.consumer.peers.connection(pair.producer.endpoint, Deadline.after(5)) as connection:
         offer = connection.welcome.offers[pair.producer.setup.transport]
-        assert pair.consumer.receiver.usable(offer)
+        assert pair.consumer.receiver.open(offer)
         return offer
 
 
@@ -70,44 +70,42 @@ def numbers(pid: int, board: int) -> list[int]:
     return [int(number) - 1 for number in found[found > 0]]
 
 
-@pytest.mark.parametrize("says_so", [True, False])
+@pytest.mark.parametrize("names_it", [True, False])
 @pytest.mark.parametrize("shape", [LARGE], indirect=True)
 def test_blocks_that_are_given_to_others_while_they_are_read(
-    pair: Pair, tmp_path: Path, says_so: bool
+    pair: Pair, tmp_path: Path, names_it: bool
 ) -> None:
-    """Again and again. Who says that it reads them reads no others, whatever became of the lease;
-    and who does not, or is not waited for any more, sees that it is gone."""
+    """Again and again. A reader that names the lease in its slot reads no other blocks, whatever
+    becomes of the lease. One that does not, or whose time is over, sees that the lease is gone."""
     receiver, blocks = pair.consumer.receiver, list(range(0, 64, 2))
-    assert isinstance(receiver, BoardReceiver)
     job = FetchJob(pair.consumer.cache.whole(blocks), Deadline.after(30))
     part, seen = p.Part(64, ((0, len(blocks)),)), Counter[str]()
     with pair.consumer.peers.connection(pair.producer.endpoint, Deadline.after(50)) as connection:
         offer, slot = connection.welcome.offers[receiver.name], connection.welcome.slot
-        assert receiver.usable(offer)
-        remote = receiver._offered[offer].board
-        assert remote is not None
+        cache = receiver.open(offer)
+        assert isinstance(cache, BoardCache)
+        board = cache.board
+        assert board is not None
         pair.producer.start("churn", 40.0, blocks, stop := tmp_path / "stop")
         began = time.monotonic()
         while (passed_s := time.monotonic() - began) < 3 or (passed_s < 30 and len(seen) < 3):
-            for lease in numbers(remote.pid, remote.at.address):
-                said = remote.hazards.naming(slot, lease) if says_so else contextlib.nullcontext()
-                with said:
-                    posted = lease_board.look_up(
-                        remote.peek, remote.at.address, remote.at.token, lease
-                    )
-                    if posted is None:
+            for lease in numbers(board.pid, board.at.address):
+                named = board.hazards.naming(slot, lease) if names_it else contextlib.nullcontext()
+                with named:
+                    entry = lease_board.look_up(board.peek, board.at.address, board.at.token, lease)
+                    if entry is None:
                         seen["gone before"] += 1
                         continue
-                    receiver.read(offer, posted, part, job)
-                    is_there = receiver.still_there(offer, posted)
-                seen["believed" if is_there else "gone meanwhile"] += 1
-                if is_there or says_so:
+                    cache.read(entry, part, job)
+                    is_there = cache.still_there(entry)
+                seen["valid" if is_there else "gone meanwhile"] += 1
+                if is_there or names_it:
                     expected = lease % caches.SCRIBBLE
                     for region in pair.consumer.cache.regions:
                         assert bool((region.memory[blocks] == expected).all())
         stop.touch()
         pair.producer.result()
-    assert seen.keys() >= {"believed", "gone meanwhile"}, seen
+    assert seen.keys() >= {"valid", "gone meanwhile"}, seen
 
 
 def test_the_producer_hears_of_it(pair: Pair) -> None:
@@ -198,19 +196,31 @@ def test_without_slots_it_is_asked_for(
 
 def test_a_producer_that_dies_before_it_hears(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read while it lived is right, and stays so."""
-    receiver = pair.consumer.receiver
-    assert isinstance(receiver, BoardReceiver)
-    looks = receiver.still_there
+    still_there = BoardCache.still_there
 
-    def and_then_dies(*args: object) -> bool:
-        found = looks(*args)  # type: ignore[arg-type]
+    def and_then_dies(cache: BoardCache, entry: LeaseEntry) -> bool:
+        found = still_there(cache, entry)
         pair.producer.signal(signal.SIGKILL)
         return found
 
     pair.producer.call("grant", 0, [1, 2])
-    monkeypatch.setattr(receiver, "still_there", and_then_dies)
+    monkeypatch.setattr(BoardCache, "still_there", and_then_dies)
     pair.fetch(0, [3, 4])
     assert pair.is_right([1, 2], [3, 4])
     pair.consumer.peers.close()
     with pytest.raises(PeerLost):
         pair.fetch(1, [5])
+
+
+def test_a_dead_producers_cache_is_dropped(pair: Pair) -> None:
+    """When the consumer meets another one: nobody may ever fetch from the dead one again."""
+    pair.producer.call("grant", 0, [1])
+    pair.fetch(0, [2])
+    peers = pair.consumer.peers
+    assert peers._opened.keys() == {pair.producer.endpoint}
+    pair.producer.signal(signal.SIGKILL)
+    other = Remote(pair.producer.setup)
+    with peers.connection(other.endpoint, Deadline.after(5)):
+        assert peers._opened.keys() == {other.endpoint}
+        assert pair.producer.endpoint not in peers._idle
+    other.close()

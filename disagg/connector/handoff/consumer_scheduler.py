@@ -1,0 +1,295 @@
+"""The scheduler's consumer part: which requests load their prompt's blocks, and how far.
+
+Runs inside vLLM's scheduler, so it never waits and never does I/O. One `PendingLoad` follows a
+request's load from arrival to end. Unusable params of any kind end in local computation; in strict
+mode, in an error.
+
+A pure producer has this part too: there it refuses every handoff (reason `role`), and sends
+nothing to other producers, as its workers have no connections to them.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from disagg.connector import recurrent_state
+from disagg.connector.handoff import block_digests, sharding
+from disagg.connector.handoff.engine_facts import EngineFacts
+from disagg.connector.handoff.kv_transfer_params import Requested
+from disagg.connector.handoff.messages import HandoffLoad, LeaseMessage, LoadReport, StepWork
+from disagg.connector.handoff.metrics import ConnectorStats
+from disagg.connector.handoff.settings import ConnectorSettings
+from disagg.connector.kv_cache_layout import NULL_BLOCK
+from disagg.transport.control.ticket import Handoff
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class PendingLoadState(enum.Enum):
+    """Where a load stands. QUEUED -> LOADING -> DONE, or QUEUED -> DONE."""
+
+    QUEUED = "queued"
+    LOADING = "loading"
+    DONE = "done"
+
+
+@dataclass
+class PendingLoad:
+    """One request's load. tokens: prompt tokens that are present when it has ended. problem: why it
+    is refused (strict mode). renewed: when the lease was last renewed, monotonic seconds."""
+
+    handoff: Handoff
+    tokens: int
+    state: PendingLoadState = PendingLoadState.QUEUED
+    problem: str | None = None
+    renewed: float = 0.0
+    cancelled: bool = False
+
+
+class ConsumerScheduler:
+    """Checks tickets, starts loads, releases and renews the leases of other engines."""
+
+    def __init__(self, engine: EngineFacts, settings: ConnectorSettings, *, consumes: bool) -> None:
+        self._engine, self._settings, self._consumes = engine, settings, consumes
+        self._layers: list[int] = []
+        self._loads: dict[str, PendingLoad] = {}
+        self._reports: dict[str, list[LoadReport]] = {}
+        self._work = StepWork()
+        self._stats = ConnectorStats()
+
+    def set_layers(self, layers: list[int]) -> None:
+        """How many regions each pipeline stage's cache has."""
+        self._layers = layers
+
+    # ---- a request arrives -----------------------------------------------------------------
+
+    def on_new_request(self, request: Request, asked: Requested) -> None:
+        """Check a request's params once; unusable ones are counted and dropped."""
+        if asked.handoff is None:
+            if asked.problem is not None:
+                self._refuse(request, asked.problem, None)
+            return
+        if request.abort_immediately:
+            # vLLM reports so that a request with these params was refused, or aborted before it
+            # was scheduled; its prompt is made up. It is finished next, which releases the lease.
+            self._loads[request.request_id] = PendingLoad(asked.handoff, 0)
+            return
+        tokens, problem = self._servable(request, asked.handoff)
+        if problem is not None:
+            self._refuse(request, problem, asked.handoff)
+            return
+        if self._engine.windows:
+            # vLLM computes the last token again. If all tokens counted as loaded, it would allocate
+            # the window without that token: one block too few where the window begins with one.
+            tokens = min(tokens, request.num_prompt_tokens - 1)
+        load = PendingLoad(asked.handoff, tokens, renewed=time.monotonic())
+        self._loads[request.request_id] = load
+
+    def _servable(self, request: Request, handoff: Handoff) -> tuple[int, str | None]:
+        """How many leading tokens the lease can serve, or the reason why it can serve none."""
+        engine = self._engine
+        if not self._consumes:
+            return 0, "role"
+        if not self._block_sizes_fit(handoff.block_size):
+            return 0, "block_size"
+        if sum(handoff.layers) != sum(self._layers):
+            return 0, "pipeline_parallel_size"
+        producers = len(handoff.endpoints) // len(handoff.layers)
+        if not sharding.fits(producers, engine.world_size, engine.kv_heads):
+            return 0, "tensor_parallel_size"
+        if engine.state_groups and producers != engine.world_size:
+            return 0, "tensor_parallel_size"  # each model slices its state in its own way
+        if not block_digests.hashable(request):
+            return 0, "prompt_embeds"
+        # If this prompt is longer than the lease's, only the lease's length is compared.
+        length = min(handoff.num_tokens, request.num_prompt_tokens)
+        ours = engine.digests.of(request, handoff.block_size, length)
+        tokens = block_digests.shared_tokens(
+            ours, handoff.digests, handoff.num_tokens, handoff.block_size
+        )
+        tokens = min(tokens, request.num_prompt_tokens)
+        if tokens <= 0 or (engine.windows and tokens < handoff.num_tokens):
+            return 0, "prompt_mismatch"  # a sliding window's blocks serve only the whole prompt
+        if engine.state_groups and tokens >= request.num_prompt_tokens:
+            return 0, "state"  # the state already includes the token that has to be computed
+        return tokens, None
+
+    def _block_sizes_fit(self, theirs: int) -> bool:
+        small, large = sorted((theirs, self._engine.block_size))
+        if self._engine.windows:
+            return small == large
+        return small == large or (self._engine.splits_blocks and small > 0 and large % small == 0)
+
+    def _refuse(self, request: Request, problem: str, handoff: Handoff | None) -> None:
+        logger.warning("request %s computes its prompt here: %s", request.request_id, problem)
+        self._stats.count("failures", problem)
+        self._stats.count("handoffs", "none|failed")
+        if handoff is not None and problem != "prompt_mismatch":
+            self._release(handoff)
+        if self._settings.strict:
+            handoff = handoff or Handoff("", -1, [], [], 0, self._engine.block_size, b"")
+            load = PendingLoad(handoff, request.num_prompt_tokens, problem=problem)
+            self._loads[request.request_id] = load
+
+    # ---- its load --------------------------------------------------------------------------
+
+    def num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond `computed`. Without side effects; vLLM may ask again."""
+        load = self._loads.get(request.request_id)
+        if load is None or load.state is not PendingLoadState.QUEUED:
+            return 0, False
+        if load.tokens - computed <= 0 or computed >= request.num_tokens - 1:
+            return 0, False  # the last token is computed in any case
+        if self._lease_is_loading(load):
+            return None, False  # n > 1: the prefix cache will hold the other request's blocks
+        return load.tokens - computed, True
+
+    def _lease_is_loading(self, load: PendingLoad) -> bool:
+        return any(
+            other.state is PendingLoadState.LOADING and other.handoff == load.handoff
+            for other in self._loads.values()
+            if other is not load
+        )
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """vLLM allocated the blocks: start the load, or release the lease if it is not needed."""
+        load = self._loads.get(request.request_id)
+        if load is None or load.state is not PendingLoadState.QUEUED:
+            return
+        if external == 0:
+            load.state = PendingLoadState.DONE
+            self._stats.count("handoffs", "none|local_hit")
+            self._release(load.handoff)
+            return
+        load.state = PendingLoadState.LOADING
+        self._work.loads.append(self._handoff_load(request.request_id, load, blocks, external))
+
+    def _handoff_load(
+        self, request_id: str, load: PendingLoad, blocks: KVCacheBlocks, external: int
+    ) -> HandoffLoad:
+        handoff, engine = load.handoff, self._engine
+        unit = min(engine.block_size, handoff.block_size)
+        start, stop = (load.tokens - external) // unit, -(-load.tokens // unit)
+        per_block = engine.block_size // unit
+        theirs = -(-handoff.num_tokens // handoff.block_size) * (handoff.block_size // unit)
+        spans, ours = [], list[int]()
+        for group, ids in enumerate(blocks.get_block_ids()):
+            begin, filled = start, list(ids[start // per_block : -(-stop // per_block)])
+            if group in engine.state_groups:
+                page = recurrent_state.page(ids, load.tokens, engine.state_groups[group])
+                begin, filled = stop - 1, [page]
+            while engine.windows and filled and filled[0] == NULL_BLOCK:
+                begin, filled = begin + 1, filled[1:]  # with windows, a unit is a block
+            if filled:
+                spans.append((group * theirs + begin, group * theirs + stop))
+                ours += filled
+        return HandoffLoad(
+            request_id,
+            handoff.lease,
+            handoff.endpoints,
+            (handoff.layers, self._layers),
+            unit,
+            tuple(spans),
+            start % per_block,
+            ours,
+            load.problem,
+        )
+
+    # ---- its end ---------------------------------------------------------------------------
+
+    def request_finished(self, request_id: str) -> None:
+        """Cancel the load of a request that ends, or release its lease."""
+        load = self._loads.get(request_id)
+        if load is None:
+            return
+        if load.state is PendingLoadState.LOADING:
+            # vLLM keeps the blocks until the worker reports; the load stays until then.
+            load.cancelled = True
+            self._work.cancels.append(request_id)
+            return
+        if load.state is PendingLoadState.QUEUED:
+            self._stats.count("handoffs", "none|aborted")
+            self._release(load.handoff)
+        del self._loads[request_id]
+
+    def _release(self, handoff: Handoff) -> None:
+        # A pure producer has no connections to other producers; there the lease expires.
+        if handoff.endpoints and self._consumes:
+            self._work.releases.append(LeaseMessage(handoff.lease, handoff.endpoints))
+
+    def reset(self) -> None:
+        """Compute all pending prompts locally: the weights may have changed."""
+        for request_id, load in self._loads.items():
+            if load.state is PendingLoadState.LOADING:
+                self._work.cancels.append(request_id)
+            elif load.state is PendingLoadState.QUEUED and load.problem is None:
+                load.state = PendingLoadState.DONE
+                self._stats.count("handoffs", "none|aborted")
+                self._release(load.handoff)
+
+    # ---- each step -------------------------------------------------------------------------
+
+    def step_work(self) -> StepWork:
+        """The loads, cancels, releases and renewals of this step."""
+        self._renew_queued()
+        work, self._work = self._work, StepWork()
+        return work
+
+    def _renew_queued(self) -> None:
+        now, every = time.monotonic(), self._settings.lease_s / 3
+        for load in self._loads.values():
+            if load.state is PendingLoadState.QUEUED and now - load.renewed > every:
+                load.renewed = now
+                if load.problem is None:
+                    renewal = LeaseMessage(load.handoff.lease, load.handoff.endpoints)
+                    self._work.renewals.append(renewal)
+
+    def update(self, reports: Iterable[LoadReport], received: Iterable[str]) -> None:
+        """reports: of single ranks. received: request ids whose load ended on all ranks."""
+        for report in reports:
+            self._reports.setdefault(report.request_id, []).append(report)
+        for request_id in received:
+            load = self._loads.get(request_id)
+            if load is None or load.state is not PendingLoadState.LOADING:
+                continue  # another connector of this engine loaded it
+            load.state = PendingLoadState.DONE
+            of_request = self._reports.pop(request_id)
+            self._count_load(of_request, load)
+            if all(report.outcome == "loaded" for report in of_request):
+                self._end_loads_of(load.handoff)
+            if load.cancelled:
+                del self._loads[request_id]
+
+    def _end_loads_of(self, handoff: Handoff) -> None:
+        """The lease was fetched. Its other requests (n > 1) find whole blocks in the prefix cache
+        and compute the rest."""
+        for other in self._loads.values():
+            if other.problem is not None:
+                continue  # strict mode: it has to fail, whatever happens to the lease
+            if other.state is PendingLoadState.QUEUED and other.handoff == handoff:
+                other.state = PendingLoadState.DONE
+                self._stats.count("handoffs", "none|local_hit")
+
+    def _count_load(self, reports: list[LoadReport], load: PendingLoad) -> None:
+        worst = next((r for r in reports if r.outcome != "loaded"), reports[0])
+        if load.problem is None:
+            self._stats.count("handoffs", f"{worst.transport}|{worst.outcome}")
+        if worst.outcome == "loaded":
+            self._stats.count("bytes", worst.transport, sum(r.num_bytes for r in reports))
+            self._stats.observe_seconds(max(r.seconds for r in reports))
+        elif worst.outcome == "failed" and load.problem is None:
+            self._stats.count("failures", worst.reason or "transfer")
+
+    def take_stats(self) -> ConnectorStats:
+        """Counts since the last call."""
+        stats, self._stats = self._stats, ConnectorStats()
+        return stats

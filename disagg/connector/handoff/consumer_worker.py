@@ -1,0 +1,254 @@
+"""The consumer part of one worker rank: runs loads, and releases and renews leases.
+
+vLLM calls in from its model loop; nothing here may block it. Loads and lease messages run in
+threads per producer, each bounded by a deadline; their copies release the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+
+from disagg.connector.handoff import sharding
+from disagg.connector.handoff.messages import HandoffLoad, LeaseMessage, LoadReport, StepWork
+from disagg.connector.handoff.per_peer_threads import PerPeerThreads
+from disagg.connector.handoff.rank import RankCache, WorkerRank
+from disagg.connector.handoff.settings import ConnectorSettings
+from disagg.errors import PeerLost, PeerRefused, TransferError
+from disagg.transport import fetch as handoff
+from disagg.transport.base import FetchJob, Receiver
+from disagg.transport.blocks import Selection
+from disagg.transport.control.client import Endpoint, Peers
+from disagg.transport.deadline import Deadline, Event
+from disagg.transport.protocol import Part
+
+logger = logging.getLogger(__name__)
+
+_LEASE_MESSAGE_S, _LEASE_MESSAGES_AT_ONCE = 5.0, 2
+
+Fence = Event | TransferError | None
+"""When the model's stream has finished all steps launched so far, or why that is unknown."""
+
+
+class ConsumerWorker:
+    """Reports each load exactly once: vLLM holds the request's blocks until then.
+
+    A pure producer has no receivers. Its loads are all refused ones, which strict mode reports as
+    failed.
+    """
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        rank: WorkerRank,
+        cache: RankCache,
+        peers: Peers,
+        receivers: Sequence[Receiver],
+    ) -> None:
+        self._settings, self._rank, self._cache = settings, rank, cache
+        self._peers, self._receivers = peers, receivers
+        self._ended: queue.SimpleQueue[LoadReport] = queue.SimpleQueue()
+        self._cancelled: dict[str, threading.Event] = {}
+        self._loads = PerPeerThreads("disagg-load", settings.load_threads)
+        self._lease_messages = PerPeerThreads("disagg-lease", _LEASE_MESSAGES_AT_ONCE)
+
+    # ---- in the model's thread -------------------------------------------------------------
+
+    def start(self, work: StepWork) -> None:
+        """Begin the loads, cancels, releases and renewals of this step."""
+        if work.loads:
+            self._start_loads(work.loads)
+        for request_id in work.cancels:
+            if request_id in self._cancelled:
+                self._cancelled[request_id].set()
+        for message in work.releases:
+            release = functools.partial(self._release_share, message)
+            self._lease_messages.submit(_producer_of(message), release)
+        for message in work.renewals:
+            renew = functools.partial(self._renew_share, message)
+            self._lease_messages.submit(_producer_of(message), renew)
+
+    def _start_loads(self, loads: Sequence[HandoffLoad]) -> None:
+        after, deadline = self._fence(), Deadline.after(self._settings.load_deadline_s)
+        for load in loads:
+            self._cancelled[load.request_id] = threading.Event()
+            run = functools.partial(self._load, load, deadline, after)
+            self._loads.submit(_producer_of(load), run)
+
+    def _fence(self) -> Fence:
+        """Steps under way may still write to the blocks that vLLM gave to these loads. None on a
+        CPU, where a step has finished when it returns."""
+        staging = self._cache.staging
+        try:
+            return None if staging is None else staging.device.model_fence()
+        except TransferError as error:
+            return error  # the loads report it; the step itself does not depend on it
+
+    def take_ended(self) -> list[LoadReport]:
+        """The loads that ended since the last call."""
+        reports = []
+        while not self._ended.empty():
+            report = self._ended.get_nowait()
+            if self._cancelled.pop(report.request_id).is_set() and report.outcome == "loaded":
+                report = replace(report, outcome="aborted")  # cancelled while it was loading
+            reports.append(report)
+        return reports
+
+    def close(self) -> None:
+        """Close every connection; running loads then fail."""
+        for event in self._cancelled.values():
+            event.set()
+        self._peers.close()
+        self._loads.close()
+        self._lease_messages.close()
+        for receiver in self._receivers:
+            receiver.close()
+
+    # ---- in threads per producer -----------------------------------------------------------
+
+    def _load(self, load: HandoffLoad, deadline: Deadline, after: Fence) -> None:
+        with contextlib.ExitStack() as fetched:  # the producer is informed after the report
+            self._load_and_report(load, deadline, after, fetched)
+
+    def _load_and_report(
+        self, load: HandoffLoad, deadline: Deadline, after: Fence, fetched: contextlib.ExitStack
+    ) -> None:
+        outcome, reason, moved = "failed", load.problem, None
+        try:
+            if self._cancelled[load.request_id].is_set():
+                outcome = "aborted"
+                self._release(load.endpoints, load.lease)
+            elif load.problem is None:
+                moved = self._fetch(load, deadline, after, fetched)
+                outcome = "loaded"
+        except TransferError as error:
+            reason = error.reason
+            logger.warning(
+                "request %s computes its prompt here, its KV did not come (%s): %s",
+                load.request_id,
+                reason,
+                error,
+            )
+        except Exception:
+            reason = "internal"
+            logger.exception("load of request %s failed unexpectedly", load.request_id)
+        finally:
+            self._ended.put(
+                LoadReport(
+                    load.request_id,
+                    outcome,
+                    moved.transport if moved else "none",
+                    moved.num_bytes if moved else 0,
+                    moved.seconds if moved else 0.0,
+                    reason,
+                )
+            )
+
+    def _fetch(
+        self, load: HandoffLoad, deadline: Deadline, after: Fence, fetched: contextlib.ExitStack
+    ) -> handoff.Moved:
+        """Fetch this rank's heads from every producer rank that holds some of them."""
+        problem = after if isinstance(after, TransferError) else self._unsliceable(load)
+        if problem is not None:
+            self._release(load.endpoints, load.lease)
+            raise problem
+        assert not isinstance(after, TransferError)
+        fetches = list(self._fetches(load))
+        moved: list[handoff.Moved] = []
+        try:
+            for source, blocks in fetches:
+                job = FetchJob(blocks, deadline, after)
+                fetch = handoff.fetched(self._peers, source, job, self._receivers)
+                moved.append(fetched.enter_context(fetch))
+        except TransferError:
+            # The remaining ranks' blocks are useless now; their leases need not run out.
+            self._release([source.endpoint for source, _ in fetches[len(moved) + 1 :]], load.lease)
+            raise
+        for one in moved:
+            for name in one.failed_over:
+                logger.warning("request %s: transport %s failed over", load.request_id, name)
+        self._release(self._unread(load), load.lease)
+        return handoff.total(moved)
+
+    def _unsliceable(self, load: HandoffLoad) -> TransferError | None:
+        """A draft model may have other heads than its target; such a cache cannot be sliced."""
+        if self._slices(_producers(load)) and self._cache.blocks.heads is None:
+            return PeerRefused("layers differ in their heads", "tensor_parallel_size")
+        return None
+
+    def _fetches(self, load: HandoffLoad) -> Iterator[tuple[handoff.FetchRequest, Selection]]:
+        """One fetch per producer rank and stage; together each of our layers and heads once."""
+        producers, slices, rank = _producers(load), self._slices(_producers(load)), self._rank
+        count = sum(stop - start for start, stop in load.spans)
+        readers = sharding.readers(producers, rank.world_size, rank.kv_heads)
+        sources = sharding.sources(producers, rank.world_size, rank.rank, rank.kv_heads)
+        for stage in sharding.stages(*load.layers, rank.stage):
+            stages = sharding.readers_of_stage(*load.layers, stage.number)
+            layers = self._cache.layers[slice(*stage.ours)]
+            for source in sources:
+                # Ranks of equal size hold the same heads, so blocks are moved whole.
+                theirs, ours = (source.theirs, source.ours) if slices else (None, None)
+                part = Part(load.unit, load.spans, theirs, stage.theirs)
+                yield (
+                    handoff.FetchRequest(
+                        load.endpoints[stage.number * producers + source.rank],
+                        load.lease,
+                        part,
+                        layers,
+                        readers[source.rank] * stages,
+                    ),
+                    Selection(load.block_ids, load.unit, load.first, count, ours, stage.ours),
+                )
+
+    def _slices(self, producers: int) -> bool:
+        kv_heads = self._rank.kv_heads
+        return min(producers, kv_heads) != min(self._rank.world_size, kv_heads)
+
+    def _unread(self, load: HandoffLoad) -> list[Endpoint]:
+        """Producer ranks that no consumer rank reads (replicas), and whose lease this rank ends."""
+        rank = self._rank
+        readers = sharding.readers(_producers(load), rank.world_size, rank.kv_heads)
+        return [
+            endpoint
+            for number, endpoint in enumerate(load.endpoints)
+            if readers[number % len(readers)] == 0 and number % rank.count == rank.number
+        ]
+
+    def _share(self, endpoints: list[Endpoint]) -> list[Endpoint]:
+        """Our ranks divide the producer's ranks among them: each producer rank gets one message."""
+        return endpoints[self._rank.number :: self._rank.count]
+
+    def _release_share(self, message: LeaseMessage) -> None:
+        self._release(self._share(message.endpoints), message.lease)
+
+    def _renew_share(self, message: LeaseMessage) -> None:
+        try:
+            for endpoint in self._share(message.endpoints):
+                deadline = Deadline.after(_LEASE_MESSAGE_S)
+                handoff.renew(self._peers, endpoint, [message.lease], deadline)
+        except TransferError as error:
+            logger.info("lease %d is not renewed: %s", message.lease, error)
+
+    def _release(self, endpoints: Sequence[Endpoint], lease: int) -> None:
+        """Never raises: no load depends on it, and leases expire anyway."""
+        try:
+            handoff.release_all(self._peers, endpoints, lease, Deadline.after(_LEASE_MESSAGE_S))
+        except PeerLost as error:
+            logger.info("lease %d was not released and will expire: %s", lease, error)
+        except TransferError as error:
+            logger.warning("lease %d was not released: %s", lease, error)
+
+
+def _producer_of(work: HandoffLoad | LeaseMessage) -> Hashable:
+    """The key of its threads: the producer's first rank."""
+    return tuple(work.endpoints[:1])
+
+
+def _producers(load: HandoffLoad) -> int:
+    """The producer's tensor parallel size."""
+    return len(load.endpoints) // len(load.layers[0])

@@ -1,0 +1,121 @@
+"""The scheduler's producer part: which finished prefills keep their blocks under a lease.
+
+Runs inside vLLM's scheduler, so it never waits and never does I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from disagg.connector import recurrent_state
+from disagg.connector.handoff import block_digests
+from disagg.connector.handoff import kv_transfer_params as wire
+from disagg.connector.handoff.engine_facts import EngineFacts
+from disagg.connector.handoff.messages import Grant, LeaseReport, StepWork
+from disagg.connector.handoff.metrics import ConnectorStats
+from disagg.connector.kv_cache_layout import NULL_BLOCK
+from disagg.transport.control.client import Endpoint
+from disagg.transport.control.ticket import Handoff
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_FREED = -1
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class ProducerScheduler:
+    """Grants leases, and counts how they end."""
+
+    def __init__(self, engine: EngineFacts, secret: bytes, lease_s: float) -> None:
+        self._engine, self._secret, self._lease_s = engine, secret, lease_s
+        self._endpoints: list[Endpoint] = []
+        self._layers: list[int] = []
+        self._without_last_token: set[str] = set()  # request ids, see `recurrent_state`
+        self._next_lease = 0
+        self._revoked = 0
+        self._grants: list[Grant] = []
+        self._leases: dict[str, str] = {}  # request id -> outcome, "held" until a rank reports one
+        self._stats = ConnectorStats()
+
+    def set_workers(self, endpoints: list[Endpoint], layers: list[int]) -> None:
+        """As `SchedulerHalf.set_workers`."""
+        self._endpoints, self._layers = endpoints, layers
+
+    def on_prefill(self, request: Request) -> None:
+        """A prefill leg arrives: with recurrent state, leave out the prompt's last token."""
+        if not self._engine.state_groups:
+            return
+        if recurrent_state.leave_last_token(request, self._engine.hash_block_size):
+            self._without_last_token.add(request.request_id)
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks of a finished prefill. block_ids: per KV cache group, in prompt order."""
+        params = request.kv_transfer_params
+        shortened = request.request_id in self._without_last_token
+        self._without_last_token.discard(request.request_id)
+        if request.status not in _COMPLETE or not params or not params.get("do_remote_decode"):
+            return False, None
+        has_states = bool(self._engine.state_groups)
+        if has_states and not (shortened or params.get(recurrent_state.KEEPS_TOKEN)):
+            return False, None  # no consumer can use a state behind the last token
+        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if tokens < request.num_prompt_tokens or not block_digests.hashable(request):
+            return False, None
+        if has_states and request.num_computed_tokens > tokens:
+            return False, None  # the state has advanced past the prompt
+        return True, self._grant(request, block_ids, tokens)
+
+    def _grant(
+        self, request: Request, block_ids: Sequence[list[int]], tokens: int
+    ) -> dict[str, Any]:
+        engine = self._engine
+        lease, self._next_lease = self._next_lease, self._next_lease + 1
+        count = -(-tokens // engine.block_size)
+        groups = [ids[:count] for ids in block_ids]
+        for group, page_tokens in engine.state_groups.items():
+            page = recurrent_state.page(block_ids[group], tokens, page_tokens)
+            groups[group] = [NULL_BLOCK] * (count - 1) + [page]
+        leased = groups[0]
+        if engine.windows:
+            leased = [_FREED if id_ == NULL_BLOCK else id_ for ids in groups for id_ in ids]
+        self._grants.append(Grant(lease, request.request_id, leased, self._lease_s))
+        self._leases[request.request_id] = "held"
+        self._stats.set_leases_held(len(self._leases))
+        handoff = Handoff(
+            engine.engine_id,
+            lease,
+            self._endpoints,
+            self._layers,
+            tokens,
+            engine.block_size,
+            engine.digests.of(request, engine.block_size, request.num_prompt_tokens),
+        )
+        return wire.answer(handoff, self._secret, request.request_id, groups)
+
+    def revoke_all(self) -> None:
+        """End every lease granted so far: the weights may have changed."""
+        self._revoked = self._next_lease
+
+    def add_step_work(self, work: StepWork) -> None:
+        """Add the grants and the revocation of this step."""
+        work.grants, self._grants = self._grants, []
+        work.revoked, self._revoked = self._revoked, 0
+
+    def update(self, ended: Iterable[LeaseReport], sent: Iterable[str]) -> None:
+        """ended: reports of single ranks. sent: request ids whose lease ended on all ranks."""
+        self._leases.update({report.request_id: report.outcome for report in ended})
+        for request_id in sent:
+            if request_id in self._leases:
+                self._stats.count("leases", self._leases.pop(request_id))
+                self._stats.set_leases_held(len(self._leases))
+
+    def take_stats(self) -> ConnectorStats:
+        """Counts since the last call."""
+        stats, self._stats = self._stats, ConnectorStats()
+        return stats
