@@ -30,7 +30,7 @@ class DeviceBlocks:
         self._shape = (self.blocks_per_read, *block.shape)
         self._stream: torch.cuda.Stream | None = None
         if cache.is_cuda:
-            self._stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(cache.device)
             # Reads of the one stream follow each other, so they can share it.
             self._gathered = torch.empty(self._shape, dtype=cache.dtype, device=cache.device)
             self._launching = threading.Lock()
@@ -43,7 +43,7 @@ class DeviceBlocks:
         """Now, in the model's stream: what is written until now is what `read` after it sees."""
         if self._stream is None:
             return None
-        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        written = torch.cuda.Event()
         written.record(torch.cuda.current_stream(self._cache.device))
         return written
 
@@ -67,7 +67,7 @@ class DeviceBlocks:
     ) -> torch.cuda.Event:
         assert self._stream is not None
         # Blocking: a thread that waits for it sleeps.
-        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event(blocking=True)
         with torch.cuda.device(self._cache.device), torch.cuda.stream(self._stream):
             # Blocks lie apart: gathered on the device they leave it in one copy.
             on_device = ids.to(self._cache.device, non_blocking=True)

@@ -384,7 +384,7 @@ def _reason(error: Exception) -> str:
 
 def _pin(address: int, size: int) -> Callable[[], None]:
     """Register host memory with the device. Raises `RuntimeError` if it refuses."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime: Any = torch.cuda.cudart()
     status = runtime.cudaHostRegister(address, size, 0)
     if int(status):
         raise RuntimeError(f"cannot pin {size} bytes of host memory: {status}")

@@ -22,8 +22,13 @@ _LONGEST_NAP_S = 0.0005
 class DeviceMemory(Protocol):
     """Bytes on the device, aligned to 256; freed once."""
 
-    address: int
-    size: int
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
 
     def free(self) -> None:
         """Give it back. Nothing on any stream may use it any more."""

@@ -94,7 +94,7 @@ class Spy(KVConnectorBase_V1):
     def note(self, name: str, *arguments: Any) -> None:
         """Write down a call, or whatever else has its place among them."""
         bound = self._connector_metadata
-        self.calls.append(Call(name, arguments, bound.name if bound else None))
+        self.calls.append(Call(name, arguments, getattr(bound, "name", None)))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
 
@@ -133,7 +133,7 @@ for _name, _method in inspect.getmembers(Spy, inspect.isfunction):
         setattr(Spy, _name, _recording(_name, _method))
 
 
-def spy_config(role: str = "kv_both") -> VllmConfig:
+def spy_config(role: Any = "kv_both") -> VllmConfig:
     """vLLM's defaults and no model."""
     transfer = KVTransferConfig(kv_connector="Spy", kv_connector_module_path=__name__, kv_role=role)
     return VllmConfig(kv_transfer_config=transfer)

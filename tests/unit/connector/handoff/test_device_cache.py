@@ -44,7 +44,7 @@ class Device(HostDevice):
 
 
 class BrokenDevice(Device):
-    def model_fence(self) -> Event:
+    def model_fence(self) -> Event:  # type: ignore[override]
         raise TransferError("an event on the model's stream: lost", reason="device")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -71,11 +72,11 @@ class Desk:
 class Gate(DeviceBlocks):
     """A device that reads when it is told to."""
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.open = threading.Event()
 
-    def read(self, *args: object) -> torch.Tensor:
+    def read(self, *args: Any) -> torch.Tensor:
         assert self.open.wait(60)
         return super().read(*args)
 

@@ -354,7 +354,9 @@ def test_nothing_is_asked_for_before_blocks_may_be_written(worker: MakeWorker) -
 def _wire_of(consumer: Worker) -> HostStream:
     (peer,) = receiver_of(consumer)._peers.values()
     assert peer.lane is not None
-    return peer.lane._wire
+    wire = peer.lane._wire
+    assert isinstance(wire, HostStream)
+    return wire
 
 
 def test_strangers(worker: MakeWorker) -> None:

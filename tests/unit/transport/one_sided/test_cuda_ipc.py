@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from transport import caches, host_device
 from transport.caches import Shape
 from transport.host_device import COMPILER, HostDevice, OnDevice, Shared
@@ -182,7 +183,7 @@ def test_an_offer_names_each_allocation_once() -> None:
     """Two layers in one allocation, one in another."""
     sizes, pad = [2 * 4096, 4096], 64
     shared = [Shared(pad + size) for size in sizes]
-    flat = [caches.torch.from_numpy(one.array) for one in shared]
+    flat = [torch.from_numpy(one.array) for one in shared]
 
     def region(number: int, offset: int) -> Region:
         return Region("x", flat[number][offset : offset + 4096].view(8, 2, 4, 64), "U8")

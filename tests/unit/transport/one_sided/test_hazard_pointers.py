@@ -33,7 +33,7 @@ def reading(table: LeaseTable, lease: int) -> Iterator[int]:
 
 
 def ended(table: LeaseTable) -> list[tuple[str, str]]:
-    return [tuple(one) for one in table.take_ended()]
+    return [(one.request_id, one.outcome) for one in table.take_ended()]
 
 
 def test_a_lease_is_named_while_it_is_read() -> None:
