@@ -1,7 +1,7 @@
 """The connector's counters, from the scheduler half to vLLM's own Prometheus endpoint.
 
-A handoff is counted once however many ranks moved it. vLLM carries `ConnectorStats` to the API
-process after each step and calls `observe` there.
+A handoff counts once, however many ranks moved it. After each step vLLM sends `ConnectorStats` to
+the API process and calls `observe` there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class ConnectorStats(KVConnectorStats):
-    """Counts since the last step. `data` is plain and serializable, and empty when nothing was.
+    """Counts since the last step. `data` is plain and serializable; empty if nothing happened.
 
     handoffs: "transport|outcome" -> count; bytes: transport -> count; seconds: list;
     failures: reason -> count; leases: outcome -> count; leases_held: gauge.
@@ -104,7 +104,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             labelnames=labelnames,
         )
         for values in per_engine_labelvalues.values():
-            # Shown as zero from the start: an absent series cannot be told from a broken one.
+            # Export zeros from the start: an absent series looks like a broken one.
             self._held.labels(*values).set(0)
             self._seconds.labels(*values)
 
@@ -125,7 +125,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             self._held.labels(*engine).set(data["leases_held"])
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Any:
-        family: Any = self._counter_cls  # prometheus_client's, or one of vLLM's for Ray
+        family: Any = self._counter_cls  # prometheus_client's, or vLLM's for Ray
         return family(
             name=name, documentation=documentation, labelnames=[*self._labelnames, *labels]
         )

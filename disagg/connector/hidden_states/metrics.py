@@ -19,7 +19,7 @@ _WRITTEN = "written"
 
 
 class HiddenStatesStats(KVConnectorStats):
-    """Counts since the last step. `data` is plain and serializable, and empty when nothing was.
+    """Counts since the last step. `data` is plain and serializable; empty if nothing happened.
 
     files: outcome ("written", or why not) -> count; bytes: int; seconds: list.
     """
@@ -87,7 +87,7 @@ class HiddenStatesPromMetrics(KVConnectorPromMetrics):
             buckets=_SECONDS,
         )
         for values in per_engine_labelvalues.values():
-            # Shown as zero from the start: an absent series cannot be told from a broken one.
+            # Export zeros from the start: an absent series looks like a broken one.
             self._files.labels(*values, _WRITTEN)
             self._bytes.labels(*values)
             self._seconds.labels(*values)

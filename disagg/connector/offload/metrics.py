@@ -1,7 +1,7 @@
 """Counters of the tiers, from the scheduler half to vLLM's own Prometheus endpoint.
 
-What moved is told under the names of vLLM's own offloading connector, with its label; what the
-tiers hold, under ours.
+Moved bytes use the metric names and the label of vLLM's own offloading connector, the tiers'
+content uses ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from disagg.store.base import IndexStats
 
 _SIZES = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
-# Of `IndexStats`, what only grows, and what is of now.
+# Fields of `IndexStats`: counters, and gauges.
 _COUNTS = (
     "hits",
     "misses",
@@ -30,14 +30,14 @@ _COUNTS = (
     "loads_failed",
     "evictions",
 )
-_NOW = ("used", "in_use", "capacity")
+_GAUGES = ("used", "in_use", "capacity")
 
 
 class OffloadStats(KVConnectorStats):
-    """Counts since the last step; plain and serializable, and empty when nothing was.
+    """Counts since the last step; plain and serializable, empty if nothing happened.
 
     moved: medium -> [[bytes, seconds], ...]; failures: "medium|reason" -> count;
-    tiers: tier -> its `IndexStats` since it began, of which the last one counts.
+    tiers: tier -> its `IndexStats` since the start; the last one counts.
     """
 
     def reset(self) -> None:
@@ -54,7 +54,7 @@ class OffloadStats(KVConnectorStats):
             failures[label] = failures.get(label, 0) + 1
 
     def set_tier(self, tier: str, stats: IndexStats) -> None:
-        """What a tier has counted since it began."""
+        """A tier's counts since the start."""
         self.data.setdefault("tiers", {})[tier] = asdict(stats)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -135,7 +135,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
                 documentation=f"Chunks of a tier: {name.replace('_', ' ')} now.",
                 labelnames=tier,
             )
-            for name in _NOW
+            for name in _GAUGES
         }
         self._seen: dict[tuple[int, str, str], int] = {}
 
