@@ -308,7 +308,7 @@ def _unlink(path: Path) -> None:
 
 
 def _owner() -> str:
-    """This process, so that another one can tell whether it lives: host, pid, start time."""
+    """Identifies this process by host, pid and start time, for liveness checks."""
     host = xxhash.xxh32_hexdigest(socket.gethostname().encode())
     return f"{host}-{os.getpid()}-{start_time(os.getpid())}"
 

@@ -98,7 +98,7 @@ class _NcclCommunicator:
     def __init__(self, nccl: Any, handle: ctypes.c_void_p, peer: int) -> None:
         self._nccl, self._peer = nccl, peer
         self._handle: ctypes.c_void_p | None = handle
-        # NCCL frees what the handle names: nobody may be inside of a call with it then.
+        # NCCL frees the handle's object, so no thread may be inside a call with it then.
         self._calling = threading.Lock()
 
     def send(self, address: int, size: int, stream: DeviceStream, wait: Wait) -> None:

@@ -47,7 +47,7 @@ _MAX_STAGED = 4096
 # A consumer may release a fetch before the producer has noticed that all bytes were sent.
 _GRACE_S = 0.5
 _LEAVE_S = 10.0
-# NCCL keeps a thread for each id that nobody joins, so joining must not be tried too often.
+# NCCL keeps a thread for each id that is never joined, so joining must not be tried too often.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 3600.0
 
 

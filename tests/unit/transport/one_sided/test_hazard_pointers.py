@@ -120,7 +120,7 @@ def test_no_file_stays_open() -> None:
 
 @pytest.mark.parametrize("outcome", ["fetched", "aborted", None])
 def test_what_is_read_is_kept(outcome: str | None) -> None:
-    """However it ends meanwhile; who reads it is told so by the board, if it was ended."""
+    """However the lease ends meanwhile; the board shows the reader that it has ended."""
     table = LeaseTable(20)
     table.grant(0, "r", [1, 2], 30 if outcome else 0.01)
     with reading(table, 0):
