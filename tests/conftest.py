@@ -17,12 +17,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, a module's tests stay together, and so do all that share the fleet of
-    engines: each process would start engines of its own for them."""
+    """Keep tests together that share engines, and leave generated tests out of the coverage.
+
+    With `--dist loadgroup`, a group runs in one process: a module's tests, and all that use the
+    fleet, which each process would else start for itself. Coverage triples the time of tests that
+    hypothesis generates, and they cover little that the others do not.
+    """
     shared = {item.path for item in items if "fleet" in getattr(item, "fixturenames", ())}
     for item in items:
         group = "fleet" if item.path in shared else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+        if item.get_closest_marker("hypothesis"):
+            item.add_marker(pytest.mark.no_cover)
 
 
 def pytest_collection_finish() -> None:
