@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 # Of CPU engines; elsewhere vLLM reads none of them.
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -57,7 +58,13 @@ def random_prompts() -> list[list[int]]:
     return [[generator.randrange(300, 1000) for _ in range(length)] for length in LENGTHS]
 
 
-def run(model, layers, folder, tensor_parallel_size, prompts):
+# States by name, the size of their file in bytes, and the seconds until they were there.
+Answer = tuple[dict[str, Any], int, float]
+
+
+def run(
+    model: str, layers: list[int], folder: str, tensor_parallel_size: int, prompts: list[list[int]]
+) -> list[Answer]:
     """What a client has of each prompt: its states, the file's size, the seconds it waited."""
     from vllm import LLM, SamplingParams
 
@@ -82,10 +89,10 @@ def run(model, layers, folder, tensor_parallel_size, prompts):
             "kv_connector_extra_config": {"shared_storage_path": folder},
         },
     )
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
     answers = []
     for output in llm.generate(requests, SamplingParams(max_tokens=1), use_tqdm=False):
-        path = output.kv_transfer_params["hidden_states_path"]
+        path = (output.kv_transfer_params or {})["hidden_states_path"]
         started = time.perf_counter()
         states = load_hidden_states(path, timeout=60)  # sleeps until it is written
         seconds = time.perf_counter() - started
@@ -95,7 +102,7 @@ def run(model, layers, folder, tensor_parallel_size, prompts):
     return answers
 
 
-def compare(model, layers, prompts, answers) -> int:
+def compare(model: str, layers: list[int], prompts: list[list[int]], answers: list[Answer]) -> int:
     """Print what was found; returns the exit status."""
     import torch
     from transformers import AutoModel

@@ -57,7 +57,7 @@ def worker(folder: Path, role: str, options: argparse.Namespace, pipe: Connectio
         kv_transfer_config=KVTransferConfig(
             kv_connector="DisaggConnector",
             kv_connector_module_path="disagg.connector",
-            kv_role=role,
+            kv_role="kv_producer" if role == "kv_producer" else "kv_consumer",
             kv_connector_extra_config={
                 "transports": [options.transport],
                 "storage_path": str(folder / "storage"),
@@ -87,7 +87,9 @@ def worker(folder: Path, role: str, options: argparse.Namespace, pipe: Connectio
         produce(lifecycle, address, blocks, options.times, pipe)
     else:
         consume(lifecycle, blocks, options.times, pipe)
-    pipe.send([xxh3_128_hexdigest(layer.view(torch.int8).numpy()) for layer in caches.values()])
+    pipe.send(
+        [xxh3_128_hexdigest(layer.view(torch.int8).numpy().data) for layer in caches.values()]
+    )
     pipe.recv()
     lifecycle.shutdown()
 

@@ -42,7 +42,7 @@ class AssembledStream:
             self._add((at, "text"), choice.get("text"))
             for name, value in choice.get("delta", {}).items():
                 for call in value if name == "tool_calls" else ():
-                    place = (at, "call", call["index"])
+                    place: Any = (at, "call", call["index"])
                     self._add((*place, "name"), call["function"].get("name"))
                     self._add((*place, "arguments"), call["function"].get("arguments"))
                     self._called("id", call, place)
@@ -61,12 +61,12 @@ class AssembledStream:
                 self._add("usage", [{name: n for name, n in usage.items() if name != own}])
             return
         delta = content.get("delta")
-        place = tuple(content.get(key) for key in ("type", "output_index", "index"))
+        place = (content.get("type"), content.get("output_index"), content.get("index"))
         if isinstance(delta, str):
             self._add(place, delta)
             self._add((*place, "tokens"), [one["token"] for one in content.get("logprobs") or ()])
         elif content["type"] == "content_block_delta":
-            for name, value in delta.items():
+            for name, value in (delta or {}).items():
                 self._add((*place, name), "" if name == "type" else value)
         else:
             what = content.get("response") or content.get("message") or content.get("item") or {}

@@ -15,6 +15,16 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("terminated", 128 + number))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`, a module's tests stay together, and so do all that share the fleet of
+    engines: each process would start engines of its own for them."""
+    shared = {item.path for item in items if "fleet" in getattr(item, "fixturenames", ())}
+    for item in items:
+        group = "fleet" if item.path in shared else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_collection_finish() -> None:
     """All test modules are imported."""
     gc.enable()

@@ -73,7 +73,7 @@ def test_openai_streams(client: openai.OpenAI, single: openai.OpenAI) -> None:
     events = client.completions.create(prompt=TEXT, stream=True, **GREEDY)
     assert "".join(event.choices[0].text for event in events) == whole
     usage = {"include_usage": True}
-    create = client.chat.completions.create
+    create: Any = client.chat.completions.create
     last = [*create(messages=MESSAGES, stream=True, stream_options=usage, **GREEDY)][-1]
     assert last.usage.completion_tokens == GREEDY["max_tokens"]
 
@@ -89,7 +89,7 @@ def test_openai_async(url: str, single: openai.OpenAI) -> None:
                 events = await create(messages=MESSAGES, stream=True, **GREEDY)
                 return "".join([event.choices[0].delta.content or "" async for event in events])
 
-            return await asyncio.gather(one(), one())
+            return [*await asyncio.gather(one(), one())]
 
     assert asyncio.run(both()) == [whole, whole]
 

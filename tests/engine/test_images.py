@@ -24,9 +24,10 @@ from transformers.models.blip_2 import (
 )
 from transformers.models.llama import LlamaConfig
 
+from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.testing.http import client
 from disagg.testing.tokenizer import write_tokenizer
-from disagg.testing.vllm_server import REMOTE_DECODE, VllmServer
+from disagg.testing.vllm_server import VllmServer
 from engine.conftest import beside, routed, running, tiers, transfer
 from engine.waiting import eventually
 from engine.windows import SIZES, VOCABULARY
@@ -42,7 +43,7 @@ def make_seeing(folder: Path) -> None:
     write_tokenizer(folder, VOCABULARY, 8192)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    small = {"hidden_size": 64, "intermediate_size": 128}
+    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
     small |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     text = {**SIZES, "vocab_size": len(tokenizer), "num_hidden_layers": 4}
     config = Blip2Config(
@@ -53,7 +54,7 @@ def make_seeing(folder: Path) -> None:
         text_config=LlamaConfig(**text, num_key_value_heads=2, head_dim=64).to_dict(),
         num_query_tokens=SEEN,
         image_text_hidden_size=64,
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_token_index=tokenizer.vocab["<image>"],
         dtype="float32",
     )
     torch.manual_seed(1)

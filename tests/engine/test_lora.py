@@ -74,7 +74,13 @@ def engines(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engines]:
     place = tmp_path_factory.mktemp("lora")
-    args = ("--num-gpu-blocks-override", "256", "--max-model-len", "4096", "--enable-lora")
+    args: tuple[str, ...] = (
+        "--num-gpu-blocks-override",
+        "256",
+        "--max-model-len",
+        "4096",
+        "--enable-lora",
+    )
     args += ("--middleware", "disagg.engine.routes.Routes")
     args += ("--max-lora-rank", str(RANK), "--max-loras", "2", "--lora-modules")
     args += tuple(f"{name}={adapters / name}" for name in ("a", "b"))

@@ -61,7 +61,7 @@ def engines(
         first_k_dense_replace=LAYERS,
     )
     make(config, folder / "model")
-    args = ("--max-model-len", "4096", "--attention-backend", "CPU_MLA")
+    args: tuple[str, ...] = ("--max-model-len", "4096", "--attention-backend", "CPU_MLA")
     args += ("--num-gpu-blocks-override", "1024")
     env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp"))}
 
@@ -78,7 +78,7 @@ def engines(
             assert one.process is not None
             os.setpriority(os.PRIO_PGRP, one.process.pid, 19)
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-        yield Engines(*servers, model.eval())
+        yield Engines(servers[0], servers[1], model.eval())
 
 
 @pytest.mark.parametrize("length", [5, 16, 257, 1000])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -111,7 +111,7 @@ def test_all_streams_end_as_undisturbed(fleet: Fleet, dying: str, heir: str, wha
     with routed([fleet.producer], decodes, pairing={"decode": "round_robin"}) as url:
         assert eventually(lambda: are_up(url))
         with ThreadPoolExecutor(len(asked) + len(anew)) as pool:
-            running = [
+            running: list[Future[Any]] = [
                 pool.submit(stream, url, path, body, one)
                 for (path, body), one in zip(asked, seen, strict=True)
             ]
@@ -142,7 +142,9 @@ def test_all_streams_end_as_undisturbed(fleet: Fleet, dying: str, heir: str, wha
     assert 'disagg_router_in_flight{role="decode"} 0.0' in metrics
     with ThreadPoolExecutor(STREAMS) as pool:
         undisturbed = list(pool.map(lambda one: fleet.single.post(*one).json(), asked))
-        whole = list(pool.map(lambda one: events_of(fleet.single.url, *one, []), anew[::2]))
+        whole = list(
+            pool.map(lambda one: events_of(fleet.single.url, one[0], one[1], []), anew[::2])
+        )
     for reference, one in zip(undisturbed, seen, strict=True):
         assert one.finish == ["length"]
         one.check(reference)

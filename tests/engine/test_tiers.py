@@ -212,7 +212,7 @@ def test_what_a_killed_engine_wrote_is_right(
     prompts = [prompt(1000) for _ in range(6)]
     before = files(first)
     with ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(lambda ids=ids: _until_killed(first, ids)) for ids in prompts]
+        asked = [pool.submit(_until_killed, first, ids) for ids in prompts]
         assert eventually(lambda: files(first) > before)
         assert first.process is not None
         os.killpg(first.process.pid, signal.SIGKILL)

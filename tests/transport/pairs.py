@@ -14,6 +14,7 @@ from transport.worker import ASKED, Order, Remote, Worker, wait_until
 from disagg.transport import fetch as handoff
 from disagg.transport import protocol as p
 from disagg.transport.base import RemoteCache
+from disagg.transport.blocks import BlockCache
 from disagg.transport.deadline import Deadline
 
 
@@ -64,7 +65,7 @@ class Pair:
         """As who uses the blocks before all is said."""
         return self.consumer.fetched(self.order(lease, targets, **more))
 
-    def original(self) -> caches.BlockCache:
+    def original(self) -> BlockCache:
         """A cache with what the producer's held when it started."""
         return caches.make(self.shape, self.producer.setup.seed)
 

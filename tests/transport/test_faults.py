@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from transport import caches
@@ -206,7 +207,7 @@ def test_leases_of_50_ms_under_load(make_pair: MakePair) -> None:
         assert caches.same(caches.prompts(original, sources), pair.consumer.prompts(targets))
         return "right"
 
-    seen = []
+    seen: list[Any] = []
     with ThreadPoolExecutor(16) as pool:
         for first in range(0, 256, 16):
             leases = range(first, first + 16)

@@ -163,7 +163,14 @@ def test_router_takes_urls_a_file_and_options_that_win(
         return 0
 
     replace_module(monkeypatch, "disagg.router.main", run=run_router)
-    arguments = ("--prefill", "http://a", "--prefill", "http://b", "--decode", "http://c")
+    arguments: tuple[str, ...] = (
+        "--prefill",
+        "http://a",
+        "--prefill",
+        "http://b",
+        "--decode",
+        "http://c",
+    )
     assert status_of(monkeypatch, "router", *arguments, "--port", "0") == 0
     assert seen == {
         "section": RouterSection(port=0),

@@ -46,7 +46,15 @@ def places(name: str, page: Path) -> Iterator[Path]:
     for base in (ROOT, ROOT / "disagg", ROOT / "tests", page.parent):
         yield base / name
     # Under a folder that the sentence before has named.
-    folders = ["connector", "connector/offload", "transport", "router", "cluster", "engine", "store"]
+    folders = [
+        "connector",
+        "connector/offload",
+        "transport",
+        "router",
+        "cluster",
+        "engine",
+        "store",
+    ]
     yield from (ROOT / "disagg" / folder / name for folder in folders)
 
 

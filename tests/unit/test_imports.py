@@ -118,7 +118,7 @@ ALLOWED = {
         "engine.vllm_patches.busy_poll", "engine.vllm_patches.fork_workers",
     },
     "bench": {
-        *LEAVES, "options", "transport.names", "bench.first_token", "bench.router",
+        *LEAVES, "options", "testing", "transport.names", "bench.first_token", "bench.router",
         "bench.serve", "bench.speeds", "bench.transfer", "chaos",
     },
     "bench.first_token": {*LEAVES, "testing", "bench.transfer.nixl", "transport.names"},

@@ -60,9 +60,9 @@ def test_pairs_share_a_node_and_roles_spread() -> None:
     nodes = [node("1", 4), node("2", 4), node("3", 4)]
     placed = []
     for role in ("prefill", "prefill", "decode", "decode"):
-        found = choose(ask(), role, nodes)  # type: ignore[arg-type]
+        found = choose(ask(), role, nodes)
         assert found is not None
-        found.take(ask().total, role)  # type: ignore[arg-type]
+        found.take(ask().total, role)
         placed.append(found.node_id)
     assert len(set(placed[:2])) == 2
     assert set(placed[:2]) == set(placed[2:])
@@ -126,7 +126,7 @@ def test_nothing_is_started_on_a_node_that_does_not_answer(
     zone = {"zone": "a"}
     table = [Node("1", "127.0.0.1", {"CPU": 4.0}, zone, port=port), node("2", 0.5, zone)]
     monkeypatch.setattr(placing, "nodes", lambda: table)
-    made = deployment(pool(**labels), engine={"placement": placement})
+    made = deployment(pool(1, **labels), engine={"placement": placement})
     spec = EngineSpec(made, "decode", 0, "run", "/tmp/kv", True, "secret", "key")
 
     def create(spec: EngineSpec, node_id: str | None, avoid: str | None) -> Any:

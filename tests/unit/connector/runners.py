@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from unit.connector.spy import Broken, Metadata, Spy, WorkerMetadata
 from vllm.config import VllmConfig
@@ -99,7 +99,9 @@ class Mixin:
     def __call__(self, spy: Spy, plan: Plan) -> KVConnectorOutput | None:
         scheduled, mixin = plan.scheduler_output(), KVConnectorModelRunnerMixin
         with transfer_group(spy):
-            spy.handle_preemptions(scheduled.kv_connector_metadata)
+            metadata = scheduled.kv_connector_metadata
+            assert metadata is not None
+            spy.handle_preemptions(metadata)
             if not plan.tokens:
                 answer = mixin.kv_connector_no_forward(scheduled, self.config)
                 return answer.kv_connector_output or KVConnectorOutput(set(), set())
@@ -132,7 +134,7 @@ class Second:
                 answer = runner.no_forward(scheduled)
                 return answer.kv_connector_output or KVConnectorOutput()
             with set_forward_context(None, self.config):
-                runner.pre_forward(scheduled, SimpleNamespace(**BATCH))
+                runner.pre_forward(scheduled, cast("Any", SimpleNamespace(**BATCH)))
                 plan.forward(spy)
             runner.finish_forward()
             if plan.draft:

@@ -1,4 +1,4 @@
-"""A connector that moves nothing: it writes down every call, and answers what it was told to."""
+"""A connector that moves nothing: it records every call, and returns configured values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 class Broken(Exception):
-    """What a forward pass, or the spy where it was told so, raises."""
+    """Raised by a forward pass, or by the spy if configured."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Answers:
-    """What the spy returns until it is told otherwise."""
+    """What the spy returns by default."""
 
     get_transfer_results: KVConnectorTransferResults = field(
         default_factory=KVConnectorTransferResults
@@ -94,7 +94,7 @@ class Spy(KVConnectorBase_V1):
     def note(self, name: str, *arguments: Any) -> None:
         """Write down a call, or whatever else has its place among them."""
         bound = self._connector_metadata
-        self.calls.append(Call(name, arguments, bound.name if bound else None))
+        self.calls.append(Call(name, arguments, getattr(bound, "name", None)))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
 
@@ -133,7 +133,7 @@ for _name, _method in inspect.getmembers(Spy, inspect.isfunction):
         setattr(Spy, _name, _recording(_name, _method))
 
 
-def spy_config(role: str = "kv_both") -> VllmConfig:
+def spy_config(role: Any = "kv_both") -> VllmConfig:
     """vLLM's defaults and no model."""
     transfer = KVTransferConfig(kv_connector="Spy", kv_connector_module_path=__name__, kv_role=role)
     return VllmConfig(kv_transfer_config=transfer)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from unit.connector.runners import Mixin, Ours, Plan, Runner, Second, transfer_group
 from unit.connector.spy import Broken, Call, Spy, spy_config
 from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.forward_context import (
     get_forward_context,
     is_forward_context_available,
@@ -31,7 +32,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from disagg.connector.model_runner import Lifecycle, LifecycleV2
 
 CONFIG = spy_config()
-RESULTS = {"sent": frozenset({"a"}), "received": frozenset({"b", "c"}), "failed": frozenset({"c"})}
+RESULTS: dict[str, Any] = {
+    "sent": frozenset({"a"}),
+    "received": frozenset({"b", "c"}),
+    "failed": frozenset({"c"}),
+}
 PLANS = {
     "a forward pass": Plan(),
     "loads before the forward": Plan(sync=True),
@@ -255,7 +260,7 @@ def test_needs_no_transfer_group_and_leaves_no_forward_context() -> None:
     spy = Spy(CONFIG)
     lifecycle = Lifecycle(spy, CONFIG)
     with lifecycle.step(scheduled(), attn_metadata="ours"):
-        assert get_forward_context().attn_metadata == "ours"
+        assert str(get_forward_context().attn_metadata) == "ours"
         assert not has_kv_transfer_group()
     assert not is_forward_context_available()
 
@@ -263,7 +268,7 @@ def test_needs_no_transfer_group_and_leaves_no_forward_context() -> None:
 def test_keeps_the_forward_context_it_finds() -> None:
     spy = Spy(CONFIG)
     with set_forward_context("theirs", CONFIG), Lifecycle(spy, CONFIG).step(scheduled()):
-        assert get_forward_context().attn_metadata == "theirs"
+        assert str(get_forward_context().attn_metadata) == "theirs"
     assert Call("start_load_kv", ("forward context, attn_metadata 'theirs'",), "step") in spy.calls
 
 
@@ -278,6 +283,11 @@ def test_shutdown_ends_the_connector() -> None:
         lifecycle.finalize()
 
 
+def metadata_of(step: SchedulerOutput) -> KVConnectorMetadata:
+    assert step.kv_connector_metadata is not None
+    return step.kv_connector_metadata
+
+
 def in_vllms_decorator(spy: Spy, kv_layer: torch.Tensor, metadata: Any, bound: bool) -> None:
     @maybe_transfer_kv_layer
     def attend(layer_name: str) -> None:
@@ -289,7 +299,7 @@ def in_vllms_decorator(spy: Spy, kv_layer: torch.Tensor, metadata: Any, bound: b
     try:
         with transfer_group(spy), set_forward_context(by_layer, CONFIG):
             if bound:
-                spy.bind_connector_metadata(scheduled().kv_connector_metadata)
+                spy.bind_connector_metadata(metadata_of(scheduled()))
             attend("layer.0")
     finally:
         layers.clear()
@@ -297,7 +307,7 @@ def in_vllms_decorator(spy: Spy, kv_layer: torch.Tensor, metadata: Any, bound: b
 
 def in_our_hook(spy: Spy, kv_layer: torch.Tensor, metadata: Any, bound: bool) -> None:
     if bound:
-        spy.bind_connector_metadata(scheduled().kv_connector_metadata)
+        spy.bind_connector_metadata(metadata_of(scheduled()))
     with Lifecycle(spy, CONFIG).layer("layer.0", kv_layer, metadata):
         spy.note("attention")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ class AnyLayout(CPUAttentionBackend):
     """Kernels that read every layout."""
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
+    def supported_kv_cache_layouts(cls) -> Any:
         return None
 
 
@@ -59,7 +60,7 @@ class BlocksFirst(CPUAttentionBackend):
     """Kernels that read two layouts, and like the one across layers better."""
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.BLNHC, KVCacheLayout.LBNHC)
 
     @staticmethod

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_a_repository_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert all(len(one) == 32 for one in seen)
 
 
-def adapter(folder: Path, number: int = 1, **more: bool) -> LoRARequest:
+def adapter(folder: Path, number: int = 1, **more: Any) -> LoRARequest:
     return LoRARequest("mine", number, str(folder), **more)
 
 

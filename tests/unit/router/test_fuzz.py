@@ -64,7 +64,7 @@ def test_what_it_says_of_itself(setup: Setup, method: str, path: str, mode: Gene
 
     @bounded(20)
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
-    def check(case: schemathesis.Case) -> None:
+    def check(case: schemathesis.Case[Any]) -> None:
         case.validate_response(case.call(timeout=WAIT_S), checks=HELD)
 
     check()

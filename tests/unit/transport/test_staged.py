@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache
 from disagg.transport.deadline import Deadline
 from disagg.transport.device import staging as staging_module
-from disagg.transport.device.staging import DEPTH, Staging
+from disagg.transport.device.staging import DEPTH, Slots, Staging
 from disagg.transport.shared_storage import SharedStorageReceiver, SharedStorageSender, Storage
 from disagg.transport.tcp import messages as tcp_wire
 from disagg.transport.tcp.tcp import TcpReceiver, TcpSender
@@ -60,6 +61,10 @@ class Worker:
 Make = Callable[..., Worker]
 
 
+def is_free(slots: Slots) -> bool:
+    return len(slots._free) == 1
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes workers whose chunks hold three rows; at the end all have their slots back."""
@@ -79,7 +84,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         worker.receiver.close()
         worker.sender.close()
         for slots in (worker.staging.sending, worker.staging.receiving):
-            wait_for(lambda slots=slots: len(slots._free) == 1)
+            wait_for(partial(is_free, slots))
         worker.staging.close()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,7 +114,13 @@ def test_ratios_are_of_one_round_and_their_median_counts() -> None:
     [({"targets": ["pigeon"]}, "no such target"), ({"clients": [0]}, "at least 1")],
 )
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, list[str]], message: str) -> None:
-    plan = {"requests": 1, "rounds": 1, "clients": [1], "modes": ["whole"], "targets": ["direct"]}
+    plan: dict[str, Any] = {
+        "requests": 1,
+        "rounds": 1,
+        "clients": [1],
+        "modes": ["whole"],
+        "targets": ["direct"],
+    }
     with pytest.raises(ConfigError, match=message):
         router.RouterBenchPlan(pace_ms=0, **{**plan, **wrong}).check()
 

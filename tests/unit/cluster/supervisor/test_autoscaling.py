@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from statistics import median_low
 
 import pytest
@@ -24,7 +25,7 @@ def section(**values: float) -> AutoscaleSection:
 
 
 def changes(
-    settings: AutoscaleSection, load: list[tuple[float, float, float]], replicas: int = 1
+    settings: AutoscaleSection, load: Sequence[tuple[float, float, float]], replicas: int = 1
 ) -> list[tuple[float, int]]:
     """(when, how many) of all decisions. load: (seconds, requests, KV caches), in a row."""
     scaler, now, found = Autoscaler(settings), 0.0, []

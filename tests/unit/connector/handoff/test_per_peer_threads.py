@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_one_key_that_hangs_holds_up_no_other() -> None:
     for _ in range(5):
         made.submit("stopped", lambda: done.append(str(gate.wait(10))))
     for number in range(5):
-        made.submit("well", lambda number=number: done.append(str(number)))
+        made.submit("well", partial(done.append, str(number)))
     until(lambda: len(done) == 5)
     assert sorted(done) == list("01234")
     assert threads("hangs") == 4
@@ -53,7 +54,7 @@ def test_no_more_than_so_many_at_once_and_all_in_their_order() -> None:
 
     for number in range(200):
         key = random.choice("abc")
-        made.submit(key, lambda key=key, number=number: work(key, number))
+        made.submit(key, partial(work, key, number))
         if number % 20 == 0:
             time.sleep(0.004)
     until(lambda: len(begun) == 200 and not +running)
@@ -64,28 +65,32 @@ def test_no_more_than_so_many_at_once_and_all_in_their_order() -> None:
 def test_alone_in_a_lane_they_are_in_order() -> None:
     made, seen = PerPeerThreads("one", 1), list[int]()
     for number in range(100):
-        made.submit("a", lambda number=number: seen.append(number))
+        made.submit("a", partial(seen.append, number))
     until(lambda: len(seen) == 100)
     assert seen == list(range(100))
 
 
 def test_nothing_stays_of_a_key_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(per_peer_threads, "_LINGER_S", 0.05)
+    monkeypatch.setattr(per_peer_threads, "_IDLE_S", 0.05)
     made, done = PerPeerThreads("gone", 4), list[int]()
     for key in range(50):
         made.submit(key, lambda: done.append(1))
     until(lambda: len(done) == 50)
     until(lambda: threads("gone") == 0)
-    assert made._lanes == {}
+    assert made._peers == {}
     made.submit(3, lambda: done.append(1))
     until(lambda: len(done) == 51)
 
 
 def test_threads_are_used_again() -> None:
     made, seen = PerPeerThreads("again", 8), list[int]()
+
+    def has(count: int) -> bool:
+        return len(seen) == count
+
     for number in range(50):
         made.submit("a", lambda: seen.append(threading.get_ident()))
-        until(lambda number=number: len(seen) == number + 1)
+        until(partial(has, number + 1))
         time.sleep(0.002)
     assert len(set(seen)) == 1
 
@@ -102,7 +107,7 @@ def test_closed() -> None:
     made, gate, done = PerPeerThreads("closed", 1), threading.Event(), list[int]()
     made.submit("a", lambda: done.append(gate.wait(10)))
     until(lambda: threads("closed") == 1)
-    until(lambda: not made._lanes["a"].waiting)
+    until(lambda: not made._peers["a"].waiting)
     made.submit("a", lambda: done.append(2))
     made.close()
     made.submit("a", lambda: done.append(3))

@@ -3,6 +3,7 @@ readers."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -91,13 +92,16 @@ def test_examples() -> None:
     assert readers(4, 8, 2) == [2, 2, 2, 2]
 
 
+def _stages(layers: int, cuts: set[int]) -> list[int]:
+    """How many layers each stage has that begins at these cuts."""
+    return [b - a for a, b in itertools.pairwise(sorted({0, layers, *cuts}))]
+
+
 CUTS = st.integers(1, 40).flatmap(
     lambda layers: st.tuples(
         *[
             st.sets(st.integers(1, max(1, layers - 1)), max_size=6).map(
-                lambda cuts, layers=layers: [
-                    b - a for a, b in itertools.pairwise(sorted({0, layers, *cuts}))
-                ]
+                functools.partial(_stages, layers)
             )
         ]
         * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,7 +38,8 @@ IDS = st.one_of(
 
 @pytest.mark.parametrize("request_id", HOSTILE)
 def test_hostile_ids(request_id: str) -> None:
-    test_a_name_is_one_plain_component_and_says_who_writes_it.hypothesis.inner_test(request_id, 5)
+    test: Any = test_a_name_is_one_plain_component_and_says_who_writes_it
+    test.hypothesis.inner_test(request_id, 5)
 
 
 @given(IDS, st.integers(1, 10**18))

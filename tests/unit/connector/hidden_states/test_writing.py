@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -71,11 +72,11 @@ class Desk:
 class Gate(DeviceBlocks):
     """A device that reads when it is told to."""
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.open = threading.Event()
 
-    def read(self, *args: object) -> torch.Tensor:
+    def read(self, *args: Any) -> torch.Tensor:
         assert self.open.wait(60)
         return super().read(*args)
 
@@ -374,7 +375,7 @@ def test_a_problem_found_before_reaches_the_reader(desk: Desk) -> None:
 def test_what_was_withdrawn_leaves_nothing(desk: Desk) -> None:
     path = desk.promise()
     desk.writer.withdraw(desk.number)
-    with pytest.raises(HiddenStatesFailed, match="is not there"):
+    with pytest.raises(HiddenStatesFailed, match="does not exist"):
         load_hidden_states(path, 1)
     assert [one.suffix for one in desk.folder.iterdir()] == [".lock"]
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class Stalling(DeviceBlocks):
     reads = 0
     stalled = threading.Event()
 
-    def read(self, *args: object) -> torch.Tensor:
+    def read(self, *args: Any) -> torch.Tensor:
         self.reads += 1
         if self.reads > 1:
             self.stalled.set()

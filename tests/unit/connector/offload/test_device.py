@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ class Rig:
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
     devices, made = model_device.use(monkeypatch), list[Rig]()
 
-    def make(**extra: object) -> Rig:
+    def make(**extra: Any) -> Rig:
         layers = [torch.randn(BLOCKS, 2, 4, 8) for _ in range(LAYERS)]
         settings = OffloadSettings(blocks_per_chunk=PER, staging_bytes=1 << 16, **extra)
         worker = OffloadWorker(settings, 8, lambda cache, on_evicted: None)

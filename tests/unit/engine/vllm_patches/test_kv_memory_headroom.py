@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from vllm.config import KVTransferConfig, VllmConfig
@@ -74,7 +74,7 @@ def engine(model: Path, transfer: dict[str, Any] | None, **args: Any) -> UniProc
     config.device_config.device_type = "cuda"
     # vLLM has its own default for CPUs.
     config.cache_config.kv_cache_memory_bytes = args.get("kv_cache_memory_bytes")
-    worker = gpu_worker.Worker.__new__(gpu_worker.Worker)
+    worker: Any = gpu_worker.Worker.__new__(gpu_worker.Worker)
     worker.vllm_config, worker.cache_config = config, config.cache_config
     worker.model_config, worker.parallel_config = config.model_config, config.parallel_config
     worker.rank = 0
@@ -120,9 +120,7 @@ def test_the_log_says_it_once(
     model: Path, measure: kv_memory_headroom.Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(
-        kv_memory_headroom.logger, "info", lambda text, *args: said.append(text % args)
-    )
+    monkeypatch.setattr(patching.logger, "info", lambda text, *args: said.append(text % args))
     measure(engine(model, connector(transports=["tcp"])))
     measure(engine(model, NIXL))
     assert said == ["64 MiB of each GPU are left free for transfers"]
@@ -149,7 +147,7 @@ def test_what_vllm_remembers_of_an_earlier_start(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(startup_plan, "compute_plan_fingerprint", lambda *_: "plan")
     executor = engine(model, connector(transports=["tcp"]))
-    startup_plan.maybe_save_startup_plan(executor.driver_worker.worker, 30 * GIB)
+    startup_plan.maybe_save_startup_plan(cast("Any", executor.driver_worker.worker), 30 * GIB)
     assert measure(executor) == [30 * GIB - 64 * MIB]
 
 

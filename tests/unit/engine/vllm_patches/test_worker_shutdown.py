@@ -30,7 +30,7 @@ def test_once(reader: SpinCondition) -> None:
 
     def cancel() -> None:
         together.wait(10)
-        reader.cancel()  # type: ignore[no-untyped-call]
+        reader.cancel()
 
     threads = [threading.Thread(target=cancel, daemon=True) for _ in range(THREADS)]
     for thread in threads:
@@ -47,8 +47,8 @@ def test_each(reader: SpinCondition, tmp_path: Path) -> None:
     """One reader's waking is not another's."""
     context = zmq.Context()
     other = SpinCondition(True, context, f"ipc://{tmp_path}/other")
-    reader.cancel()  # type: ignore[no-untyped-call]
+    reader.cancel()
     assert not other.read_cancel_socket.poll(100)
-    other.cancel()  # type: ignore[no-untyped-call]
+    other.cancel()
     assert other.read_cancel_socket.poll(5_000)
     context.destroy(linger=0)

@@ -173,9 +173,9 @@ def test_who_is_still_loading_is_not_asked_what_there_is(make: Make) -> None:
     slow, new = setup.others[0], gated(setup.others[1])
     slow.adapters, slow.gate = [], threading.Event()
     replace(setup, [first])
-    until(lambda: loads(slow))
+    until(lambda: bool(loads(slow)))
     replace(setup, [first, second])
-    until(lambda: loads(new))
+    until(lambda: bool(loads(new)))
     slow.gate.set()
 
 
@@ -189,7 +189,7 @@ def test_a_router_that_starts_sees_that_all_have_the_same(make: Make) -> None:
     server = RouterServer(create_app(router, setup.endpoints), sock)
     setup.loop.run(server.start())
     try:
-        until(lambda: loads(fakes[2]))
+        until(lambda: bool(loads(fakes[2])))
         assert [*map(loads, fakes)] == [[], [], [A]]
     finally:
         setup.loop.run(server.stop(1))

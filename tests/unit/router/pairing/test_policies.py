@@ -46,7 +46,8 @@ def test_tokens() -> None:
     assert prompt_length.tokens({"prompt": "x" * 1000}) == 250
     chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "y" * 400}]}]}
     assert 100 <= prompt_length.tokens(chat) < 110
-    for odd in ({}, {"prompt": 7}, {"prompt": [[]]}, {"messages": [3, {"content": None}]}):
+    odds: list[dict[str, Any]] = [{}, {"prompt": 7}, {"prompt": [[]]}]
+    for odd in [*odds, {"messages": [3, {"content": None}]}]:
         assert prompt_length.tokens(odd) <= 2
 
 

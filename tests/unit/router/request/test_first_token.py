@@ -35,7 +35,12 @@ def prefilled(path: str, text: str | None = " a", **changed: Any) -> bytes:
     choice |= {"stop_reason": None, "token_ids": [9]}
     head: dict[str, Any] = {"id": "p-1", "created": 3, "model": "m", "usage": {"total_tokens": 4}}
     if path == CHAT:
-        message = {"role": "assistant", "content": text, "tool_calls": [], "reasoning": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text,
+            "tool_calls": [],
+            "reasoning": None,
+        }
         choice["message"] = message | changed.pop("message", {})
         head |= {"object": "chat.completion", "prompt_token_ids": PROMPT}
     else:

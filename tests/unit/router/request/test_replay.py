@@ -6,7 +6,7 @@ import json
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from assembled_stream import AssembledStream
@@ -239,7 +239,7 @@ def test_goes_on_as_if_it_had_not_broken_off(path: str, data: st.DataObject) -> 
         assert not watcher.is_whole
         assert watcher.asks_anew
         watcher.begins_anew()
-    last = turned(data.draw, tokens)
+    last = turned(cast("st.DrawFn", data.draw), tokens)
     got += fed(watcher, b"".join(MAKES[path](last, data.draw(cuts), "the last one")), size)
     assert watcher.failure is None
     assert watcher.is_whole

@@ -240,6 +240,7 @@ def test_a_prompt_that_ends_in_half_a_character(
     # A token for each byte; the first 256 behind the special ones are in the order of `alphabet`.
     alphabet = {bytes_of(tokenizer, token): token for token in range(3, 259)}
     special = tokenizer.token_to_id("<|im_end|>")
+    assert special is not None
     prompt = [special, *(alphabet[bytes([byte])] for byte in prompt_bytes)]
     given = [alphabet[bytes([byte])] for byte in given_bytes]
 
@@ -292,6 +293,7 @@ def test_text_that_is_not_the_tokens_own(prompt: str, said: list[str], goes_on: 
 def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
     """Of a token of the byte-level alphabet: as it is, or from 256 on by turns."""
     char = tokenizer.id_to_token(token)
+    assert char is not None
     odd = [b for b in range(256) if not (33 <= b <= 126 or 161 <= b <= 172 or b >= 174)]
     return bytes([odd[ord(char) - 256] if ord(char) > 255 else ord(char)])
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -52,7 +53,8 @@ class Rig:
 
     def streams(self) -> list[HostStream]:
         """Of the slots that are free."""
-        return [slot.stream for slots in self.directions() for slot in slots._free]
+        streams = (slot.stream for slots in self.directions() for slot in slots._free)
+        return [stream for stream in streams if isinstance(stream, HostStream)]
 
     def directions(self) -> list[Slots]:
         return [self.staging.sending, self.staging.receiving]
@@ -269,10 +271,13 @@ def test_first_come_first_served(make: Make) -> None:
             served.append(number)
             time.sleep(0.002)
 
+    def waits(count: int) -> bool:
+        return len(slots._waiting) == count
+
     with ThreadPoolExecutor(8) as pool, slots.take(soon()):
         for number in range(8):
             pool.submit(one, number)
-            wait_for(lambda number=number: len(slots._waiting) == number + 1)
+            wait_for(partial(waits, number + 1))
     assert served == list(range(8))
 
 
@@ -406,6 +411,7 @@ def test_an_error_of_the_device(make: Make, when: int) -> None:
         pieces = begin(rig.cache, whole, soon())
         for _ in range(when):
             next(pieces)
+        assert isinstance(stream, HostStream)
         stream.add(broken)
         with pytest.raises(TransferError, match="illegal") as error:
             list(pieces)

@@ -1,4 +1,4 @@
-"""Descriptors that end are told of once; none costs anything while it is quiet."""
+"""A descriptor that ends calls its callback once; idle descriptors cost nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+from functools import partial
 
 import psutil
 
@@ -17,7 +18,7 @@ def test_told_once_when_the_peer_ends() -> None:
     watch, told = FdWatcher("test-watch"), queue.SimpleQueue[str]()
     pairs = {name: socket.socketpair() for name in "abc"}
     for name, (ours, _) in pairs.items():
-        watch.add(ours.fileno(), lambda name=name: told.put(name))
+        watch.add(ours.fileno(), partial(told.put, name))
     pairs["b"][1].close()
     assert told.get(timeout=2) == "b"
     assert not watch.remove(pairs["b"][0].fileno())
@@ -34,9 +35,12 @@ def test_told_once_when_the_peer_ends() -> None:
 
 
 def test_a_callback_that_fails_stops_no_other() -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
     watch, told = FdWatcher("test-watch"), threading.Event()
     pairs = [socket.socketpair() for _ in range(2)]
-    watch.add(pairs[0][0].fileno(), lambda: 1 // 0)
+    watch.add(pairs[0][0].fileno(), broken)
     watch.add(pairs[1][0].fileno(), told.set)
     pairs[0][1].close()
     time.sleep(0.1)

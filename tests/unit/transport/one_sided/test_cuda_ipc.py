@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from transport import caches, host_device
 from transport.caches import Shape
 from transport.host_device import COMPILER, HostDevice, OnDevice, Shared
@@ -127,7 +128,7 @@ def overwrite_token(producer: Producer, token: bytes) -> None:
 # ---- offers ----------------------------------------------------------------------------------
 
 
-def told(caplog: pytest.LogCaptureFixture) -> str:
+def logged(caplog: pytest.LogCaptureFixture) -> str:
     (record,) = (one for one in caplog.records if one.name.startswith("disagg"))
     assert record.levelno == logging.INFO
     return record.getMessage()
@@ -149,7 +150,7 @@ def test_no_offer_of_what_cannot_be_shared(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO):
         sender = CudaIpcSender(cache, staging)
         assert [sender.offer(), sender.offer()] == [b"", b""]
-    assert "cannot be shared" in told(caplog)
+    assert "cannot be shared" in logged(caplog)
     sender.close()
     assert device.memory_in_use == before
 
@@ -182,7 +183,7 @@ def test_an_offer_names_each_allocation_once() -> None:
     """Two layers in one allocation, one in another."""
     sizes, pad = [2 * 4096, 4096], 64
     shared = [Shared(pad + size) for size in sizes]
-    flat = [caches.torch.from_numpy(one.array) for one in shared]
+    flat = [torch.from_numpy(one.array) for one in shared]
 
     def region(number: int, offset: int) -> Region:
         return Region("x", flat[number][offset : offset + 4096].view(8, 2, 4, 64), "U8")
@@ -269,7 +270,7 @@ def test_not_usable(
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             assert not consumer.opens(offer)
-    assert re.search(why, told(caplog))
+    assert re.search(why, logged(caplog))
     assert consumer.device.opened == 0
     assert consumer.opens(producer.offer)
     assert consumer.device.opened == ALLOCATIONS
