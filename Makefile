@@ -52,12 +52,13 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The first half waits more than it computes; engines want the machine, and its memory, for
-# themselves.
+# Unit tests wait more than they compute, so four at a time. Engines compute and need memory, so two
+# modules at a time.
 test: $(INSTALLED)
 	@failed=0; \
 	$(BIN)/pytest -n 4 -m "not slow" tests/unit tests/transport || failed=1; \
-	$(BIN)/pytest --durations=20 -m "not slow" tests/engine tests/cluster || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 -m "not slow" \
+		tests/cluster tests/engine || failed=1; \
 	exit $$failed
 
 bench: $(INSTALLED)
