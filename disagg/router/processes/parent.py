@@ -129,9 +129,9 @@ class Processes:
 
     async def _run_child(self, number: int, ready: asyncio.Event) -> int:
         """One child from its start to its end. Returns its exit status."""
-        ours, theirs = socket.socketpair()
-        process = _spawn(theirs)
-        channel = await open_channel(ours, self._handlers)
+        parent_sock, child_sock = socket.socketpair()
+        process = _spawn(child_sock)
+        channel = await open_channel(parent_sock, self._handlers)
         self._open.add(channel)
         serving = asyncio.create_task(channel.serve())
         try:
@@ -191,12 +191,12 @@ async def _wait_for_all(events: Sequence[asyncio.Event]) -> None:
         await event.wait()
 
 
-def _spawn(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    with theirs:
+def _spawn(child_sock: socket.socket) -> subprocess.Popen[bytes]:
+    with child_sock:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "disagg.router.processes.child", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "disagg.router.processes.child", str(child_sock.fileno())],
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_sock.fileno()],
             # The import path of this process: it may have been extended at run time.
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             process_group=0,  # Ctrl-C goes to the parent only, which stops the children
