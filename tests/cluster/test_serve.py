@@ -455,7 +455,7 @@ def test_two_side_by_side_and_one_dies(
     scaling = order(living, "scale", "decode=1")
     said = scaling.communicate(timeout=60)[0]
     assert scaling.returncode == 0, said
-    assert "decode-1 is idle and goes" in said
+    assert "decode-1 is idle and ends" in said
     assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0"), "up")
 
     living.until(lambda: shown_by_ray(living, "ray_disagg_handoffs_total", **loaded) == moved, 40)
