@@ -34,12 +34,18 @@ class EngineLost(ConnectionError):
     """The engine cannot be reached, or its answer broke off, or is not HTTP."""
 
 
+class _Pool(list["_Connection"]):
+    """Idle connections to one engine."""
+
+    is_closed = False
+
+
 class _Connection(asyncio.Protocol):
     """A connection, for one request at a time. It enters `pool` when it may be reused. `on_data` is
     called for each chunk."""
 
     def __init__(
-        self, pool: list[_Connection], rounds: Rounds, on_data: Callable[[], None] | None
+        self, pool: _Pool, rounds: Rounds, on_data: Callable[[], None] | None
     ) -> None:
         self._pool, self._rounds, self._on_data = pool, rounds, on_data
         self._head: asyncio.Future[UpstreamResponse] | None = None
@@ -161,7 +167,9 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def _return_to_pool(self) -> None:
-        if not self._is_lost:
+        if self._pool.is_closed:
+            self.abort()
+        elif not self._is_lost:
             self.read_on()
             self.idle_since = self._loop.time()
             self._pool.append(self)
@@ -204,7 +212,7 @@ class Client:
     ) -> None:
         self._connect_s = connect_s
         self._key = fields([(b"authorization", b"Bearer " + key.encode())] if key else [])
-        self._idle: dict[str, list[_Connection]] = {}
+        self._idle: dict[str, _Pool] = {}
         self._heads: dict[tuple[str, str], bytes] = {}
         self._tls: ssl.SSLContext | None = None
         self._rounds = Rounds(round_s)
@@ -238,6 +246,7 @@ class Client:
             for connection in [*kept]:
                 connection.abort()
             kept.clear()
+            kept.is_closed = True
 
     def _idle_connection(self, url: str) -> _Connection | None:
         kept = self._idle.get(url)
@@ -256,7 +265,7 @@ class Client:
             kept.pop(0).abort()
 
     async def _connect(self, url: str) -> _Connection:
-        parts, pool = urlsplit(url), self._idle.setdefault(url, [])
+        parts, pool = urlsplit(url), self._idle.setdefault(url, _Pool())
         host = parts.hostname or ""
         secure = parts.scheme == "https"
         if secure and self._tls is None:

@@ -100,13 +100,14 @@ def start(loop: Loop, tmp_path: Path) -> Iterator[Callable[..., Router]]:
             (tmp_path / "router.yaml").write_text(config)
             words += ["--config", str(tmp_path / "router.yaml")]
         out = tmp_path / f"{len(routers)}.out"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "disagg.cli", "router", *words],
-            stdout=out.open("w"),
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | (env or {}),
-        )
+        with out.open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "disagg.cli", "router", *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ | (env or {}),
+            )
         router = Router(process, out, *engines)
         routers.append(router)
         until(lambda: "Ready: " in router.text or process.poll() is not None, START_S)
