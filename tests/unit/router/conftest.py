@@ -46,8 +46,17 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
 
     def close(self) -> None:
+        self.run(self._end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
+        self._loop.close()
+
+    async def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
 
 
 @dataclass

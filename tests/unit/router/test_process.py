@@ -100,13 +100,14 @@ def start(loop: Loop, tmp_path: Path) -> Iterator[Callable[..., Router]]:
             (tmp_path / "router.yaml").write_text(config)
             words += ["--config", str(tmp_path / "router.yaml")]
         out = tmp_path / f"{len(routers)}.out"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "disagg.cli", "router", *words],
-            stdout=out.open("w"),
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | (env or {}),
-        )
+        with out.open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "disagg.cli", "router", *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ | (env or {}),
+            )
         router = Router(process, out, *engines)
         routers.append(router)
         until(lambda: "Ready: " in router.text or process.poll() is not None, START_S)
@@ -232,7 +233,7 @@ def test_two_processes_serve_and_one_that_dies_is_replaced(start: Callable[..., 
 
     until(both)
     first[0].kill()
-    until(lambda: "starting it again" in router.text)
+    until(lambda: "restarting it" in router.text)
     assert complete(router.url).status_code == 200
     until(lambda: len(router.children()) == 2)
     until(both)  # the new one counts from zero
@@ -243,7 +244,7 @@ def test_two_processes_serve_and_one_that_dies_is_replaced(start: Callable[..., 
     legs = ("--prefill", "http://a", "--decode", "http://b", "--processes", "2")
     clash = disagg("router", *legs, "--port", port)
     assert clash.returncode == 2
-    assert "cannot be had" in clash.stderr
+    assert "is not available" in clash.stderr
 
     # And none goes on without the parent.
     router.process.kill()

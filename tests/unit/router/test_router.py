@@ -581,5 +581,5 @@ def test_a_server_that_ends_by_itself_is_noticed(setup: Setup) -> None:
         await ended
 
     setup.loop.run(serve(stop=True))
-    with pytest.raises(RuntimeError, match="ended by itself"):
+    with pytest.raises(RuntimeError, match="exited by itself"):
         setup.loop.run(serve(stop=False))

@@ -10,13 +10,13 @@ from disagg.router.pairing.tail_latency import TailLatency
 
 def test_the_slowest_tenth() -> None:
     slowest, drawn = TailLatency(), random.Random(1)
-    assert not slowest.has(1.0), "nothing is known yet"
+    assert not slowest.is_tail(1.0), "nothing is known yet"
     seconds = [drawn.random() for _ in range(2000)]
-    slow = [one for one in seconds if slowest.has(one)]
+    slow = [one for one in seconds if slowest.is_tail(one)]
     assert 0.07 < len(slow) / len(seconds) < 0.13
     assert min(slow[20:]) > 0.8
-    assert {slowest.has(5.0) for _ in range(128)} == {True, False}, "until most are as slow"
-    assert not slowest.has(5.0)
+    assert {slowest.is_tail(5.0) for _ in range(128)} == {True, False}, "until most are as slow"
+    assert not slowest.is_tail(5.0)
 
 
 def after_usual_ones(share: float) -> LocalPrefill:

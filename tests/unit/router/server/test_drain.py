@@ -11,7 +11,7 @@ from unit.router.conftest import Setup
 
 from disagg.credentials import ApiKey
 from disagg.router.server.drain import Drain
-from disagg.router.server.peer_processes import together
+from disagg.router.server.peer_processes import merged_metrics
 from disagg.testing.http import client
 
 BODY = {"model": "m", "prompt": "x", "stream": False}
@@ -66,7 +66,7 @@ def test_the_end_is_not_taken_back() -> None:
 
 def test_metrics_of_processes_are_told_apart() -> None:
     text = '# HELP a_total A.\n# TYPE a_total counter\na_total{x="1"} %d\n'
-    shown = together({0: text % 2, 3: text % 5}).decode().splitlines()
+    shown = merged_metrics({0: text % 2, 3: text % 5}).decode().splitlines()
     assert shown.count("# TYPE a_total counter") == 1
     assert 'a_total{process="0",x="1"} 2.0' in shown
     assert 'a_total{process="3",x="1"} 5.0' in shown

@@ -127,4 +127,4 @@ def test_the_page_in_a_browser(setup: Setup) -> None:
     until(lambda: state_of(setup)["engines"][0]["state"] == "starts again")
     dom = seen()
     assert '<td class="bad left">starts again</td>' in dom
-    assert "degraded: decode alone" in dom
+    assert "degraded: decode only" in dom

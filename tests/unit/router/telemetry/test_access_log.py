@@ -111,6 +111,6 @@ def test_a_request_whose_line_cannot_be_written_is_answered(
     monkeypatch.setattr(sys, "stdout", Full())
     with caplog.at_level(logging.WARNING):
         assert [post(setup).status_code for _ in range(2)] == [200, 200]
-    assert [r.getMessage() for r in caplog.records if "logged" in r.getMessage()] == [
-        "requests cannot be logged: no space left"
+    assert [r.getMessage() for r in caplog.records if "access log" in r.getMessage()] == [
+        "cannot write the access log: no space left"
     ]
