@@ -90,6 +90,11 @@ def test_modules_and_methods_that_are_named_exist(page: Path) -> None:
     for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)", text):
         if f"class {owner}" in code:
             assert f"def {name}" in code or f"{name}:" in code, f"{owner}.{name}"
+    # A file, and a name in it.
+    for file, name in re.findall(r"`((?:\w+/)*\w+\.py)`:? `(?:\w+\.)?(\w+)`", text):
+        texts = [path.read_text() for path in (ROOT / "disagg").rglob(Path(file).name)]
+        texts += [path.read_text() for path in (ROOT / "tests").rglob(Path(file).name)]
+        assert any(re.search(rf"\b{name}\b", each) for each in texts), f"{file}: {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
