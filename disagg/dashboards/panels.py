@@ -147,7 +147,7 @@ def _handoff() -> list[Panel]:
         ),
         Panel(
             "Pairings",
-            "Requests that were handed over, by who computed the prompt and who answered.",
+            "Requests that were handed off, by who computed the prompt and who answered.",
             "reqps",
             [
                 _rates(
@@ -207,7 +207,7 @@ def _failures() -> list[Panel]:
         ),
         Panel(
             "Prompts left to decode",
-            "Requests that were not handed over, and why; docs/router.md explains the reasons.",
+            "Requests that were not handed off, and why; docs/router.md explains the reasons.",
             "reqps",
             [_rates("disagg_router_local_total", "reason")],
             stacked=True,

@@ -3,7 +3,7 @@
 The way of a request is the router's: a decode engine is drawn, then, unless its prompt is short,
 a prefill engine, each the less loaded of two drawn at random (`least_loaded` in
 `disagg/router/pairing/policies.py`: prompt tokens of the requests in flight and 256 for each); the
-prompt is computed, handed over, and decoded. Without prefill engines decode computes every prompt.
+prompt is computed, handed off, and decoded. Without prefill engines decode computes every prompt.
 What `Routing` says beyond that is done as the router does it.
 One seed gives one result. Must never look at the real clock.
 """

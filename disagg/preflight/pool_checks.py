@@ -100,7 +100,7 @@ def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
     for name in _ONLY_ONE:
         if args.get(name, 1) != 1:
             key = _key(deployment, role, name)
-            yield f"{key}: {args[name]} — its blocks can't be handed over; set 1 or remove it"
+            yield f"{key}: {args[name]} — its blocks can't be handed off; set 1 or remove it"
     yield from _block_size_problem(deployment, role, args.get("block_size"))
     if deployment.spreads_ranks(role) and not num_gpus:
         key = _key(deployment, role, "distributed_executor_backend")

@@ -44,9 +44,7 @@ class _Connection(asyncio.Protocol):
     """A connection, for one request at a time. It enters `pool` when it may be reused. `on_data` is
     called for each chunk."""
 
-    def __init__(
-        self, pool: _Pool, rounds: Rounds, on_data: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, pool: _Pool, rounds: Rounds, on_data: Callable[[], None] | None) -> None:
         self._pool, self._rounds, self._on_data = pool, rounds, on_data
         self._head: asyncio.Future[UpstreamResponse] | None = None
         self._answer: UpstreamResponse | None = None

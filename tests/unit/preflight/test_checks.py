@@ -65,7 +65,7 @@ def test_a_sound_deployment_passes() -> None:
         ),
         (
             {"decode_context_parallel_size": 2},
-            "engine.args.decode_context_parallel_size: 2 — its blocks can't be handed over; "
+            "engine.args.decode_context_parallel_size: 2 — its blocks can't be handed off; "
             "set 1 or remove it",
         ),
     ],
