@@ -52,17 +52,19 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Unit tests wait more than they compute, so four at a time. Engines compute and need memory, so two
-# modules at a time.
+# Unit and transport tests wait more than they compute, so four processes share two cores. Engines
+# compute and need memory, so two modules at a time: one starts engines while the other waits.
 test: $(INSTALLED)
 	@failed=0; \
-	$(BIN)/pytest -n 4 -m "not slow" tests/unit tests/transport || failed=1; \
+	$(BIN)/pytest -n 4 --cov --cov-report= -m "not slow" tests/unit tests/transport || failed=1; \
 	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 -m "not slow" \
 		tests/cluster tests/engine || failed=1; \
+	$(BIN)/python tests/coverage_by_folder.py; \
 	exit $$failed
 
 bench: $(INSTALLED)
-	@$(BIN)/disagg bench handoff
+	@$(BIN)/disagg bench --results benchmarks/results handoff
+	@$(BIN)/disagg bench pages
 
 # Needs torch and cupy for the GPU, and neither vLLM nor Ray, so any Python that has them will do.
 gpu:

@@ -21,11 +21,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests for xdist. The longest group, that of the session's engines, comes first."""
+    """Keep tests together that share engines, and leave generated tests out of the coverage.
+
+    With `--dist loadgroup`, a group runs in one process: a module's tests, and all that use the
+    fleet, which each process would else start for itself. The fleet's group is the longest, so it
+    comes first. Coverage doubles the time of tests that hypothesis generates, and they cover little
+    that the others do not.
+    """
     shared = {item.path for item in items if "fleet" in getattr(item, "fixturenames", ())}
     for item in items:
-        name = "fleet" if item.path in shared else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(name))
+        group = "fleet" if item.path in shared else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+        if item.get_closest_marker("hypothesis"):
+            item.add_marker(pytest.mark.no_cover)
     items.sort(key=lambda item: item.path not in shared)
 
 

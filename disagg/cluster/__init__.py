@@ -1,7 +1,7 @@
 """Pools of engine actors on Ray: placing, watching, stopping.
 
-`start` brings a deployment up from Python and hands it over; `serve` runs one in the
-foreground for the command line.
+`start` starts a deployment and returns a `RunningDeployment`. `serve` runs a deployment in the
+foreground, for the command line.
 """
 
 from disagg.cluster.deployment import RunningDeployment, start

@@ -1,4 +1,4 @@
-"""`disagg scale` and `disagg apply`: find the deployment, give the order, show what comes of it."""
+"""`disagg scale` and `disagg apply`: find the deployment, send the command, show its progress."""
 
 from __future__ import annotations
 
@@ -12,74 +12,78 @@ import ray
 from ray.exceptions import RayError
 from rich.console import Console
 
-from disagg.cluster.control import Apply, Deployments, News, Order, Scale, deployments
+from disagg.cluster.control import Apply, Command, CommandProgress, Deployments, Scale, deployments
 from disagg.cluster.ray_session import private_addresses, visit
 from disagg.config import Deployment, Role
 from disagg.errors import ConfigError, StartupError
 
 _WAIT_S, _ANSWER_S = 10.0, 30.0
-_MUTE_S, _AGAIN_S = 15.0, 0.5
+_UNRESPONSIVE_S, _AGAIN_S = 15.0, 0.5
 
 
 def scale(
     replicas: Mapping[Role, int], *, name: str | None, address: str | None, wait: bool
 ) -> int:
-    """Ask for other numbers of engines. Returns the exit status."""
-    return _give(Scale(replicas), name, address, wait)
+    """Change the numbers of engines. Returns the exit status."""
+    return _submit(Scale(replicas), name, address, wait)
 
 
 def apply(deployment: Deployment, *, address: str | None, wait: bool) -> int:
-    """Ask for engines as in a changed file. Returns the exit status."""
-    return _give(Apply(deployment), deployment.name, address, wait)
+    """Replace engines to match a changed file. Returns the exit status."""
+    return _submit(Apply(deployment), deployment.name, address, wait)
 
 
-def _give(order: Order, name: str | None, address: str | None, wait: bool) -> int:
+def _submit(command: Command, name: str | None, address: str | None, wait: bool) -> int:
     console = Console(soft_wrap=True, highlight=False)
     with _found(name, address, console) as control:
         try:
-            number, after = ray.get(control.give.remote(order), timeout=_ANSWER_S)
+            number, after = ray.get(control.submit.remote(command), timeout=_ANSWER_S)
             while wait:
                 asked = control.follow.remote(number, after, _WAIT_S)
-                news: News = ray.get(asked, timeout=_WAIT_S + _ANSWER_S)
-                after = news.after
-                for line in news.lines:
+                progress: CommandProgress = ray.get(asked, timeout=_WAIT_S + _ANSWER_S)
+                after = progress.after
+                for line in progress.lines:
                     console.print(line, markup=False)
-                if (outcome := news.outcome) is not None:
-                    if outcome.word == "refused":
+                if (outcome := progress.outcome) is not None:
+                    if outcome.result == "refused":
                         raise ConfigError(list(outcome.problems))
-                    console.print(outcome.word, markup=False)
-                    return 0 if outcome.word == "done" else 1
+                    console.print(outcome.result, markup=False)
+                    return 0 if outcome.result == "done" else 1
         except RayError as error:
             raise StartupError(
-                f"the deployment gives no answer any more ({type(error).__name__}); if disagg "
-                "status shows that it serves, look whether it is done, and ask again if not"
+                f"the supervisor stopped answering ({type(error).__name__}) and may have dropped "
+                "the command; check disagg status, and run the command again if it was not done"
             ) from None
         except KeyboardInterrupt:
-            console.print("Not waiting any longer; it goes on.")
+            console.print("Stopped waiting; the deployment continues with the command.")
             return 130
-    console.print("asked; disagg status shows how it goes")
+    console.print("sent; disagg status shows the progress")
     return 0
 
 
 @contextmanager
 def _found(name: str | None, address: str | None, console: Console) -> Iterator[Any]:
-    """The control of the one deployment that is meant, and a connection to its Ray."""
+    """The supervisor of the one deployment that matches, within a connection to its Ray.
+
+    Raises ConfigError if no deployment matches, or several.
+    """
     given = address or os.environ.get("RAY_ADDRESS")
     seen: list[str] = []
-    mute: list[str] = []
-    meant: list[tuple[str, str]] = []
-    for place in [given] if given else private_addresses():
-        with visit(place):
+    unresponsive: list[str] = []
+    matching: list[tuple[str, str]] = []
+    for ray_address in [given] if given else private_addresses():
+        with visit(ray_address):
             there = _deployments(name, console)
-        mute.extend(there.mute)
+        unresponsive.extend(there.unresponsive)
         for run, (its_name, _) in there.by_run.items():
             seen.append(its_name)
             if name in (None, its_name, run):
-                meant.append((place, run))
-    if len(meant) != 1:
-        raise ConfigError(_not_one(name, [run for _, run in meant], seen, mute, given))
-    ((place, run),) = meant
-    with visit(place):
+                matching.append((ray_address, run))
+    if len(matching) != 1:
+        runs = [run for _, run in matching]
+        raise ConfigError(_not_one(name, runs, seen, unresponsive, given))
+    ((ray_address, run),) = matching
+    with visit(ray_address):
         found = _deployments(run, console).by_run.get(run)
         if found is None:
             raise StartupError("the deployment ended meanwhile")
@@ -87,33 +91,39 @@ def _found(name: str | None, address: str | None, console: Console) -> Iterator[
 
 
 def _deployments(name: str | None, console: Console) -> Deployments:
-    """Those on this Ray; one whose supervisor died a moment ago is waited for if it may be meant.
+    """The deployments on this Ray.
 
-    A run is called by its deployment's name and a number.
+    Waits up to `_UNRESPONSIVE_S` for a supervisor that does not answer, if its deployment may have
+    this name: a supervisor that died restarts within seconds. A run's id is the deployment's name
+    and a random number.
     """
-    deadline, said = time.monotonic() + _MUTE_S, False
+    deadline, said = time.monotonic() + _UNRESPONSIVE_S, False
     while True:
         found = deployments()
-        awaited = [run for run in found.mute if name is None or run.startswith(name)]
+        awaited = [run for run in found.unresponsive if name is None or run.startswith(name)]
         if not awaited or time.monotonic() > deadline:
             return found
         if not said:
-            waits = f"the supervisor of {', '.join(awaited)}"
-            console.print(f"waiting up to {_MUTE_S:g} s for {waits}, which does not answer yet")
+            console.print(
+                f"waiting up to {_UNRESPONSIVE_S:g} s for the supervisor of {', '.join(awaited)}, "
+                "which does not answer"
+            )
             said = True
         time.sleep(_AGAIN_S)
 
 
 def _not_one(
-    name: str | None, runs: list[str], seen: list[str], mute: list[str], address: str | None
+    name: str | None, runs: list[str], seen: list[str], unresponsive: list[str], address: str | None
 ) -> str:
     where = f"on Ray at {address}" if address else "on this machine"
     if runs:
         return f"several deployments run {where}: {', '.join(runs)}; choose one with --name"
-    if awaited := [run for run in mute if name is None or run.startswith(name)]:
-        which = "starts or is being healed" if len(awaited) == 1 else "start or are being healed"
-        return f"{', '.join(awaited)} {which}; ask again when disagg status shows that it serves"
+    if awaited := [run for run in unresponsive if name is None or run.startswith(name)]:
+        return (
+            f"{', '.join(awaited)}: the supervisor does not answer, because it starts or restarts; "
+            "try again when disagg status shows that the deployment serves"
+        )
     if seen:
         return f"no deployment {name!r} runs {where}, but {', '.join(seen)}; see --name"
-    elsewhere = "" if address else "; of another one, give Ray's address (--address, RAY_ADDRESS)"
-    return f"no deployment runs {where}{elsewhere}"
+    advice = "" if address else "; for another machine, give Ray's address (--address, RAY_ADDRESS)"
+    return f"no deployment runs {where}{advice}"

@@ -1,8 +1,7 @@
-"""Brings a whole deployment up and takes it down again.
+"""Starts and stops a whole deployment.
 
-The order is the point: what can be checked at once (secrets, the port, the machine's
-resources) comes before the minute of loading; everything started is undone in reverse, also
-when a start fails or is interrupted half-way.
+The order matters. Fast checks (secrets, the port, the machine's resources) come before the minute
+of loading. A stop undoes the steps in reverse order, also when the start fails or is interrupted.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from disagg.cluster import pools, ray_session
 from disagg.cluster.driver import Driver
 from disagg.cluster.router_handle import RouterHandle, RouterSpec, bad_port
 from disagg.cluster.run_folder import PortLock, RunFolder, sweep, user_folder
-from disagg.cluster.signals import StopSignals, kept
-from disagg.cluster.supervisor.loop import Inheritance
+from disagg.cluster.signals import StopSignals, handler_restorer
+from disagg.cluster.supervisor.loop import DeploymentState
 from disagg.config import Deployment, RouterSection
 from disagg.engine.spec import EngineInfo
 from disagg.errors import StartupError
@@ -30,25 +29,25 @@ from disagg.router.server.server import url_of
 class RunningDeployment:
     """A deployment whose endpoint answers. `stop` it, or use it as a context manager."""
 
-    def __init__(self, url: str, dashboard_url: str | None, owner: Driver) -> None:
+    def __init__(self, url: str, dashboard_url: str | None, driver: Driver) -> None:
         self.url = url
         self.dashboard_url = dashboard_url
-        self._owner = owner
+        self._driver = driver
         self._undo = ExitStack()
 
     @property
     def engines(self) -> Sequence[EngineInfo]:
-        """The engines that serve: names, roles, URLs, what the model resolved to."""
-        return self._owner.engines
+        """The engines that serve: names, roles, URLs, resolved models."""
+        return self._driver.engines
 
     @property
     def supervisor_pid(self) -> int | None:
-        """The process that heals and scales; None between its death and the next one."""
-        return self._owner.supervisor_pid
+        """The supervisor's process id; None between its death and its restart."""
+        return self._driver.supervisor_pid
 
     def look_after(self, timeout_s: float) -> str | None:
-        """Watch for up to `timeout_s`; see `Driver.step`. To be called again and again."""
-        return self._owner.step(timeout_s)
+        """Do the driver's work for up to `timeout_s`; see `Driver.step`. Call it in a loop."""
+        return self._driver.step(timeout_s)
 
     def stop(self) -> None:
         """Stop everything that `start` started. A second call does nothing."""
@@ -68,18 +67,18 @@ def start(
     signals: StopSignals | None = None,
     tell: Callable[[str, str], None] | None = None,
 ) -> RunningDeployment:
-    """Start a deployment; returns when its endpoint answers.
+    """Start a deployment. Returns when its endpoint answers.
 
-    `progress` is told, about twice a second, what is going on; `tell`, later, what died and came
-    back (see `Driver`). Raises ConfigError or StartupError; whatever it raises (`signals` may
-    interrupt it), nothing stays behind.
+    `progress` is called about twice a second with the state of the start. `tell` is called later
+    with each event, such as an engine that died or restarted (see `Driver`). `signals` may
+    interrupt the start. Raises ConfigError or StartupError, and leaves nothing running then.
     """
     with ExitStack() as undo:
         try:
             running = _start(deployment, progress, signals, tell or _silent, undo)
         except BaseException:
             if signals:
-                signals.disarm()  # nothing may interrupt the undoing
+                signals.disarm()  # a signal must not interrupt the clean-up
             raise
         running._undo = undo.pop_all()
     return running
@@ -92,7 +91,7 @@ def _start(
     tell: Callable[[str, str], None],
     undo: ExitStack,
 ) -> RunningDeployment:
-    """Start, leaving on `undo` how to undo what was done so far."""
+    """Start. After each step, `undo` holds the callbacks that undo all steps so far."""
     secret = credentials.secret(deployment)
     api_keys = credentials.api_keys(deployment.router)
     credentials.tls(deployment.router)
@@ -103,7 +102,7 @@ def _start(
     storage = _handoff_folder(deployment, run_id)
     undo.callback(storage.remove)
     progress("starting Ray")
-    session = ray_session.connect(run_id, signals.install if signals else kept())
+    session = ray_session.connect(run_id, signals.install if signals else handler_restorer())
     undo.callback(session.stop)
     if session.private and (problems := pools.shortfalls(deployment)):
         raise StartupError(problems[0])
@@ -118,38 +117,38 @@ def _start(
     router = RouterHandle(wanted_router)
     undo.callback(router.kill)
     router.launch()
-    # Only a Ray of ours has one node for certain: others get more, also while we start.
+    # Only a private Ray certainly has one node. A joined cluster may get more nodes at any time.
     run = pools.Run(run_id, str(storage.path), session.private, secret, engine_key)
     engines = pools.launch(run.specs(deployment))
-    owner = Driver(deployment.name, session.node_id, router, tell)
-    owner.hold(engines)
-    undo.callback(owner.stop_engines)
+    driver = Driver(deployment.name, session.node_id, router, tell)
+    driver.own(engines)
+    undo.callback(driver.stop_engines)
     ready = pools.wait_ready(engines, deployment.engine.startup_timeout_s, progress)
     progress("starting the router")
     router.start(ready, {})
     undo.callback(router.stop, deployment.router.limits.drain_s)
-    undo.callback(owner.close)
-    owner.begin(
-        Inheritance(
+    undo.callback(driver.close)
+    driver.begin(
+        DeploymentState(
             run,
             wanted=deployment,
             before=None,
-            engines=[engine.held for engine in engines],
+            engines=[engine.record for engine in engines],
             router=router.spec,
             router_actor=router.actor,
             private=session.private,
         )
     )
     url = url_of(deployment.router, router.spec.section.port)
-    return RunningDeployment(url, session.dashboard_url, owner)
+    return RunningDeployment(url, session.dashboard_url, driver)
 
 
 def _silent(_: str, __: str) -> None:
-    """Nobody wants to know."""
+    """The default of `tell`."""
 
 
 def _reserve(section: RouterSection) -> PortLock:
-    """Fail now, not in a minute, when the port can't be had."""
+    """Raise at once, not after a minute of loading, if the port is not free."""
     lock = PortLock(section.port)
     family = socket.AF_INET6 if ":" in section.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -1,8 +1,8 @@
-"""The driver's part while a deployment serves: owns the actors, and brings back the supervisor.
+"""The driver, the process of `disagg serve`: owns all actors and restarts the supervisor.
 
-Ray ends an actor with the process that made it. All are made here, at the supervisor's wish, so
-that its death is nobody else's, and so that nothing outlives this process. Until there is another
-supervisor, a deputy looks after all from here.
+Ray ends an actor with the process that created it. So the driver creates all actors, at the
+supervisor's request. The supervisor may die without them, and none of them outlives the driver.
+Until a new supervisor runs, a `Fallback` does its work in the driver.
 """
 
 from __future__ import annotations
@@ -19,78 +19,79 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from disagg.cluster import pools, router_handle
 from disagg.cluster.control import NAME
-from disagg.cluster.engines import Engine, Held, NotNow, engine_of
+from disagg.cluster.engines import Engine, EngineRecord, NotNow, engine_from
 from disagg.cluster.router_handle import RouterHandle
 from disagg.cluster.supervisor.actor import SupervisorActor
 from disagg.cluster.supervisor.fallback import Fallback
 from disagg.cluster.supervisor.loop import (
-    Changed,
+    CreateEngine,
+    CreateRouter,
+    DeploymentFailed,
+    DeploymentState,
+    EngineRemoved,
+    EnginesChanged,
     Event,
-    Gone,
-    Hopeless,
-    Inheritance,
-    MakeEngine,
-    MakeRouter,
-    Said,
+    LogEvent,
 )
-from disagg.cluster.supervisor.restarts import in_words, pause_s
+from disagg.cluster.supervisor.restarts import pause_s, pause_text
 from disagg.cluster.supervisor.step import RAY_FAILS_S
 from disagg.engine.spec import EngineInfo
 from disagg.errors import StartupError
 
 _GRACE_S, _STOP_S = 3.0, 4.0
 _REPORT_S, _LATE_S = 5.0, 30.0
-# A step may wait for processes that do not end, one after the other.
+# Longer than a step, which may wait for several processes that do not end, one after the other.
 _STUCK_S = 300.0
 _BEGIN_S = 120.0
 _PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.5, 30.0, 300.0
 
 
 class Driver:
-    """Of one deployment's actors. `tell` gets what happened, and log lines where there are any.
+    """Owns the actors of one deployment.
 
-    Made before the engines start, so that the supervisor's process is there when they serve.
+    `tell(line, log_tail)` is called for each event; `log_tail` may be empty. Create the driver
+    before the engines start, so that the supervisor's process is ready when they serve.
     """
 
     def __init__(
         self, deployment: str, node_id: str, router: RouterHandle, tell: Callable[[str, str], None]
     ) -> None:
         self.engines: Sequence[EngineInfo] = ()
-        """Those that serve."""
+        """The engines that serve."""
         self._name, self._node_id = deployment, node_id
         self._router, self._tell = router, tell
-        self._given: Inheritance | None = None
-        self._held: dict[str, Engine] = {}
+        self._state: DeploymentState | None = None
+        self._owned: dict[str, Engine] = {}
         self._deaths = 0
-        self._up_at = self._again_at = 0.0
+        self._up_at = self._restart_at = 0.0
         self._died_at: float | None = None
         self._ray_fails_since: float | None = None
         self._pid: Any = None
-        self._next: Any = None
+        self._next_report: Any = None
         self._reported = False
         self._asked_at = 0.0
         self._numbers = itertools.count()
-        self._actor: Any = self._created()
-        self._deputy: Fallback | None = None
-        self._coming: Any = None
+        self._actor: Any = self._create_supervisor()
+        self._fallback: Fallback | None = None
+        self._next_actor: Any = None
         self._ready: Any = None
         self._created_at = 0.0
 
     @property
     def supervisor_pid(self) -> int | None:
-        """The supervisor's process, if there is one."""
+        """The supervisor's process id; None if there is no supervisor."""
         if self._pid is None:
             return None
         pid: int = ray.get(self._pid, timeout=_BEGIN_S)
         return pid
 
-    def hold(self, engines: Sequence[Engine]) -> None:
-        """End these with everything else."""
-        self._held = {engine.name: engine for engine in engines}
+    def own(self, engines: Sequence[Engine]) -> None:
+        """Take these engines over; `stop_engines` ends them."""
+        self._owned = {engine.name: engine for engine in engines}
 
-    def begin(self, given: Inheritance) -> None:
-        """Have these looked after; returns when they are. Raises StartupError."""
-        self._given = given
+    def begin(self, state: DeploymentState) -> None:
+        """Start the supervisor on this deployment; returns when it works. Raises StartupError."""
+        self._state = state
         self._begin()
         deadline = time.monotonic() + _BEGIN_S
         while not self.engines:
@@ -99,30 +100,31 @@ class Driver:
                 raise StartupError(problem or f"the supervisor did not begin in {_BEGIN_S:g} s")
 
     def step(self, timeout_s: float) -> str | None:
-        """Do for up to `timeout_s` what the supervisor wants.
+        """Carry out the supervisor's requests for up to `timeout_s`.
 
         Returns why the deployment cannot go on, or None.
         """
         try:
             problem = self._step(timeout_s)
-        except RayError as error:  # Ray itself is busy with a death; the next time will do
+        except RayError as error:  # Ray is busy with a death; the next step tries again
             return self._ray_failed(error)
         self._ray_fails_since = None
         return problem
 
     def _step(self, timeout_s: float) -> str | None:
         if self._actor is None:
-            return self._step_of_deputy(timeout_s)
+            return self._step_of_fallback(timeout_s)
         try:
-            if not ray.wait([self._next], timeout=timeout_s)[0]:
-                # The first answer waits for a process that starts, maybe beside engines that do.
+            if not ray.wait([self._next_report], timeout=timeout_s)[0]:
+                # The first report waits for the supervisor's process to start, maybe while engines
+                # start too.
                 late_s = _LATE_S if self._reported else _BEGIN_S
                 if time.monotonic() - self._asked_at > late_s:
                     self._lost(f"it gave no answer for {late_s:g} s")
                 return None
-            report = ray.get(self._next)
+            report = ray.get(self._next_report)
             self._reported = True
-            self._ask()
+            self._ask_for_report()
         except RayError as error:
             self._lost(type(error).__name__)
             return None
@@ -143,122 +145,122 @@ class Driver:
         return f"Ray did not answer for {RAY_FAILS_S:g} s: {error}" if lasting else None
 
     def close(self) -> None:
-        """End the supervisor, so that it brings back nothing that is about to be ended."""
-        for actor in (self._actor, self._coming):
+        """End the supervisor, so that it restarts nothing while the deployment stops."""
+        for actor in (self._actor, self._next_actor):
             if actor is not None:
                 ray.kill(actor)
-        if self._deputy is not None:
-            self._deputy.close()
-        self._actor = self._coming = self._deputy = None
+        if self._fallback is not None:
+            self._fallback.close()
+        self._actor = self._next_actor = self._fallback = None
 
     def stop_engines(self) -> None:
-        """End all engines. Raises nothing."""
-        pools.stop(list(self._held.values()), _GRACE_S, _STOP_S)
+        """End all engines. Never raises."""
+        pools.stop(list(self._owned.values()), _GRACE_S, _STOP_S)
 
-    # ---- what the supervisor says --------------------------------------------------------------
+    # ---- the supervisor's events ---------------------------------------------------------------
 
     def _do(self, event: Event) -> str | None:
         match event:
-            case Said():
+            case LogEvent():
                 self._tell(event.what, event.log_tail)
-            case Changed():
-                assert self._given is not None
+            case EnginesChanged():
+                assert self._state is not None
                 self.engines = event.serving
                 for info in event.serving:
-                    if (held := self._held.get(info.name)) is not None:
-                        held.served = True
-                self._given = replace(self._given, wanted=event.wanted, before=event.before)
-            case Gone():
-                self._held.pop(event.name, None)
-            case MakeEngine():
-                self._made(event.number, self._engine(event))
-            case MakeRouter():
-                self._made(event.number, self._new_router(event))
-            case Hopeless():
+                    if (engine := self._owned.get(info.name)) is not None:
+                        engine.served = True
+                self._state = replace(self._state, wanted=event.wanted, before=event.before)
+            case EngineRemoved():
+                self._owned.pop(event.name, None)
+            case CreateEngine():
+                self._answer(event.number, self._create_engine(event))
+            case CreateRouter():
+                self._answer(event.number, self._create_router(event))
+            case DeploymentFailed():
                 return event.why
         return None
 
-    def _engine(self, order: MakeEngine) -> Any:
-        name = order.spec.name
-        if (last := self._held.get(name)) is not None:
-            ray.kill(last.actor)  # dead already, or made when nobody waited for it any more
+    def _create_engine(self, event: CreateEngine) -> Any:
+        name = event.spec.name
+        if (last := self._owned.get(name)) is not None:
+            ray.kill(last.actor)  # it is dead, or was created too late for the supervisor
         try:
-            actor = pools.create(order.spec, order.node_id, order.avoid)
+            actor = pools.create(event.spec, event.node_id, event.avoid)
         except (NotNow, RayError):
             return None
-        held = Held(order.spec, actor, order.node_id, deaths=order.deaths)
-        self._held[name] = engine_of(held)
+        record = EngineRecord(event.spec, actor, event.node_id, deaths=event.deaths)
+        self._owned[name] = engine_from(record)
         return actor
 
-    def _new_router(self, order: MakeRouter) -> Any:
+    def _create_router(self, event: CreateRouter) -> Any:
         ray.kill(self._router.actor)
         try:
-            self._router.actor = router_handle.create(order.spec)
+            self._router.actor = router_handle.create(event.spec)
         except (NotNow, RayError):
             return None
         return self._router.actor
 
-    def _made(self, number: int, actor: Any) -> None:
+    def _answer(self, number: int, actor: Any) -> None:
         if self._actor is not None:
             self._actor.made.remote(number, actor)
-        elif self._deputy is not None:
-            self._deputy.made(number, actor)
+        elif self._fallback is not None:
+            self._fallback.made(number, actor)
 
-    # ---- its life ------------------------------------------------------------------------------
+    # ---- the supervisor's actor ----------------------------------------------------------------
 
-    def _created(self) -> Any:
+    def _create_supervisor(self) -> Any:
         here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
         name = f"{NAME}{next(self._numbers)}"
         options = {"name": name, "num_cpus": 0, "scheduling_strategy": here}
         return ray.remote(SupervisorActor).options(**options).remote(self._name)
 
     def _begin(self) -> None:
-        self._pid = self._actor.begin.remote(self._inheritance())
+        self._pid = self._actor.begin.remote(self._current_state())
         self._up_at, self._reported = time.monotonic(), False
-        self._ask()
+        self._ask_for_report()
 
-    def _inheritance(self) -> Inheritance:
-        assert self._given is not None
-        held = [engine.held for engine in self._held.values()]
-        return replace(self._given, engines=held, router_actor=self._router.actor)
+    def _current_state(self) -> DeploymentState:
+        assert self._state is not None
+        records = [engine.record for engine in self._owned.values()]
+        return replace(self._state, engines=records, router_actor=self._router.actor)
 
-    def _ask(self) -> None:
-        self._next, self._asked_at = self._actor.report.remote(_REPORT_S), time.monotonic()
+    def _ask_for_report(self) -> None:
+        self._next_report, self._asked_at = self._actor.report.remote(_REPORT_S), time.monotonic()
 
     def _lost(self, why: str) -> None:
-        """It died, or is as good as dead; the engines do not notice."""
+        """End a supervisor that died or hangs, and start the fallback. Engines do not notice."""
         now = time.monotonic()
         self._deaths = 1 if now - self._up_at > _STEADY_S else self._deaths + 1
         self._died_at = self._died_at or now
         ray.kill(self._actor)
         self._actor = self._pid = None
-        self._tell(f"the supervisor died: {why}; {self._pause()}", "")
-        self._deputy = Fallback(self._inheritance())
+        self._tell(f"the supervisor died: {why}; {self._schedule_restart()}", "")
+        self._fallback = Fallback(self._current_state())
 
-    def _pause(self) -> str:
+    def _schedule_restart(self) -> str:
         wait_s = pause_s(self._deaths, _PAUSE_S, _LONGEST_PAUSE_S)
-        self._again_at = time.monotonic() + wait_s
-        return f"starting it again{in_words(wait_s)}"
+        self._restart_at = time.monotonic() + wait_s
+        return f"starting it again{pause_text(wait_s)}"
 
-    def _step_of_deputy(self, timeout_s: float) -> str | None:
-        """Do what the deputy wants, until another supervisor can begin."""
-        assert self._deputy is not None
-        there = self._is_there()
-        if there:
-            self._deputy.stop()  # never two at once
-        problems = [self._do(event) for event in self._deputy.events(timeout_s)]
-        if there and (self._deputy.over or self._deputy.silent_s > _STUCK_S):
-            self._actor, self._coming, self._deputy = self._coming, None, None
+    def _step_of_fallback(self, timeout_s: float) -> str | None:
+        """Carry out the fallback's requests, until another supervisor can begin."""
+        assert self._fallback is not None
+        ready = self._next_is_ready()
+        if ready:
+            self._fallback.stop()  # fallback and supervisor must never work at the same time
+        problems = [self._do(event) for event in self._fallback.events(timeout_s)]
+        if ready and (self._fallback.over or self._fallback.silent_s > _STUCK_S):
+            self._actor, self._next_actor, self._fallback = self._next_actor, None, None
             self._begin()
         return next((problem for problem in problems if problem), None)
 
-    def _is_there(self) -> bool:
-        """Whether the next supervisor is; it is made when its time has come."""
+    def _next_is_ready(self) -> bool:
+        """Whether the next supervisor's process is ready. Creates it when its pause is over."""
         now = time.monotonic()
-        if self._coming is None:
-            if now >= self._again_at:
-                self._coming, self._created_at = self._created(), now
-                self._ready = self._coming.__ray_ready__.remote()
+        if self._next_actor is None:
+            if now >= self._restart_at:
+                self._next_actor, self._created_at = self._create_supervisor(), now
+                self._ready = self._next_actor.__ray_ready__.remote()
             return False
         try:
             if ray.wait([self._ready], timeout=0)[0]:
@@ -268,8 +270,8 @@ class Driver:
         except RayError as error:
             why = type(error).__name__
         if why is not None:
-            ray.kill(self._coming)
-            self._coming = None
+            ray.kill(self._next_actor)
+            self._next_actor = None
             self._deaths += 1
-            self._tell(f"the supervisor did not start: {why}; {self._pause()}", "")
+            self._tell(f"the supervisor did not start: {why}; {self._schedule_restart()}", "")
         return False

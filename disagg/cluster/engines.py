@@ -1,6 +1,6 @@
-"""An engine's actor as who looks after it sees it: where it is, what it does, why it ended.
+"""The supervisor's view of an engine's actor: its node, its stage, its load, why it ended.
 
-Asks, and never waits for an engine without a deadline. Starts and ends none.
+Every wait for an engine has a deadline. This module must never create or end an actor.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ PLACING_S = 15.0
 
 
 class NotNow(Exception):
-    """An actor cannot be created at the moment; ask again soon."""
+    """An actor cannot be created at the moment. Try again soon."""
 
 
 class NoRoom(NotNow):
-    """Not before a node has room. Says what people can do about it."""
+    """No node has room. The message says what the user can do."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """An engine's actor, for someone else who shall look after it. node_id: that was preferred.
-    served: it was seen to. deaths: in a row, before this start."""
+class EngineRecord:
+    """An engine's actor and its history, for the next supervisor. node_id: the preferred node.
+    served: whether it has served. deaths: deaths in a row before this start."""
 
     spec: EngineSpec
     actor: Any
@@ -46,25 +46,25 @@ class Held:
 
 @dataclass(eq=False)
 class Engine:
-    """An engine as who looks after it sees it, from its launch to its end."""
+    """One engine from its launch to its end."""
 
     spec: EngineSpec
     actor: Any
-    """Ray's handle of an EngineActor."""
+    """Ray's handle of the `EngineActor`."""
     started: Any
     launched_at: float
     _home: Any
     preferred_node: str | None = None
     served: bool = False
-    """Once, maybe under another's eyes."""
+    """Whether it has served, maybe under an earlier supervisor."""
     deaths: int = 0
-    """In a row, before this start."""
+    """Deaths in a row before this start."""
     load: EngineLoad | None = None
-    """What it last said that it has to do."""
+    """Its last answer about its load."""
     load_asked_at: float = 0.0
-    """When it was asked what it answered there, monotonic."""
+    """When that answer was asked for, in monotonic seconds."""
     vanished: bool = False
-    """Its actor is gone without a word, and its node may be."""
+    """Its actor ended without a report, and its node may have died."""
     _found: EngineHome | None = None
     _progress: Any = None
     _load: Any = None
@@ -75,36 +75,36 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """`prefill-0`."""
+        """The engine's name, such as `prefill-0`."""
         return self.spec.name
 
     @property
     def node_id(self) -> str | None:
-        """Where it runs, or should."""
+        """The node it runs on; the preferred node before that is known."""
         home = self.home()
         return home.node_id if home else self.preferred_node
 
     @property
-    def held(self) -> Held:
-        """It, for someone else, who must not hold deaths of long ago against one that served."""
+    def record(self) -> EngineRecord:
+        """Its record for the next supervisor. Once it served, earlier deaths no longer count."""
         deaths = 0 if self.served else self.deaths
-        return Held(self.spec, self.actor, self.preferred_node, self.served, deaths)
+        return EngineRecord(self.spec, self.actor, self.preferred_node, self.served, deaths)
 
     def home(self) -> EngineHome | None:
-        """Where it runs, if it runs already."""
+        """Where its process runs, or None if that is not known yet. Never waits."""
         if self._found is None:
             with contextlib.suppress(GetTimeoutError, RayError):
                 self._found = ray.get(self._home, timeout=0)
         return self._found
 
     def stage(self) -> str:
-        """What it is doing, without waiting for the answer."""
+        """The stage of its start. Never waits for an answer."""
         if self.info is not None:
             return "ready"
         if self.home() is None:
             if time.monotonic() - self.launched_at > PLACING_S:
-                ask = placing.Ask.of(self.spec.deployment, self.spec.role)
-                return f"waiting: {placing.missing(ask, self.spec.role, placing.nodes())}"
+                request = placing.ResourceRequest.of(self.spec.deployment, self.spec.role)
+                return f"waiting: {placing.missing(request, self.spec.role, placing.nodes())}"
             return self._stage
         if self._progress is not None and ray.wait([self._progress], timeout=0)[0]:
             self._stage = _get(self._progress) or self._stage
@@ -115,22 +115,22 @@ class Engine:
 
     @property
     def started_up(self) -> bool:
-        """Whether its start is over, well or not."""
+        """Whether its start has ended, with success or failure."""
         return self.info is not None or bool(ray.wait([self.started], timeout=0)[0])
 
     def serves(self, info: EngineInfo) -> None:
-        """From now on, until `ended`."""
+        """Mark it as serving, until `ended` is ready."""
         self.info, self.served = info, True
         self.ended = self.actor.ended.remote()
 
     def look(self, every_s: float) -> float:
-        """Ask for its load again if that was `every_s` ago; never waits.
+        """Ask for its load if the last time was `every_s` seconds ago. Never waits.
 
-        Returns the seconds for which its actor owes an answer.
+        Returns the seconds since a question that its actor has not answered; 0 if there is none.
         """
         now = time.monotonic()
         if self._load is not None and ray.wait([self._load], timeout=0)[0]:
-            with contextlib.suppress(RayError):  # of one that died; `ended` says so
+            with contextlib.suppress(RayError):  # the engine died; `ended` reports it
                 self.load, self.load_asked_at = ray.get(self._load), self._load_asked_at
             self._load = None
         if self._load is None and now - self._load_asked_at >= every_s:
@@ -139,12 +139,12 @@ class Engine:
 
     @property
     def ran_on(self) -> str | None:
-        """Its node, which need not be the one that was preferred."""
+        """The node it ran on, which may differ from the preferred node."""
         home = self.home()
         return self.node_id if home is None else home.node_id
 
     def post_mortem(self, error: RayError) -> EngineFailure:
-        """Why the actor itself is gone, from what its log still says."""
+        """Why the actor itself ended, from its log."""
         home, self.vanished = self.home(), True
         if home is None:
             return EngineFailure(f"its actor did not start: {logs.describe(error)}", "")
@@ -155,16 +155,16 @@ class Engine:
         return EngineFailure(cause, "\n".join(log.splitlines()[-TAIL_LINES:]))
 
 
-def engine_of(held: Held) -> Engine:
-    """An engine that was created; its start is begun, or joined."""
-    actor = held.actor
+def engine_from(record: EngineRecord) -> Engine:
+    """The engine of an actor that was created. Begins its start, or joins it."""
+    actor = record.actor
     start, home = actor.start.remote(), actor.home.remote()
-    now, served, deaths = time.monotonic(), held.served, held.deaths
-    return Engine(held.spec, actor, start, now, home, held.node_id, served, deaths)
+    now, served, deaths = time.monotonic(), record.served, record.deaths
+    return Engine(record.spec, actor, start, now, home, record.node_id, served, deaths)
 
 
 def outcome_of(engine: Engine, ref: Any) -> EngineInfo | EngineFailure:
-    """Of a start that `ref` says is over."""
+    """The outcome of a start that has ended: `ref` is ready."""
     try:
         started: EngineInfo | EngineFailure = ray.get(ref)
     except RayError as error:
@@ -173,14 +173,14 @@ def outcome_of(engine: Engine, ref: Any) -> EngineInfo | EngineFailure:
 
 
 def too_slow(engine: Engine, timeout_s: float) -> EngineFailure:
-    """What is wrong with one that does not come up."""
+    """The failure of an engine that did not start within `timeout_s`."""
     tail = _get(engine.actor.log_tail.remote()) or ""
     limit = f"{timeout_s:g} s (engine.startup_timeout_s)"
-    return EngineFailure(f"it did not come up in {limit} and was {engine.stage()}", tail)
+    return EngineFailure(f"it did not start within {limit}; last stage: {engine.stage()}", tail)
 
 
 def why_ended(engine: Engine) -> EngineFailure:
-    """Of one whose `ended` is there."""
+    """Why an engine ended whose `ended` is ready."""
     try:
         failure: EngineFailure | None = ray.get(engine.ended)
     except RayError as error:
@@ -197,7 +197,7 @@ def _get(ref: Any) -> str | None:
 
 
 def _read_log(home: EngineHome) -> str | None:
-    """Its end; None if its node does not answer, which Ray would wait for."""
+    """The last lines of its log; None if its node does not answer. Ray would wait for that node."""
     if home.node_id == ray.get_runtime_context().get_node_id():
         return logs.tail(Path(home.log_path), 10_000)
     if not any(node.node_id == home.node_id and node.answers() for node in placing.nodes()):
@@ -205,7 +205,7 @@ def _read_log(home: EngineHome) -> str | None:
     from ray.util.state import get_log
 
     name = Path(home.log_path).name
-    try:  # by Ray's dashboard, which need not run
+    try:  # Ray's dashboard fetches it, and may not run
         return "".join(get_log(node_id=home.node_id, filename=name, tail=1000, timeout=5))
     except Exception as error:  # noqa: BLE001
         why = type(error).__name__

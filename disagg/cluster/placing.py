@@ -1,9 +1,9 @@
-"""On which node an engine should run: Ray decides, this says what would be good.
+"""Which node an engine prefers. Ray decides where it runs.
 
-A prefill and a decode engine on one node hand over by a faster way, and two engines of one role on
-two nodes do not die together. So an engine goes where the fewest of its own role are, and among
-those where the most of the other role are. One whose ranks may be on several nodes asks for a
-bundle each, and gets all of them or none.
+A prefill and a decode engine on one node use faster transports. Two engines of one role on two
+nodes do not die together. So an engine prefers the node with the fewest engines of its own role,
+and among those the node with the most engines of the other role. An engine whose ranks may run on
+several nodes requests one bundle for each rank, and gets all bundles or none.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ _REFUSES_S = 0.1
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What one engine asks of Ray, by Ray's names. `bundles`: each is on one node; more than one
-    if `spread`, and then the first has the engine itself. `labels`: of these nodes."""
+class ResourceRequest:
+    """The resources that one engine requests, by Ray's names.
+
+    bundles: each is placed on one node. There are several if `spread`; then the engine's actor is
+    in the first. labels: labels that the nodes must have.
+    """
 
     bundles: tuple[Mapping[str, float], ...]
     labels: Mapping[str, str]
     spread: bool = False
 
     @classmethod
-    def of(cls, deployment: Deployment, role: Role) -> Ask:
-        """What an engine of this role asks for."""
+    def of(cls, deployment: Deployment, role: Role) -> ResourceRequest:
+        """The request of an engine of this role."""
         resources = deployment.pool(role).resources
         own = {"CPU": resources.num_cpus, **resources.custom}
         if not deployment.spreads_ranks(role):
             return cls((_some(own | {"GPU": resources.num_gpus}),), resources.labels)
-        # vLLM wants one GPU in each.
+        # vLLM requires one GPU in each bundle.
         others = ({"GPU": 1.0},) * (int(resources.num_gpus) - 1)
         return cls((_some(own | {"GPU": 1.0}), *others), resources.labels, spread=True)
 
     @property
     def total(self) -> dict[str, float]:
-        """All of it."""
+        """The sum of all bundles."""
         total: Counter[str] = Counter()
         for bundle in self.bundles:
             total.update(bundle)
@@ -53,7 +56,8 @@ class Ask:
 
 @dataclass
 class Node:
-    """A living Ray node. free: resources nobody has asked for. engines: of ours, by role."""
+    """A living Ray node. free: resources that are not taken. engines: number of our engines, by
+    role."""
 
     node_id: str
     address: str
@@ -61,22 +65,22 @@ class Node:
     labels: Mapping[str, str] = field(default_factory=dict)
     engines: Counter[Role] = field(default_factory=Counter)
     port: int = 0
-    """Where its raylet listens."""
+    """The port of its raylet."""
     reached: bool = False
-    """By `is_gone`, once."""
+    """Whether `is_gone` has once connected to its raylet."""
 
     def take(self, asked: Mapping[str, float], role: Role) -> None:
-        """An engine more, which Ray need not know of yet."""
+        """Count one more engine, which Ray may not know yet."""
         self.give(asked)
         self.engines[role] += 1
 
     def give(self, asked: Mapping[str, float]) -> None:
-        """So much less is free."""
+        """Subtract from the free resources."""
         for name, amount in asked.items():
             self.free[name] = self.free.get(name, 0.0) - amount
 
     def answers(self) -> bool:
-        """Whether its raylet takes connections; Ray itself knows of a death a minute later."""
+        """Whether its raylet takes connections. Ray itself notices a dead node after a minute."""
         try:
             socket.create_connection((self.address, self.port), _ANSWERS_S).close()
         except OSError:
@@ -84,8 +88,11 @@ class Node:
         return True
 
     def is_gone(self) -> bool:
-        """Whether its raylet certainly is, whose actors end with it: its host refuses what it
-        took before. Of a host that says nothing, or that a firewall speaks for, only Ray knows."""
+        """Whether its raylet has certainly ended, and all its actors with it.
+
+        That is so when the host refuses a connection that it took before. If the host does not
+        answer, or a firewall refuses for it, only Ray can know.
+        """
         try:
             socket.create_connection((self.address, self.port), _REFUSES_S).close()
         except ConnectionRefusedError:
@@ -96,13 +103,13 @@ class Node:
         return False
 
     def fits(self, asked: Mapping[str, float], labels: Mapping[str, str]) -> bool:
-        """Whether it has that much, and these labels."""
+        """Whether it has these free resources and these labels."""
         enough = all(self.free.get(name, 0.0) >= amount for name, amount in asked.items())
         return enough and all(_is(self.labels.get(name), value) for name, value in labels.items())
 
 
 def nodes() -> list[Node]:
-    """The living nodes of the cluster, without our engines."""
+    """The living nodes of the cluster. Their engines are not counted yet (see `populated`)."""
     free = available_resources_per_node()  # type: ignore[no-untyped-call]
     return [
         Node(
@@ -117,11 +124,12 @@ def nodes() -> list[Node]:
     ]
 
 
-def choose(ask: Ask, role: Role, among: Sequence[Node], avoid: str | None = None) -> Node | None:
-    """The best node that has room for all of it now, other than the one to avoid; None if none
-    has."""
-    asked = ask.total
-    fitting = [node for node in among if node.node_id != avoid and node.fits(asked, ask.labels)]
+def choose(
+    request: ResourceRequest, role: Role, among: Sequence[Node], avoid: str | None = None
+) -> Node | None:
+    """The best node with room for the whole request now, except the node to avoid; else None."""
+    asked = request.total
+    fitting = [node for node in among if node.node_id != avoid and node.fits(asked, request.labels)]
 
     def rank(node: Node) -> tuple[float, ...]:
         own, others = node.engines[role], sum(node.engines.values()) - node.engines[role]
@@ -130,20 +138,20 @@ def choose(ask: Ask, role: Role, among: Sequence[Node], avoid: str | None = None
     return min(fitting, key=rank, default=None)
 
 
-def has_room(ask: Ask, among: Sequence[Node], avoid: str | None = None) -> bool:
-    """Whether the nodes, but for the one to avoid, have room for all bundles now."""
+def has_room(request: ResourceRequest, among: Sequence[Node], avoid: str | None = None) -> bool:
+    """Whether the nodes, except the one to avoid, have room for all bundles now."""
     left = [replace(node, free=dict(node.free)) for node in among if node.node_id != avoid]
-    for bundle in ask.bundles:
-        node = next((node for node in left if node.fits(bundle, ask.labels)), None)
+    for bundle in request.bundles:
+        node = next((node for node in left if node.fits(bundle, request.labels)), None)
         if node is None:
             return False
         node.give(bundle)
     return True
 
 
-def missing(ask: Ask, role: Role, among: Sequence[Node]) -> str:
-    """Why no node can have such an engine: what it asks for, what is free, what to do."""
-    asked, labels = ask.total, ask.labels
+def missing(request: ResourceRequest, role: Role, among: Sequence[Node]) -> str:
+    """A message: the resources that the engine needs, what is free on each node, what to do."""
+    asked, labels = request.total, request.labels
     names = list(asked)
     free = "; ".join(
         f"{node.address} {_amounts({name: node.free.get(name, 0.0) for name in names})}"
@@ -152,16 +160,16 @@ def missing(ask: Ask, role: Role, among: Sequence[Node]) -> str:
     )
     wanted = " and ".join([_amounts(asked), *(f"{name}={value}" for name, value in labels.items())])
     where = "on one node"
-    if ask.spread:
-        where = f"in {len(ask.bundles)} bundles, the first of {_amounts(ask.bundles[0])}"
+    if request.spread:
+        where = f"in {len(request.bundles)} bundles, the first of {_amounts(request.bundles[0])}"
     advice = f"add a node or lower {role}.resources"
-    if not ask.spread and 1 < asked.get("GPU", 0) <= sum(n.free.get("GPU", 0.0) for n in among):
-        advice += ", or set distributed_executor_backend: ray, and its ranks may be on several"
+    if not request.spread and 1 < asked.get("GPU", 0) <= sum(n.free.get("GPU", 0.0) for n in among):
+        advice += ", or set distributed_executor_backend: ray to place its ranks on several nodes"
     return f"needs {wanted} {where}; free: {free or 'no node'}; {advice}"
 
 
 def _is(label: str | None, wanted: str) -> bool:
-    """As Ray selects: a value, `in(a,b)`, or either behind `!`."""
+    """Ray's label selector: a value, `in(a,b)`, or one of them after `!`."""
     if wanted.startswith("!"):
         return not _is(label, wanted[1:])
     if wanted.startswith("in(") and wanted.endswith(")"):

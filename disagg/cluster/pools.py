@@ -1,8 +1,8 @@
-"""Starts engines as Ray actors, all at once, and says which one failed and why.
+"""Starts engines as Ray actors, all at once, and reports which engine failed and why.
 
-Placement is Ray's, by the resources and labels in the YAML and by what `placing` prefers. Nothing
-here waits without a deadline, and a remote trace never reaches the user: a failure is a
-StartupError with the engine's name, one line that says why, and the end of its log.
+Ray places the engines, by the resources and labels of the YAML and by the preference of `placing`.
+Every wait here has a deadline. A remote traceback must never reach the user: a failure is a
+StartupError with the engine's name, one line with the cause, and the end of its log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from disagg.cluster import placing
-from disagg.cluster.engines import Engine, Held, NoRoom, NotNow, engine_of, outcome_of, too_slow
+from disagg.cluster.engines import (
+    Engine,
+    EngineRecord,
+    NoRoom,
+    NotNow,
+    engine_from,
+    outcome_of,
+    too_slow,
+)
 from disagg.config import Deployment, Role
 from disagg.engine import guardian
 from disagg.engine.actor import DecodeEngine, PrefillEngine
@@ -28,16 +36,16 @@ from disagg.errors import StartupError
 POLL_S = 0.5
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 _ACTORS = {"prefill": PrefillEngine, "decode": DecodeEngine}
-_NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
+_NODE_LABEL = "ray.io/node-id"  # Ray sets it on each node
 
 
 Create = Callable[[EngineSpec, str | None, str | None], Any]
-"""Makes an engine's actor, rather on the first node, and not on the second. Raises NotNow."""
+"""Creates an engine's actor. Prefers the first node, and never uses the second. Raises NotNow."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What all engines of one run of a deployment have in common."""
+    """The values that all engines of one run of a deployment share."""
 
     run_id: str
     storage_path: str
@@ -46,7 +54,7 @@ class Run:
     engine_key: str
 
     def spec(self, deployment: Deployment, role: Role, index: int) -> EngineSpec:
-        """Of one engine."""
+        """The spec of one engine."""
         return EngineSpec(
             deployment,
             role,
@@ -59,7 +67,7 @@ class Run:
         )
 
     def specs(self, deployment: Deployment) -> list[EngineSpec]:
-        """One for each replica of both pools."""
+        """The specs of all replicas of both pools."""
         return [
             self.spec(deployment, role, index)
             for role in ROLES
@@ -68,12 +76,12 @@ class Run:
 
 
 def shortfalls(deployment: Deployment) -> list[str]:
-    """What this one machine can never place of it: a line for each resource."""
+    """One line for each resource of which this machine has less than the deployment needs."""
     have = ray.cluster_resources()  # type: ignore[no-untyped-call]
     wanted: dict[str, float] = {}
     for role in ROLES:
         replicas = deployment.pool(role).replicas
-        for resource, amount in placing.Ask.of(deployment, role).total.items():
+        for resource, amount in placing.ResourceRequest.of(deployment, role).total.items():
             wanted[resource] = wanted.get(resource, 0) + amount * replicas
     return [
         f"the engines ask for {amount:g} {resource}, this machine has "
@@ -84,17 +92,17 @@ def shortfalls(deployment: Deployment) -> list[str]:
 
 
 def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> Any:
-    """A `Create`. Ray ends the actor when this process ends."""
+    """The `Create` of the driver. Ray ends the actor when this process ends."""
     asked = spec.pool.resources
     others = {} if avoid is None else {_NODE_LABEL: f"!{avoid}"}
     options: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
-    if _ask(spec).spread:
-        # Of its GPUs each rank takes one; vLLM finds the group by the actor that it is in.
+    if _request(spec).spread:
+        # Each rank takes one of the group's GPUs. vLLM finds the group through the actor.
         group = PlacementGroupSchedulingStrategy(_bundles(spec, others), 0, True)
         options = {"scheduling_strategy": group}
     elif node_id is not None:
-        # Should someone else take the room meanwhile, another node will do. Ray's node affinity,
-        # also a soft one, would wait for it.
+        # If the node's room is taken meanwhile, Ray uses another node. With Ray's node affinity,
+        # even a soft one, the actor would wait for this node.
         options = {
             "label_selector": {_NODE_LABEL: node_id} | asked.labels,
             "fallback_strategy": [{"label_selector": others | asked.labels}],
@@ -107,46 +115,48 @@ def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> A
             .options(
                 name=spec.name,
                 num_cpus=asked.num_cpus,
-                num_gpus=0 if _ask(spec).spread else asked.num_gpus,
+                num_gpus=0 if _request(spec).spread else asked.num_gpus,
                 resources=asked.custom,
                 max_restarts=0,
                 **options,
             )
             .remote(spec)
         )
-    except ValueError as error:  # Ray has not let go of the last one's name
+    except ValueError as error:  # Ray has not yet released the name of the previous actor
         raise NotNow(str(error)) from error
 
 
 def _bundles(spec: EngineSpec, others: dict[str, str]) -> PlacementGroup:
-    """All that an engine of ranks on several nodes asks for, as near together as can be; what it
-    had before is given back. Raises NotNow."""
-    ask = _ask(spec)
-    _give_back(spec)
+    """A placement group for an engine with ranks on several nodes, on as few nodes as possible.
+
+    Removes the engine's previous group. Raises NotNow.
+    """
+    request = _request(spec)
+    _remove_group(spec)
     try:
         group: PlacementGroup = ray.util.placement_group(
-            [dict(bundle) for bundle in ask.bundles],
+            [dict(bundle) for bundle in request.bundles],
             strategy="PACK",
             name=spec.name,
-            bundle_label_selector=[others | dict(ask.labels)] * len(ask.bundles),
+            bundle_label_selector=[others | dict(request.labels)] * len(request.bundles),
         )
-    except (RayError, ValueError) as error:  # Ray has not let go of the last one's name
+    except (RayError, ValueError) as error:  # Ray has not yet released the previous group's name
         raise NotNow(str(error)) from error
     return group
 
 
-def _give_back(spec: EngineSpec) -> None:
-    """Its bundles, if it has any: nobody else gets them before, though its actor is gone."""
-    if not _ask(spec).spread:
+def _remove_group(spec: EngineSpec) -> None:
+    """Remove the engine's placement group, if any: it holds its resources after the actor's end."""
+    if not _request(spec).spread:
         return
     try:
         ray.util.remove_placement_group(ray.util.get_placement_group(spec.name))
-    except (RayError, ValueError):  # there are none
+    except (RayError, ValueError):  # there is no such group
         return
 
 
-def _ask(spec: EngineSpec) -> placing.Ask:
-    return placing.Ask.of(spec.deployment, spec.role)
+def _request(spec: EngineSpec) -> placing.ResourceRequest:
+    return placing.ResourceRequest.of(spec.deployment, spec.role)
 
 
 def launch(
@@ -155,10 +165,10 @@ def launch(
     avoid: str | None = None,
     create: Create = create,
 ) -> list[Engine]:
-    """Create all actors and begin all starts; returns at once. Raises NotNow.
+    """Create all actors and begin all starts. Returns at once. Raises NotNow.
 
-    `present`: the other engines. `avoid`: a node that may be dead before Ray knows it. What is
-    started there then hangs until Ray does, so an engine that has no other place waits for one.
+    `present`: the other engines. `avoid`: a node that may be dead while Ray does not know it. An
+    actor started there would hang until Ray knows. So an engine without another node waits for one.
     """
     nodes = populated(present)
     if not any(node.node_id == avoid and not node.answers() for node in nodes):
@@ -167,7 +177,7 @@ def launch(
 
 
 def populated(present: Iterable[Engine]) -> list[placing.Node]:
-    """The cluster's nodes, with these engines on them."""
+    """The cluster's nodes, with these engines counted."""
     nodes = placing.nodes()
     by_id = {node.node_id: node for node in nodes}
     for engine in present:
@@ -177,14 +187,14 @@ def populated(present: Iterable[Engine]) -> list[placing.Node]:
         if engine.home() is not None:
             node.engines[engine.spec.role] += 1
         else:
-            node.take(_ask(engine.spec).total, engine.spec.role)
+            node.take(_request(engine.spec).total, engine.spec.role)
     return nodes
 
 
 def wait_ready(
     engines: Sequence[Engine], timeout_s: float, progress: Callable[[str], None]
 ) -> list[EngineInfo]:
-    """Return when all engines serve. Raises StartupError for the first that fails."""
+    """Wait until all engines serve. Raises StartupError for the first that fails."""
     deadline = time.monotonic() + timeout_s
     pending = {engine.started: engine for engine in engines}
     while pending:
@@ -204,35 +214,35 @@ def wait_ready(
 def stop(engines: Sequence[Engine], grace_s: float, timeout_s: float) -> None:
     """Stop all engines and wait until their processes are gone. Raises nothing."""
     homes = [home for engine in engines if (home := engine.home())]
-    # Of one that vanished, with its node maybe, an answer would be waited for in vain.
+    # An engine that vanished, maybe with its node, will not answer.
     there = [engine for engine in engines if engine.started_up and not engine.vanished]
     asked = [engine.actor.stop.remote(grace_s) for engine in there]
     if asked:
         ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
     for engine in engines:
         ray.kill(engine.actor)
-        _give_back(engine.spec)
+        _remove_group(engine.spec)
     here = ray.get_runtime_context().get_node_id()
     for home in homes:
-        if home.node_id == here:  # elsewhere the guardian does it alone
+        if home.node_id == here:  # on other nodes the guardian cleans up alone
             guardian.wait_gone(home.guardian_pid, home.pid)
 
 
 def _launch(
     spec: EngineSpec, nodes: Sequence[placing.Node], avoid: str | None, create: Create
 ) -> Engine:
-    ask, near = _ask(spec), spec.deployment.engine.placement == "near"
-    if avoid is not None and not placing.has_room(ask, nodes, avoid):
+    request, near = _request(spec), spec.deployment.engine.placement == "near"
+    if avoid is not None and not placing.has_room(request, nodes, avoid):
         others = [node for node in nodes if node.node_id != avoid]
-        lacks = placing.missing(ask, spec.role, others)
-        raise NoRoom(f"its node does not answer, so it waits for another: {lacks}")
+        lacks = placing.missing(request, spec.role, others)
+        raise NoRoom(f"its node does not answer, so it waits for another node: {lacks}")
     node = None
-    if not ask.spread and (avoid is not None or near):
-        node = placing.choose(ask, spec.role, nodes, avoid)
+    if not request.spread and (avoid is not None or near):
+        node = placing.choose(request, spec.role, nodes, avoid)
     if node is not None:
-        node.take(ask.total, spec.role)
+        node.take(request.total, spec.role)
     node_id = node.node_id if node else None
-    return engine_of(Held(spec, create(spec, node_id, avoid), node_id))
+    return engine_from(EngineRecord(spec, create(spec, node_id, avoid), node_id))
 
 
 def _did_not_start(engine: Engine, failure: EngineFailure) -> StartupError:

@@ -1,8 +1,8 @@
-"""Joins a running Ray cluster, or runs a private one on this machine for as long as we live.
+"""Joins a running Ray cluster, or runs a private Ray on this machine until this process ends.
 
-We join when RAY_ADDRESS is set, as it is inside `ray job submit`. A private Ray shares
-nothing with another one: its ports, folder and processes are its own, and `stop` ends and
-removes all of them. A joined cluster is never stopped.
+It joins if RAY_ADDRESS is set, as it is within `ray job submit`. A private Ray has ports, a folder
+and processes of its own, and `stop` ends and removes all of them. A joined cluster must never be
+stopped.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from disagg.cluster.run_folder import RunFolder, sweep
 from disagg.cluster.signals import Interrupted
 from disagg.errors import StartupError
 
-OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it; Ray's minimum is 75 MiB
+OBJECT_STORE_BYTES = 80 << 20  # disagg stores nothing in it; Ray's minimum is 75 MiB
 STOP_S = 3.0
-# A Unix socket's path holds 107 bytes; Ray adds up to this much to the folder's.
-ADDRESS = "address"  # of a private Ray, in its folder
+ADDRESS = "address"  # the file with a private Ray's address, in its folder
+# A Unix socket's path has at most 107 bytes. Ray appends up to `RAYS_PART` to the folder's path.
 MAX_SOCKET_PATH = 107
 RAYS_PART = "/session_2026-11-20_22-00-00_000000_1234567/sockets/dash_MetricsHead"
 
@@ -39,7 +39,7 @@ PRIVATE_ENV = {
 
 @dataclass
 class RaySession:
-    """A connection to Ray; `private` when the cluster is ours alone."""
+    """A connection to Ray. private: this process started the cluster, and nobody else uses it."""
 
     private: bool
     node_id: str
@@ -47,7 +47,7 @@ class RaySession:
     _folder: RunFolder | None
 
     def stop(self) -> None:
-        """Leave the cluster; end and remove a private one. Actors of ours end in both cases."""
+        """Leave the cluster; end and remove a private one. Our actors end in both cases."""
         import ray
 
         ours = _processes(self._folder.path) if self._folder else []
@@ -58,7 +58,7 @@ class RaySession:
 
 
 def connect(namespace: str, after_init: Callable[[], None]) -> RaySession:
-    """Join or start Ray. `after_init` runs at once after: Ray replaces signal handlers."""
+    """Join or start Ray. `after_init` runs right after `ray.init`, which sets signal handlers."""
     os.environ |= {name: value for name, value in PRIVATE_ENV.items() if name not in os.environ}
     joined = bool(os.environ.get("RAY_ADDRESS"))
     folder = None if joined else _private_folder()
@@ -69,7 +69,7 @@ def connect(namespace: str, after_init: Callable[[], None]) -> RaySession:
         if folder:
             _end(_processes(folder.path))
             folder.remove()
-        if isinstance(error, SystemExit):  # Ray's own handler of SIGTERM, in place meanwhile
+        if isinstance(error, SystemExit):  # from Ray's handler of SIGTERM during `ray.init`
             raise Interrupted(signal.SIGTERM) from error
         if isinstance(error, Exception):
             raise StartupError(f"Ray did not start: {_first_line(error)}") from error
@@ -88,7 +88,7 @@ def connect(namespace: str, after_init: Callable[[], None]) -> RaySession:
 
 @contextmanager
 def _temp_folder(folder: RunFolder | None) -> Iterator[None]:
-    """Have a private Ray's processes, and so the engines, put temporary files into the folder."""
+    """Set TMPDIR, so that a private Ray and its engines put temporary files into the folder."""
     before = os.environ.get("TMPDIR")
     if folder:
         os.environ["TMPDIR"] = str(folder.path)
@@ -119,7 +119,7 @@ def _init(namespace: str, folder: RunFolder | None) -> Any:
 
 
 def token_file() -> Path | None:
-    """Where Ray keeps the token that its dashboard asks for; None if it asks for none."""
+    """The file with the token of Ray's dashboard; None if the dashboard needs no token."""
     if os.environ.get("RAY_AUTH_MODE", "token") != "token" or "RAY_AUTH_TOKEN" in os.environ:
         return None
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
@@ -127,7 +127,7 @@ def token_file() -> Path | None:
 
 
 def private_addresses() -> list[str]:
-    """Of the private Rays of this user on this machine that run now."""
+    """The addresses of this user's private Rays that run on this machine now."""
     parent = _parent()
     sweep(parent)
     return [file.read_text() for file in sorted(parent.glob(f"*/{ADDRESS}"))]
@@ -135,11 +135,11 @@ def private_addresses() -> list[str]:
 
 @contextmanager
 def visit(address: str) -> Iterator[None]:
-    """Be connected to a Ray that runs. Raises StartupError if none does there."""
+    """A connection to a running Ray. Raises StartupError if none answers at the address."""
     import ray
     from ray._raylet import Config  # type: ignore[attr-defined]
 
-    # A private Ray asks for the token that it made for this user.
+    # A private Ray requires the token that it made for this user.
     wanted = PRIVATE_ENV | ({"RAY_AUTH_MODE": "token"} if token_file() else {})
     os.environ |= {name: value for name, value in wanted.items() if name not in os.environ}
     Config.initialize("")  # Ray reads the environment when it is imported
@@ -160,7 +160,7 @@ def _private_folder() -> RunFolder:
 
 
 def _parent() -> Path:
-    """Where this user's private Rays have their folders."""
+    """The parent folder of this user's private Rays."""
     own = f"disagg-ray-{os.getuid()}"
     parent = Path(tempfile.gettempdir(), own)
     fits = len(f"{parent}/{_name()}{RAYS_PART}") <= MAX_SOCKET_PATH
@@ -172,7 +172,7 @@ def _name() -> str:
 
 
 def _processes(folder: Path) -> list[psutil.Process]:
-    """Our children that run on this folder, and all their descendants."""
+    """Our child processes whose command line names the folder, and all their descendants."""
     found: list[psutil.Process] = []
     for child in psutil.Process().children():
         try:
@@ -184,7 +184,7 @@ def _processes(folder: Path) -> list[psutil.Process]:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """Wait for processes that were told to end, and kill those that don't."""
+    """Wait for processes that are ending, and kill those that remain after `STOP_S`."""
     _, left = psutil.wait_procs(processes, timeout=STOP_S)
     for process in left:
         process.kill()

@@ -1,8 +1,8 @@
 """The Ray actor around the router.
 
-Binds its port at once, so that a port in use is known before the engines start, and serves
-only when they are ready. It lives on the node where `disagg serve` runs, whose address the
-YAML names. Restarting it must never touch the engines.
+It binds its port before the engines start, so that a port in use is known at once. It serves only
+when the engines are ready. It runs on the node of `disagg serve`, because the YAML's `router.host`
+is an address of that node. A restart of this actor must never affect the engines.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class RouterActor:
     def __init__(self, deployment: str, section: RouterSection) -> None:
         self._section = section
         self._metrics = RayMetrics({"deployment": deployment})
-        self._showing: asyncio.Task[None] | None = None
-        self._over = asyncio.Event()
+        self._publishing: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
         self._socket: socket.socket | None = None
         self._server: RouterServer | Processes | None = None
 
     async def bind(self) -> int | str:
-        """Take the port. Returns the port, or what is wrong with it."""
+        """Bind the port. Returns the port, or a message with the problem."""
         try:
             self._socket = claim(self._section.host, self._section.port, self._section.processes)
         except OSError as error:
@@ -51,7 +51,7 @@ class RouterActor:
         engine_key: str,
         strict: bool,
     ) -> None:
-        """Serve; returns when requests are accepted."""
+        """Serve. Returns when requests are accepted."""
         assert self._socket is not None
         plan = RouterPlan(
             self._section,
@@ -64,25 +64,25 @@ class RouterActor:
         self._server = open_server(plan, self._socket)
         await self._server.start()
         settle()
-        self._showing = asyncio.create_task(self._metrics.keep(self._families, self._over))
+        self._publishing = asyncio.create_task(self._metrics.publish(self._families, self._stopped))
 
     async def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, str]) -> None:
-        """Other engines from now on; `down`: why those that are not there are not."""
+        """Replace the engines. `down`: the state of each engine that does not serve, by name."""
         assert self._server is not None
         await self._server.replace(_endpoints(engines), down)
 
     async def ended(self) -> None:
-        """Never returns while the actor lives; its failure is the router's.
+        """Never returns while the actor lives. Raises what ended the router.
 
-        Asked after `start`. A stop is no failure: who asked for it ends the actor too.
+        Call it after `start`. `stop` is no failure: its caller also ends the actor.
         """
         assert self._server is not None
         await self._server.ended()
         await asyncio.Event().wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Accept nothing new, let streams run for `grace_s`, close."""
-        self._over.set()
+        """Accept no new requests, let streams run for `grace_s`, then close."""
+        self._stopped.set()
         if self._server is not None:
             await self._server.stop(grace_s)
         elif self._socket is not None:

@@ -1,4 +1,4 @@
-"""The router's actor as who looks after it sees it: launched, told of engines, stopped."""
+"""The supervisor's and driver's handle of the router's actor: launch, replace engines, stop."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from disagg.engine.spec import EngineInfo
 from disagg.errors import ConfigError, StartupError
 
 START_S = 60.0
-TELL_S = 5.0
+REPLACE_S = 5.0
 STOP_S = 4.0
 
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """A router to start. The section's port is the one it has, once it had one."""
+    """A router to start. Once it was bound, the section's port is the port that it got."""
 
     deployment: str
     section: RouterSection
@@ -35,32 +35,32 @@ class RouterSpec:
 
 
 Create = Callable[[RouterSpec], Any]
-"""Makes a router's actor. Raises NotNow."""
+"""Creates a router's actor. Raises NotNow."""
 
 
 def create(spec: RouterSpec) -> Any:
-    """A `Create`. Ray ends the actor when this process ends."""
+    """The `Create` of the driver. Ray ends the actor when this process ends."""
     here = NodeAffinitySchedulingStrategy(spec.node_id, soft=False)
     options = {"name": "router", "num_cpus": 0, "scheduling_strategy": here}
     try:
         return ray.remote(RouterActor).options(**options).remote(spec.deployment, spec.section)
-    except ValueError as error:  # Ray has not let go of the last one's name
+    except ValueError as error:  # Ray has not yet released the name of the previous actor
         raise NotNow(str(error)) from error
 
 
 class RouterHandle:
-    """A deployment's router: one at a time, always on the same port of the same node."""
+    """A deployment's router. There is one at a time, always on the same node and port."""
 
     def __init__(self, spec: RouterSpec, create: Create = create) -> None:
         self.spec = spec
         self.actor: Any = None
         self.ended: Any = None
-        """Ray's promise of its end."""
+        """Ray's reference to the call of `ended`; ready when the actor has ended."""
         self._create = create
         self._serves = False
 
     def launch(self) -> None:
-        """Start the process and take the port. Raises ConfigError, StartupError or NotNow."""
+        """Start the process and bind the port. Raises ConfigError, StartupError or NotNow."""
         self.actor = self._create(self.spec)
         bound = _outcome(self.actor.bind.remote())
         if isinstance(bound, str):
@@ -69,25 +69,27 @@ class RouterHandle:
         self.spec = replace(self.spec, section=section)
 
     def start(self, engines: Sequence[EngineInfo], down: Mapping[str, str]) -> None:
-        """Serve with these. Raises StartupError."""
+        """Serve with these engines. Raises StartupError."""
         given = (self.spec.api_keys, self.spec.engine_key, self.spec.strict)
         _outcome(self.actor.start.remote(list(engines), dict(down), *given))
         self.adopt(self.actor)
 
     def adopt(self, actor: Any) -> None:
-        """Look after this one, which serves."""
+        """Take over an actor that serves already."""
         self.actor = actor
         self.ended = actor.ended.remote()
         self._serves = True
 
     def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, str]) -> None:
-        """Tell it of other engines. One that cannot hear it is about to end, or hears it when
-        it starts again."""
+        """Replace the router's engines. Waits up to `REPLACE_S`.
+
+        A router that does not take the call is ending. It gets the engines when it restarts.
+        """
         if self._serves:
-            ray.wait([self.actor.replace.remote(list(engines), dict(down))], timeout=TELL_S)
+            ray.wait([self.actor.replace.remote(list(engines), dict(down))], timeout=REPLACE_S)
 
     def why_ended(self) -> str:
-        """After `ended`."""
+        """Why the router ended. Call it when `ended` is ready."""
         try:
             ray.get(self.ended, timeout=0)
         except RayError as error:
@@ -95,19 +97,19 @@ class RouterHandle:
         return "it stopped"
 
     def kill(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process, if there is one."""
         self._serves = False
         if self.actor is not None:
             ray.kill(self.actor)
 
     def stop(self, grace_s: float) -> None:
-        """Accept nothing new, let running requests go on for `grace_s`."""
+        """Accept no new requests, let running requests go on for `grace_s`."""
         if self._serves:
             ray.wait([self.actor.stop.remote(grace_s)], timeout=grace_s + STOP_S)
 
 
 def bad_port(problem: str) -> ConfigError:
-    """The port cannot be had."""
+    """The error for a port that cannot be bound."""
     return ConfigError(
         f"router.port: {problem}; stop what listens there or choose another port (0: any free one)"
     )
@@ -121,6 +123,6 @@ def _outcome(ref: Any) -> Any:
 
 
 def _cause(error: RayError) -> str:
-    # Ray wraps what the actor raised into a remote trace, which is for the log alone.
+    # Ray wraps the actor's exception into a remote traceback, which belongs in the log only.
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0].rstrip('.')}"

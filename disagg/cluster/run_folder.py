@@ -1,8 +1,8 @@
-"""Folders that belong to one run: for handoff files, and for a private Ray.
+"""Folders of one run: for handoff files, and for a private Ray.
 
-Each holds a locked file while its owner lives. A folder whose lock is free was left by a
-run that was killed, and the next run sweeps it. Never removes a folder whose owner lives, or
-one of another host (a shared file system's locks need not reach that far).
+Each folder holds a file that its process locks. A folder whose lock is free was left by a run that
+was killed, and the next run removes it. Must never remove a folder whose process lives, nor one of
+another host, because a shared file system's locks may not work across hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOCK = ".owner"
 
 
 class RunFolder:
-    """A folder of this process's, locked until `remove` or the process's end."""
+    """A folder of this process, locked until `remove` or the process's end."""
 
     def __init__(self, parent: Path, name: str) -> None:
         self.path = parent / name
@@ -28,19 +28,24 @@ class RunFolder:
             self.path.mkdir(mode=0o700, parents=True)
             self._lock = (self.path / LOCK).open("w")
         except OSError as error:
-            raise ConfigError(f"transfer.storage.path: can't make {self.path}: {error}") from error
+            raise ConfigError(
+                f"transfer.storage.path: cannot create {self.path}: {error}"
+            ) from error
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._lock.write(socket.gethostname())
         self._lock.flush()
 
     def remove(self) -> None:
-        """Remove the folder and all in it."""
+        """Remove the folder with its content."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def user_folder() -> Path:
-    """This user's folder in the temporary directory; refuses one that another user made."""
+    """This user's folder in the temporary directory.
+
+    Raises ConfigError if another user created it.
+    """
     path = Path(tempfile.gettempdir(), f"disagg-{os.getuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
     if path.is_symlink() or path.stat().st_uid != os.getuid():
@@ -59,17 +64,17 @@ def _abandoned(lock: Path) -> bool:
     try:
         with lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # An empty file is one that its owner is just about to lock and sign.
+            # An empty file is new: its process is about to lock it and write the host's name.
             return file.read() == socket.gethostname()
     except OSError:  # locked, or gone meanwhile
         return False
 
 
 class PortLock:
-    """Keeps two deployments of one user from starting on the same port.
+    """Prevents that two deployments of one user start on the same port.
 
-    The router listens only when the engines are ready, so for a minute the port itself
-    would let both in.
+    The router listens only when the engines are ready. Until then, about a minute, both could bind
+    the port.
     """
 
     def __init__(self, port: int) -> None:
@@ -85,6 +90,6 @@ class PortLock:
             ) from error
 
     def release(self) -> None:
-        """Let the next one have it."""
+        """Release the lock."""
         self._path.unlink(missing_ok=True)
         self._file.close()

@@ -1,7 +1,7 @@
-"""Runs one deployment in the foreground: progress, the endpoint, and an orderly end.
+"""Runs one deployment in the foreground: shows progress and the endpoint, and stops in order.
 
-Prints for a person at a terminal and for a log file alike. Decides nothing about the
-deployment itself.
+The output is for a terminal and for a log file. This module must never decide anything about the
+deployment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REPEAT_S = 15.0
 
 
 class Progress:
-    """Shows what is going on: one live line on a terminal, else a line per change."""
+    """Shows the state of the start: one live line on a terminal, else one line per change."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -55,8 +55,8 @@ class Progress:
 def serve(deployment: Deployment) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status.
 
-    0 after an ordinary stop, 1 when something did not start or died, 128 + signal when
-    interrupted while starting. Raises ConfigError.
+    0 after a stop, 1 if the deployment did not start or cannot go on, 128 + signal if interrupted
+    during the start. Raises ConfigError.
     """
     console = Console(soft_wrap=True, highlight=False)
     with StopSignals(_kill_at_once) as signals:
@@ -70,7 +70,7 @@ def serve(deployment: Deployment) -> int:
                     tell=lambda what, tail: _print_event(console, what, tail),
                 )
         except Interrupted as interrupted:
-            console.print("Interrupted while starting; everything was stopped.")
+            console.print("Interrupted during the start; everything was stopped.")
             return 128 + interrupted.signum
         except StartupError as error:
             progress.close()
@@ -83,7 +83,7 @@ def serve(deployment: Deployment) -> int:
                 _print_ready(console, deployment, running)
                 return _watch(console, running)
         except Interrupted:
-            console.print("Stopping (once more to kill at once) …")
+            console.print("Stopping … (Ctrl-C again kills at once)")
             return 0
         finally:
             signals.disarm()
@@ -123,7 +123,7 @@ def _print_ready(console: Console, deployment: Deployment, running: RunningDeplo
             f'    -d \'{{"model": "{model}", "prompt": "Hello", "max_tokens": 16}}\''
         )
     )
-    console.print(f"\nHow it stands: {running.url}/ui, or: disagg status {running.url}")
+    console.print(f"\nStatus: {running.url}/ui, or: disagg status {running.url}")
     if running.dashboard_url:
         console.print(f"Ray's dashboard: {running.dashboard_url}")
         if token := token_file():
@@ -132,7 +132,7 @@ def _print_ready(console: Console, deployment: Deployment, running: RunningDeplo
 
 
 def _kill_at_once() -> None:
-    """The second signal: end our processes now. The guardians clean up after the engines."""
+    """After the second signal: kill our processes. The guardians clean up after the engines."""
     for process in psutil.Process().children(recursive=True):
         try:
             if guardian.__file__ not in process.cmdline():

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM: the first one asks for an orderly stop, the second one kills at once.
+"""Ctrl-C and SIGTERM: the first signal stops in order, the second one kills at once.
 
-The first signal is raised as `Interrupted` wherever the main thread is, so that it also ends
-a start that is waiting deep inside a library. Nothing is raised any more once a stop has
-begun: a half-done clean-up would leave processes behind.
+The first signal raises `Interrupted` in the main thread. So it also interrupts a start that waits
+inside a library. Once a stop has begun, no signal raises: an interrupted clean-up would leave
+processes behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Interrupted(BaseException):
 
 
 class StopSignals:
-    """Context manager that owns both signals. Main thread only."""
+    """Context manager that handles both signals. Main thread only."""
 
     def __init__(self, kill: Callable[[], None]) -> None:
         self._kill = kill
@@ -46,7 +46,7 @@ class StopSignals:
             signal.signal(signum, handler)
 
     def install(self) -> None:
-        """Take the signals (again: ray.init puts handlers of its own in their place)."""
+        """Set the signal handlers. Call it again after `ray.init`, which sets its own."""
         for signum in SIGNALS:
             signal.signal(signum, self._on_signal)
         if self._received is not None:
@@ -54,9 +54,9 @@ class StopSignals:
 
     @contextmanager
     def as_interrupted(self) -> Iterator[None]:
-        """Leave the block with `Interrupted` after a signal, whatever became of it inside.
+        """After a signal, leave the block with `Interrupted`, whatever exception the block raises.
 
-        Ray's compiled code turns what a handler raises into a SystemError.
+        Ray's compiled code turns an exception from a signal handler into a SystemError.
         """
         try:
             yield
@@ -66,7 +66,7 @@ class StopSignals:
             raise Interrupted(self._received) from None
 
     def disarm(self) -> None:
-        """From here on a first signal changes nothing: the stop has begun."""
+        """Ignore a first signal from now on: the stop has begun."""
         self._armed = False
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -79,14 +79,17 @@ class StopSignals:
             raise Interrupted(signum)
 
 
-def kept() -> Callable[[], None]:
-    """Puts the handlers of now back: of those that ray.init leaves, SIGTERM's aborts."""
+def handler_restorer() -> Callable[[], None]:
+    """Returns a function that restores the current signal handlers.
+
+    The handler of SIGTERM that `ray.init` sets aborts the process.
+    """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
 
-    def put_back() -> None:
+    def restore() -> None:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
 
-    return put_back
+    return restore

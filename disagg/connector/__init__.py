@@ -1,9 +1,9 @@
-"""When and what to move: the vLLM side.
+"""The vLLM side: when to move blocks, and which.
 
-vLLM loads them itself, through `kv_connector_module_path: disagg.connector`:
-`DisaggConnector` hands KV blocks over, `HiddenStatesConnector` writes hidden states to files.
+vLLM loads the connectors itself, through `kv_connector_module_path: disagg.connector`:
+`DisaggConnector` hands off KV blocks, `HiddenStatesConnector` writes hidden states to files.
 
-They are imported when they are asked for: who only reads hidden states has no vLLM.
+They are imported on first use, as readers of hidden states do not need vLLM.
 """
 
 from __future__ import annotations

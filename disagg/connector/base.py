@@ -1,13 +1,12 @@
-"""What our connectors have in common: they hand vLLM's calls on to two halves, and decide nothing.
+"""The base of our connectors: it passes vLLM's calls to two halves, and decides nothing itself.
 
-Exactly one half exists in a process: the scheduler's or a worker's. Nothing of ours happens layer
-by layer.
+A process has exactly one half: the scheduler's or a worker's. None of our connectors works layer by
+layer.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -23,24 +22,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from disagg.connector import kv_cache_layout
-from disagg.connector.load_admission import LoadAdmission, load_admission_of
 from disagg.connector.vllm_logging import log_as_vllm_does
 from disagg.engine.vllm_patches import patching
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
 SchedulerT = TypeVar("SchedulerT")
 WorkerT = TypeVar("WorkerT")
 
 
 class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
-    """A connector without its halves: who derives from it makes one of them, by its role."""
+    """A connector without its halves: the subclass makes one of them, by its role."""
 
     stats_class: ClassVar[type[KVConnectorStats]]
     prom_metrics_class: ClassVar[type[KVConnectorPromMetrics]]
@@ -53,15 +48,12 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         patching.require(vllm_config)
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
-        self._room: LoadAdmission | None = None
 
     @classmethod
     def device_bytes(cls, extra_config: dict[str, Any]) -> int:
-        """Bytes that it takes of each GPU beside the cache.
+        """Bytes per GPU that the connector uses in addition to the cache.
 
-        `engine/vllm_patches/kv_memory_headroom.py` leaves them free.
-
-        Raises `ConfigError` for settings that are wrong.
+        `engine/vllm_patches/kv_memory_headroom.py` reserves them. Raises `ConfigError`.
         """
         return 0
 
@@ -79,31 +71,7 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
 
     @abstractmethod
     def take_stats(self) -> KVConnectorStats | None:
-        """What the half of this process has counted since the last call, if it counts."""
-
-    # ---- loads of models with windows ------------------------------------------------------
-
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        if kv_cache_layout.has_windows(self._kv_cache_config):
-            self._room = load_admission_of(kv_cache_manager)
-
-    def _where_room_is(
-        self, request: Request, computed: int, found: tuple[int | None, bool]
-    ) -> tuple[int | None, bool]:
-        """What `get_num_new_matched_tokens` found, or "ask again" while others need the blocks."""
-        if self._room and found[0] and not self._room.is_left(request, computed + found[0]):
-            return None, False
-        return found
-
-    def _load_begins(self, request: Request, external: int) -> None:
-        if self._room and external:
-            self._room.begins(request)
-
-    def _loads_end(self, request_ids: Iterable[str]) -> None:
-        """Requests that run now, or are finished."""
-        if self._room:
-            self._room.end(request_ids)
+        """Counts since the last call; None if this process's half has none."""
 
     # ---- vLLM's ----------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""From vLLM's KV cache tensors to plain block regions, and to the fingerprint peers compare.
+"""Describes vLLM's KV cache tensors as plain block regions, and as the fingerprint peers compare.
 
-Refuses at start what this connector cannot move, naming the setting to change. Legend for
+Refuses at start what our connectors cannot move, naming the setting to change. Legend for
 shapes: B blocks, H KV heads of this rank, N tokens of a block, C content (K and V of one head
 and token).
 """
@@ -41,12 +41,12 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-# vLLM's, whose hashes are the same in every process; the others take a random seed.
+# vLLM's algorithms whose hashes are equal in every process; the others use a random seed.
 _SAME_EVERYWHERE = ("sha256", "sha256_cbor")
 _SEED = "PYTHONHASHSEED"
-HANDED_OVER = "that is handed over"
+HANDED_OFF = "that is handed off"
 NULL_BLOCK = 0
-"""vLLM's own block that stands for those no longer kept. No request's data is ever there."""
+"""vLLM's placeholder for blocks that were freed. It never holds a request's data."""
 
 
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
@@ -73,21 +73,22 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     if draft is not None and draft.method == "extract_hidden_states":
         problems.append(
             "speculative_config.method: extract_hidden_states — hidden states have a connector of "
-            "their own and are not handed over; unset it"
+            "their own and are not handed off; unset it"
         )
     if problems:
         raise ConfigError(problems)
 
 
 def hash_block_size(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
-    """Tokens that each of vLLM's block hashes of a request covers."""
+    """Tokens per block hash of vLLM's."""
     return int(kv_cache.hash_block_size or config.cache_config.block_size)
 
 
 def hash_seed(config: VllmConfig, found: str) -> str:
-    """What vLLM's block hashes begin with: a digest of the seed, if one was given.
+    """The seed of vLLM's block hashes: a digest of it, if one was given.
 
-    Raises `ConfigError` where no two engines' would be the same. `found`: what is found by them.
+    Raises `ConfigError` if each engine would use another one. found: what the hashes identify, for
+    the message.
     """
     algorithm, seed = config.cache_config.prefix_caching_hash_algo, os.environ.get(_SEED)
     if seed is not None:
@@ -110,7 +111,7 @@ def _problems_of_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str
         if type(spec) not in moved | {MambaSpec}:
             problems.append(
                 f"model: layer {first} keeps its cache as {type(spec).__name__}, which is not "
-                "handed over beside other kinds"
+                "handed off together with other kinds"
             )
         elif spec.block_size != block_size:
             problems.append(
@@ -121,7 +122,7 @@ def _problems_of_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str
 
 
 def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
-    """Of each layer: vLLM makes one group of layers that differ in their size alone."""
+    """The spec of each layer: vLLM puts layers that differ only in size into one group."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return list(spec.kv_cache_specs.values())
@@ -129,14 +130,14 @@ def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
 
 
 def _one_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
-    """Of a layer of the group, of which a pipeline stage may have none."""
+    """The spec of one layer; the group's own if this pipeline stage has none of its layers."""
     return next(iter(layer_specs(group)), group.kv_cache_spec)
 
 
 def has_windows(kv_cache: KVCacheConfig) -> bool:
-    """Whether blocks may be freed while their request runs: layers that look back only so far.
+    """Whether blocks may be freed while their request runs, as with sliding windows.
 
-    Several groups count as such, whatever they are.
+    Also true for several groups of any kind.
     """
     groups = kv_cache.kv_cache_groups
     windowed = (ChunkedLocalAttentionSpec, SlidingWindowSpec)
@@ -148,14 +149,14 @@ def block_cache(
 ) -> BlockCache:
     """Regions of all layers, in layer order.
 
-    Layers that share a cache count once: of one group, because they share its content; of
-    several, because each block belongs to one group at a time and is moved whatever is in it.
-    With `pages`, blocks are moved whole, and ranks cannot slice them.
+    Layers that share memory count once. Within one group they share the content; across groups each
+    block belongs to one group at a time, and is moved whatever its content. With `pages`, blocks
+    move whole, and ranks cannot slice them.
     """
     regions: dict[int, Region] = {}
     for name, cache in kv_caches.items():
         if pages and name not in pages:
-            continue  # the memory is another layer's
+            continue  # it uses another layer's memory
         region = recurrent_state.region(name, cache, pages[name]) if pages else _region(name, cache)
         known = regions.setdefault(cache.data_ptr(), region).memory
         if (known.shape, known.stride()) != (region.memory.shape, region.memory.stride()):
@@ -167,9 +168,9 @@ def block_cache(
 
 
 def check_block_size(kv_cache: KVCacheConfig, cache: BlockCache) -> None:
-    """Raise `ConfigError` where attention keeps smaller blocks than vLLM hands out.
+    """Raise `ConfigError` if the attention backend's blocks are smaller than vLLM's.
 
-    Their ids are others then (one block of 128 tokens is two of 64), and would name wrong bytes.
+    Its block ids then differ (one block of 128 tokens is two of 64), and would name wrong bytes.
     """
     block_size = kv_cache.kv_cache_groups[0].kv_cache_spec.block_size
     if cache.block_size != block_size:
@@ -192,7 +193,7 @@ def _region(name: str, cache: torch.Tensor) -> Region:
 
 
 def kv_heads(config: VllmConfig) -> int:
-    """KV heads of the whole model, over which tensor parallel ranks share; 1 with MLA."""
+    """KV heads of the whole model, divided among the tensor parallel ranks; 1 with MLA."""
     model = config.model_config
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
@@ -203,13 +204,13 @@ def splits_blocks(config: VllmConfig) -> bool:
 
 
 def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, str]:
-    """What must agree, field by field, before two workers exchange a block.
+    """The fields that must be equal before two workers exchange a block.
 
-    Nothing of tensor and pipeline parallelism: ranks of different sizes slice and merge heads, and
-    `layers` are compared as far as one stage reads another.
+    Tensor and pipeline parallelism are not among them: ranks slice and merge heads, and `layers`
+    are compared only where one stage reads another.
     """
     model, caching = config.model_config, config.cache_config
-    # vLLM's CPU kernels pack the tokens of a block together, so a block cannot be cut.
+    # vLLM's CPU kernels pack the tokens of a block together, so a block cannot be divided.
     block_size = str(caching.block_size) if not splits_blocks(config) else "any"
     return {
         "vllm": vllm.__version__.partition("+")[0],
@@ -218,7 +219,7 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, str]:
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(caching.cache_dtype),
         "prefix_caching_hash_algo": str(caching.prefix_caching_hash_algo),
-        "hash_seed": hash_seed(config, HANDED_OVER),
+        "hash_seed": hash_seed(config, HANDED_OFF),
         "block_size": block_size,
         "kv_cache_layout": str(kv_cache.kv_cache_layout),
         "kv_heads": str(kv_heads(config)),
@@ -229,14 +230,13 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, str]:
 def layers(
     kv_cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor], cache: BlockCache
 ) -> tuple[str, ...]:
-    """Of each region: the layers that it belongs to, each with its group, and the bytes of one head
-    and token."""
+    """Per region: its layers, each with its group, and the bytes of one head and token."""
     groups = enumerate(kv_cache.kv_cache_groups)
     group_of = {name: str(number) for number, group in groups for name in group.layer_names}
     names: dict[int, list[str]] = {}
     for name, tensor in kv_caches.items():
-        told = f"{name}@{group_of.get(name, '')}"
-        names.setdefault(tensor.data_ptr(), []).append(told)
+        layer = f"{name}@{group_of.get(name, '')}"
+        names.setdefault(tensor.data_ptr(), []).append(layer)
     return tuple(
         f"{'+'.join(of_region)} {region.dtype}[{region.memory.shape[3]}]"
         for of_region, region in zip(names.values(), cache.regions, strict=True)
@@ -244,7 +244,7 @@ def layers(
 
 
 def _groups(kv_cache: KVCacheConfig) -> str:
-    """What each group is, in order: blocks are matched by group."""
+    """A description of each group, in order: blocks are matched by group."""
     described = []
     for group in kv_cache.kv_cache_groups:
         spec = _one_spec(group)
@@ -257,6 +257,6 @@ def _groups(kv_cache: KVCacheConfig) -> str:
 
 
 def state_of(spec: MambaSpec) -> str:
-    """Shapes and types of what is kept for a layer; on each rank the same."""
+    """Shapes and types of a layer's state; equal on all ranks."""
     parts = zip(spec.shapes, spec.dtypes, strict=True)
     return " and ".join(f"{'x'.join(map(str, shape))} {_DTYPES[dtype]}" for shape, dtype in parts)

@@ -1,9 +1,9 @@
-"""Whether a load leaves enough blocks to those that were begun before it.
+"""Whether a load may start: it has to leave enough blocks to the loads started before it.
 
-To vLLM a request holds also the blocks that its layers' windows have passed, and that were given
-back. So of models with windows it keeps too few blocks free for requests that are being loaded: two
-of them can hold all there are and wait for each other, where nobody runs and will ever end. Here a
-load waits for as long as those before it may need what it would take.
+For models with sliding windows, vLLM reserves too few blocks for requests that are being loaded: it
+counts blocks that a window has passed as held, although they were freed. Two loading requests can
+exhaust the pool and deadlock. So a load waits while earlier loads may need the blocks that it would
+take.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class LoadAdmission:
-    """Of one engine; its connectors share it. Used by the scheduler's thread alone."""
+    """One per engine, shared by its connectors. Only the scheduler's thread uses it."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._pool = manager.block_pool
         self._groups = manager.coordinator.single_type_managers
         self._loading: dict[str, Request] = {}
 
-    def is_left(self, request: Request, tokens: int) -> bool:
-        """Whether a load may begin after which `tokens` of this request are computed."""
+    def has_room(self, request: Request, tokens: int) -> bool:
+        """Whether a load may start that brings this request to `tokens` computed tokens."""
         others = sum(self._needs(other) for other in self._loading.values() if other is not request)
         if not others:
             return True
@@ -39,17 +39,16 @@ class LoadAdmission:
         return own + others <= self._pool.get_num_free_blocks()
 
     def begins(self, request: Request) -> None:
-        """Its blocks are allocated, and will be loaded."""
+        """This request's blocks are allocated, and will be loaded."""
         self._loading[request.request_id] = request
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """They run, or are finished."""
+        """These requests run, or have finished."""
         for request_id in request_ids:
             self._loading.pop(request_id, None)
 
     def _needs(self, request: Request) -> int:
-        """Blocks that it lacks for its prompt; of one that holds none, which starts anew, nothing
-        is kept."""
+        """Blocks that it lacks for its prompt; 0 if it holds none, as it then starts over."""
         return sum(self._lacks(group, request) for group in self._groups)
 
     @staticmethod
@@ -62,11 +61,11 @@ class LoadAdmission:
         return lacking if most is None else min(lacking, most)
 
 
-_rooms: WeakKeyDictionary[KVCacheManager, LoadAdmission] = WeakKeyDictionary()
+_instances: WeakKeyDictionary[KVCacheManager, LoadAdmission] = WeakKeyDictionary()
 
 
 def load_admission_of(manager: KVCacheManager) -> LoadAdmission:
-    """The one of this manager's engine."""
-    if manager not in _rooms:
-        _rooms[manager] = LoadAdmission(manager)
-    return _rooms[manager]
+    """The instance of this manager's engine."""
+    if manager not in _instances:
+        _instances[manager] = LoadAdmission(manager)
+    return _instances[manager]

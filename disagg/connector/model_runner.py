@@ -1,4 +1,4 @@
-"""What vLLM's model runner does around a forward pass, for any connector and without a model.
+"""The connector calls that vLLM's model runner makes around a forward pass, without a model.
 
     lifecycle = Lifecycle(connector, vllm_config)
     lifecycle.register(kv_caches)
@@ -10,8 +10,8 @@
 The connector is passed in: vLLM's global KV transfer group is neither read nor set, so any number
 of connectors live in one process. `Lifecycle` makes the calls of `KVConnectorModelRunnerMixin`
 in their order, `LifecycleV2` those of the second model runner. Where a forward pass or the
-connector itself raises, vLLM lets the engine end; here the metadata is cleared, whatever was
-collected stays in `step.output`, and the next step begins as any other.
+connector itself raises, vLLM ends the engine; here the metadata is cleared, collected results
+stay in `step.output`, and the next step begins normally.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Lifecycle:
         self._open: Step | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> KVConnectorHandshakeMetadata | None:
-        """Hand over each layer's cache, once, before the first step.
+        """Give the connector each layer's cache, once, before the first step.
 
-        kv_caches: by layer name, logical [B, H, N, C] of any strides. Returns what the scheduler
-        half is to be told by `set_xfer_handshake_metadata_pp_aware`, as vLLM's engine core does.
+        kv_caches: by layer name, logical [B, H, N, C] of any strides. Returns the metadata to pass
+        to the scheduler half's `set_xfer_handshake_metadata_pp_aware`, as vLLM's engine core does.
         """
         self.connector.register_kv_caches(kv_caches)
         self.connector.set_host_xfer_buffer_ops(copy_kv_blocks)

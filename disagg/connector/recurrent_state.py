@@ -1,7 +1,7 @@
-"""Recurrent state: what Mamba, linear attention and short convolutions keep of a prompt.
+"""Recurrent state: what Mamba, linear attention and short convolution layers keep of a prompt.
 
-It is one page of each such layer's KV cache group, as it stands behind some token, and cannot be
-taken back by one. Decode computes a prompt's last token itself, so prefill has to stop before it.
+Each such layer's KV cache group keeps it as one page: the state after some token. It cannot be
+rolled back by a token. Decode computes a prompt's last token itself, so prefill stops before it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 KEEPS_TOKEN = "first_token"
-"""In the params of a prefill leg: its token is wanted, so its whole prompt is to be computed."""
+"""In a prefill leg's params: the router wants its token, so compute the whole prompt."""
 
 
 def state_groups(kv_cache: KVCacheConfig) -> dict[int, int]:
-    """The KV cache groups that keep state: index -> tokens that each of its pages stands for."""
+    """The KV cache groups with recurrent state: index -> tokens per page."""
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     return {i: spec.block_size for i, spec in enumerate(specs) if isinstance(spec, MambaSpec)}
 
 
 class Page(NamedTuple):
-    """One layer's blocks as bytes: how many, from one to the next, of each, and its tokens."""
+    """One layer's blocks: their number, the bytes between two, the bytes and the tokens of one."""
 
     blocks: int
     stride: int
@@ -40,14 +40,14 @@ class Page(NamedTuple):
 
 
 def problems(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
-    """Of handing over what layers keep as state, each with the setting to change."""
+    """Why recurrent state cannot be handed off here, each with the setting to change."""
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     kept = [spec for spec in specs if isinstance(spec, MambaSpec)]
     found = []
     if kept and len(kept) == len(specs):
         found.append(
-            f"model: {config.model_config.model} keeps recurrent state alone, without attention, "
-            "which is not handed over; serve it without a KV connector"
+            f"model: {config.model_config.model} has only recurrent state and no attention, "
+            "which is not handed off; serve it without a KV connector"
         )
     if any(spec.mamba_cache_mode not in ("none", "align") for spec in kept):
         found.append(
@@ -55,28 +55,28 @@ def problems(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
         )
     if kept and config.speculative_config is not None:
         found.append(
-            f"speculative_config: {config.speculative_config.method} — not handed over beside "
+            f"speculative_config: {config.speculative_config.method} — not handed off with "
             "recurrent state; unset it"
         )
     stages = config.parallel_config.pipeline_parallel_size
     if kept and stages > 1:
         found.append(
-            f"pipeline_parallel_size: {stages} — not handed over beside recurrent state; set 1"
+            f"pipeline_parallel_size: {stages} — not handed off with recurrent state; set 1"
         )
     if kept and config.cache_config.use_replayssm:
-        found.append("use_replayssm: True — its state is not handed over; unset it")
+        found.append("use_replayssm: True — its state is not handed off; unset it")
     return found
 
 
 def are_one_page(kv_cache: KVCacheConfig) -> bool:
-    """Whether a request has one page of state, and vLLM no hashes of its blocks therefore."""
+    """Whether a request has a single page of state, so that vLLM does not hash its blocks."""
     specs = (group.kv_cache_spec for group in kv_cache.kv_cache_groups)
     return any(isinstance(s, MambaSpec) and s.mamba_cache_mode == "none" for s in specs)
 
 
-def beside_full_attention(kv_cache: KVCacheConfig) -> bool:
-    """Whether there is nothing else: then a load, which brings the state in any case, may begin
-    behind all blocks that attention has in the engine's own cache, whatever state is there."""
+def rest_is_full_attention(kv_cache: KVCacheConfig) -> bool:
+    """Whether all other layers have full attention. A load brings the state in any case, so it may
+    then begin after all attention blocks in the engine's own cache, whatever state is cached."""
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     others = [spec for spec in specs if not isinstance(spec, MambaSpec)]
     first = next(iter(others), None)
@@ -85,7 +85,8 @@ def beside_full_attention(kv_cache: KVCacheConfig) -> bool:
 
 
 def pages_of(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, Page]:
-    """Of each layer with memory of its own, where some keep state, which has no heads or tokens."""
+    """The page of each layer with its own memory; empty without recurrent state. State has neither
+    heads nor tokens, so such caches move as whole pages."""
     if not state_groups(kv_cache):
         return {}
     tokens, groups = config.cache_config.block_size, kv_cache.kv_cache_groups
@@ -98,11 +99,11 @@ def pages_of(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, Page]:
 
 
 def region(name: str, cache: torch.Tensor, page: Page) -> Region:
-    """Regions are cut by tokens, so a page is said to have as many as a block, of equal size."""
+    """Regions are divided by tokens, so a page is divided into as many equal parts as a block."""
     if page.size % page.tokens:
         raise ConfigError(
-            f"block_size: {page.tokens} — layer {name} has blocks of {page.size} bytes, which is "
-            "no multiple of it; choose another"
+            f"block_size: {page.tokens} — layer {name} has blocks of {page.size} bytes, not "
+            "a multiple of it; choose another"
         )
     whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
     begin = cache.data_ptr() - whole.data_ptr()
@@ -115,15 +116,15 @@ def region(name: str, cache: torch.Tensor, page: Page) -> Region:
 
 
 def page(block_ids: Sequence[int], tokens: int, page_tokens: int) -> int:
-    """Of a group's blocks, in prompt order: the one with the state behind that many tokens."""
+    """Of a group's blocks, in prompt order: the one with the state after that many tokens."""
     return block_ids[(tokens - 1) // page_tokens]
 
 
 def leave_last_token(request: Request, hash_block_size: int) -> bool:
-    """Have a prefill end one token early, with a token of its own that is of no use to anybody.
+    """Let a prefill stop one token early; the token that it then samples is discarded.
 
-    Once for each request, before it is scheduled. False, and nothing done, where its token is
-    wanted, and for prompts whose last token cannot be left out.
+    Once per request, before it is scheduled. Returns False and changes nothing if the router wants
+    the prefill's token, or the prompt's last token cannot be left out.
     """
     params, tokens = request.kv_transfer_params, request.num_prompt_tokens - 1
     if not params or params.get(KEEPS_TOKEN) or not _may_leave_last_token(request):
@@ -138,7 +139,7 @@ def leave_last_token(request: Request, hash_block_size: int) -> bool:
 
 
 def _may_leave_last_token(request: Request) -> bool:
-    """Not the only one, none of an image, and only of a prompt that is made of tokens."""
+    """Not the only token, not part of an image, and only in a prompt that consists of tokens."""
     tokens = request.num_prompt_tokens - 1
     ends = (f.mm_position.offset + f.mm_position.length for f in request.mm_features)
     return (

@@ -1,7 +1,7 @@
-"""Makes our connectors known to vLLM by their names alone.
+"""Registers our connectors with vLLM by name.
 
-vLLM loads a connector by module path, but finds those inside its MultiConnector by name when it
-reads their statistics.
+vLLM loads a connector by its module path; but when it reads statistics of connectors inside a
+MultiConnector, it finds them by name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 
 def register(name: str, module: str) -> None:
-    """A connector class and where it is; again is no matter."""
+    """Register a connector class; does nothing if it is registered."""
     with contextlib.suppress(ValueError):  # registered already
         KVConnectorFactory.register_connector(name, module, name)

@@ -1,10 +1,9 @@
-"""One buffer for the KV caches of all layers, so that a block's bytes of all layers lie together.
+"""One buffer for the KV caches of all layers, in which a block's bytes of all layers are adjacent.
 
-For caches that are allocated outside vLLM's engine. The conditions are those under which vLLM
-lays a cache out across layers: the connector asks for it, all layers are one group with pages of
-one size, and every attention backend reads such a layout. What a layer gets is a view of vLLM's
-logical shape, so nothing that reads it needs to know. It never copies, and never changes the
-configs it is given.
+For caches that are allocated outside vLLM's engine. The conditions are vLLM's for a layout across
+layers: the connector requests it, all layers are one group with pages of one size, and every
+attention backend reads such a layout. Each layer gets a view with vLLM's logical shape, so its
+readers need not know the layout. It never copies, and never changes the given configs.
 
 Legend: L layers, B blocks, H KV heads, N tokens of a block, C content (K and V of one head and
 token).
@@ -111,7 +110,7 @@ def allocate_uniform(
 def _uniform_spec(
     kv_cache_config: KVCacheConfig, backends: Sequence[type[AttentionBackend]] = ()
 ) -> AttentionSpec | None:
-    """The spec that all layers share, if their pages can lie beside each other without gaps."""
+    """The spec that all layers share, if their pages can be adjacent without gaps."""
     if len(kv_cache_config.kv_cache_groups) != 1 or not kv_cache_config.kv_cache_tensors:
         return None
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec

@@ -1,4 +1,4 @@
-"""Our log lines inside an engine, where vLLM decides what is shown."""
+"""Sends our log lines inside an engine to vLLM's log handlers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 def log_as_vllm_does() -> None:
-    """vLLM sets up its own logger alone; without handlers our lines would be lost."""
+    """vLLM configures only its own logger; without handlers our lines would be lost."""
     ours, theirs = logging.getLogger("disagg"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)

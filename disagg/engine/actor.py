@@ -1,10 +1,10 @@
 """The Ray actor around one vLLM engine.
 
-vLLM's start blocks for a minute, so the engine runs in a thread with an event loop of its
-own and the actor's loop stays free: `progress`, `log_tail` and `stop` always answer. No
-exception of vLLM's leaves the actor (its types may not unpickle elsewhere, and a remote
-trace helps nobody): failures come back as `EngineFailure`. vLLM's processes never outlive
-the actor: they are in its process group, which `guardian` ends.
+vLLM's start blocks for a minute. So the engine runs in a thread with an event loop of its own, and
+the actor's loop stays free: `progress`, `log_tail` and `stop` always answer. No vLLM exception
+leaves the actor, because its type may not unpickle in another process. Failures are returned as
+`EngineFailure`. vLLM's processes never outlive the actor: they are in its process group, and
+`guardian` ends that group.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ TAIL_LINES = 40
 
 
 class EngineActor:
-    """Hosts one engine from `start` to `stop`; started once, whoever asks for it."""
+    """Hosts one engine from `start` to `stop`. The engine starts once, however many callers ask."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._log = _own_log()
         scratch = tempfile.mkdtemp(prefix="disagg-ipc-")
-        if os.getpgid(0) != os.getpid():  # Ray makes each worker a group's leader; older ones don't
+        # Ray makes each worker the leader of a process group. Older versions of Ray do not.
+        if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)
         self._guardian_pid = guardian.spawn(Path(scratch))
         os.environ.update(engine_env(spec, scratch=scratch))
         open_request_log(enabled=spec.deployment.router.access_log)
         context = ray.get_runtime_context()
         if spec.deployment.spreads_ranks(spec.role):
-            # vLLM's own process joins Ray anew, and would start one of its own.
+            # vLLM's engine process connects to Ray again. Without an address it starts its own Ray.
             os.environ["RAY_ADDRESS"] = context.gcs_address
         self._node_id = context.get_node_id()
         self._address = "127.0.0.1" if spec.loopback else _node_address()
@@ -62,33 +63,33 @@ class EngineActor:
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine_loop: asyncio.AbstractEventLoop | None = None
-        self._showing: asyncio.Task[None] | None = None
+        self._publishing: asyncio.Task[None] | None = None
 
     async def home(self) -> EngineHome:
-        """Where this process lives; answers before vLLM is imported."""
+        """The node, address and processes of this engine. Answers before vLLM is imported."""
         return EngineHome(
             self._node_id, self._address, os.getpid(), self._guardian_pid, str(self._log)
         )
 
     async def start(self) -> EngineInfo | EngineFailure:
-        """Start the engine, or join its start; returns when it serves or has failed."""
+        """Start the engine, or join its start. Returns when the engine serves or has failed."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             threading.Thread(target=self._run, name="engine", daemon=True).start()
         await self._changed.wait()
-        if self._info and self._showing is None:
-            self._showing = asyncio.create_task(self._show_metrics())
+        if self._info and self._publishing is None:
+            self._publishing = asyncio.create_task(self._publish_metrics())
         outcome = self._info or self._failure
         assert outcome is not None
         return outcome
 
     async def ended(self) -> EngineFailure | None:
-        """Returns when a ready engine has ended: why, or None if it was told to stop."""
+        """Wait until a ready engine has ended. Returns the reason, or None after `stop`."""
         await self._ended.wait()
         return self._failure
 
     async def progress(self) -> str:
-        """What the engine is doing, in a few words."""
+        """The stage of the engine's start, in a few words."""
         if self._failure:
             return "failed"
         return "ready" if self._info else logs.stage(logs.tail(self._log, 10_000))
@@ -98,7 +99,7 @@ class EngineActor:
         return self._info is not None and not self._ended.is_set()
 
     async def load(self) -> EngineLoad:
-        """What it has to do at the moment; nothing before it serves."""
+        """The engine's current load; zero before it serves."""
         return load.current()
 
     async def log_tail(self, lines: int = TAIL_LINES) -> str:
@@ -106,28 +107,28 @@ class EngineActor:
         return logs.tail(self._log, lines)
 
     async def stop(self, grace_s: float) -> None:
-        """Let requests in flight run for `grace_s`, then stop. A start is not waited for."""
+        """Let requests in flight run for `grace_s`, then stop. Does not wait for a start."""
         self._grace_s = grace_s
         if self._engine_loop is None or self._stop is None or self._info is None:
             return
         self._engine_loop.call_soon_threadsafe(self._stop.set)
         await self._ended.wait()
 
-    async def _show_metrics(self) -> None:
+    async def _publish_metrics(self) -> None:
         tags = {
             "deployment": self._spec.deployment.name,
             "engine": self._spec.name,
             "role": self._spec.role,
         }
-        await RayMetrics(tags).keep(_metrics, self._ended)
+        await RayMetrics(tags).publish(_metrics, self._ended)
 
     def _run(self) -> None:
         """The engine's thread."""
-        # A fifth of the time that importing vLLM takes; what is imported stays anyway.
+        # Garbage collection takes a fifth of vLLM's import time, and imported modules stay anyway.
         gc.disable()
         try:
             uvloop.run(self._serve())
-        # SystemExit too: vLLM ends so on some bad arguments, and nothing may leave the thread.
+        # vLLM raises SystemExit for some bad arguments. No exception may leave the thread.
         except BaseException as error:  # noqa: BLE001
             self._failure = self._explain(error)
         assert self._loop is not None
@@ -174,11 +175,11 @@ class EngineActor:
 
 
 class PrefillEngine(EngineActor):
-    """What Ray's dashboard calls an engine that reads prompts."""
+    """Its name is what Ray's dashboard shows for a prefill engine."""
 
 
 class DecodeEngine(EngineActor):
-    """What Ray's dashboard calls an engine that writes answers."""
+    """Its name is what Ray's dashboard shows for a decode engine."""
 
 
 async def _metrics() -> Iterable[Metric]:
@@ -186,14 +187,20 @@ async def _metrics() -> Iterable[Metric]:
 
 
 def _own_log() -> Path:
-    """Join stderr to stdout, so that one file, shown by Ray's dashboard, has all lines in order."""
+    """Redirect stderr to stdout. So one file, which Ray's dashboard shows, has all lines in order.
+
+    Returns that file.
+    """
     sys.stderr.flush()
     os.dup2(1, 2)
     return Path(os.readlink("/proc/self/fd/1"))
 
 
 def _check_model(path: str) -> None:
-    """Say at once, and better than the model hub's client does, that a folder is missing."""
+    """Raise at once if the checkpoint is a folder that is missing.
+
+    Without this check, vLLM asks the model hub, and its error does not name the folder.
+    """
     if path.startswith(("/", "./", "../")) and not Path(path).is_dir():
         raise FileNotFoundError(f"model.path: there is no folder {path} on {platform.node()}")
 

@@ -1,8 +1,8 @@
 """Turns a deployment into the arguments and the environment of one vLLM engine.
 
-Imports vLLM nowhere, so that `disagg check` can show the result in milliseconds. What the
-user wrote always wins over a default. The deployment's secret and the engines' key must never
-appear in the arguments: vLLM logs them.
+Never imports vLLM, so `disagg check` shows the result in milliseconds. The user's values override
+the defaults. The deployment's secret and the engines' key must never appear in the arguments:
+vLLM logs all arguments.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.engine.vllm_patches.fork_workers import FORK_ENV
 
 SECRET_ENV = "DISAGG_SECRET"
-KEY_ENV = "VLLM_API_KEY"  # vLLM's own
+KEY_ENV = "VLLM_API_KEY"  # vLLM reads it
 
-# Options of vLLM's server rather than of its engine; the user may override them by name.
+# Options of vLLM's server. The user may override them by name.
 SERVER_DEFAULTS: dict[str, Any] = {
     "enable_prompt_tokens_details": True,  # usage.prompt_tokens_details.cached_tokens
     "disable_uvicorn_access_log": True,
@@ -28,15 +28,15 @@ SERVER_DEFAULTS: dict[str, Any] = {
 
 
 def is_cpu(spec: EngineSpec) -> bool:
-    """Whether the engine runs on the CPU: it asks Ray for no GPU."""
+    """Whether the engine runs on a CPU: it requests no GPU from Ray."""
     return spec.deployment.pool(spec.role).resources.num_gpus == 0
 
 
 def engine_args(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any]:
-    """The engine's arguments by vLLM's own names.
+    """The engine's arguments, by vLLM's names.
 
-    `host` is the address that the connector's control channel binds to unless the YAML
-    names one; `engine_id` must be unique for every start.
+    `host`: the connector's control channel binds to it, unless the YAML sets `transfer.host`.
+    `engine_id`: must be unique for every start.
     """
     deployment = spec.deployment
     args = _model_args(deployment) | SERVER_DEFAULTS | {"distributed_executor_backend": "mp"}
@@ -49,15 +49,19 @@ def engine_args(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any
 
 
 def _cpu_args(given: dict[str, Any]) -> dict[str, Any]:
-    """Compiling needs a C++ toolchain and minutes. But only compiled models are warmed up, without
-    which vLLM 0.32 on CPU fails at the first request of an engine with pipeline stages."""
+    """Defaults on a CPU: no compilation, which needs a C++ toolchain and takes minutes.
+
+    But vLLM 0.32 warms up only compiled models, and on a CPU an engine with pipeline stages fails
+    at its first request without a warm-up. So such an engine compiles with the eager backend.
+    """
     if given.get("pipeline_parallel_size", 1) == 1:
         return {"enforce_eager": True}
     return {"compilation_config": {"mode": 2, "backend": "eager"}}  # needs no toolchain
 
 
 def kv_transfer_config(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any]:
-    """How vLLM loads and configures our connectors: the handoff's, and the tiers' beside it."""
+    """vLLM's `kv_transfer_config`: the handoff connector, and the offload connector if there are
+    tiers."""
     common = {
         "kv_role": "kv_producer" if spec.role == "prefill" else "kv_consumer",
         "kv_load_failure_policy": "fail" if spec.deployment.transfer.strict else "recompute",
@@ -75,8 +79,8 @@ def kv_transfer_config(spec: EngineSpec, *, host: str, engine_id: str) -> dict[s
 
 def _handoff(spec: EngineSpec, host: str) -> dict[str, Any]:
     transfer = spec.deployment.transfer
-    # Ranks that are on several nodes listen each on its own.
-    everywhere = spec.deployment.spreads_ranks(spec.role) and not spec.loopback
+    # Ranks on several nodes: each rank listens on the address of its own node.
+    on_each_node = spec.deployment.spreads_ranks(spec.role) and not spec.loopback
     return {
         "kv_connector": "DisaggConnector",
         "kv_connector_module_path": "disagg.connector",
@@ -88,7 +92,7 @@ def _handoff(spec: EngineSpec, host: str) -> dict[str, Any]:
             "staging_bytes": transfer.staging_bytes,
             "lease_s": transfer.lease_s,
             "load_deadline_s": transfer.load_deadline_s,
-            "host": transfer.host or (None if everywhere else host),
+            "host": transfer.host or (None if on_each_node else host),
             "engine_name": spec.name,
             "strict": transfer.strict,
         },
@@ -121,10 +125,10 @@ def _tiers(spec: EngineSpec) -> dict[str, Any] | None:
 
 
 def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
-    """The engine's environment, to be merged into its process's own.
+    """The engine's environment variables, to be merged into those of its process.
 
-    `scratch` is a folder of this engine's for vLLM's sockets and rendezvous files; whoever
-    made it removes it.
+    `scratch`: the engine's folder for vLLM's sockets and rendezvous files. The caller creates and
+    removes it.
     """
     deployment = spec.deployment
     pool = deployment.pool(spec.role)
@@ -145,17 +149,17 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
         env |= {name: v for name, v in _gpu_env(spec).items() if name not in os.environ}
     args = deployment.args(spec.role)
     if str(args.get("prefix_caching_hash_algo")).startswith("xxhash"):
-        env["PYTHONHASHSEED"] = "0"  # else each engine hashes otherwise, and no block is found
+        env["PYTHONHASHSEED"] = "0"  # else block hashes differ between engines, and nothing matches
     given = {SECRET_ENV: spec.secret, KEY_ENV: spec.engine_key}
     return env | deployment.engine.env | pool.env | given
 
 
 def _gpu_env(spec: EngineSpec) -> dict[str, str]:
-    # Streams beyond so many share the GPU's queues, where a transfer that waits for its peer would
-    # have others wait behind it. CUDA's own number is 8, and its most 32.
+    # More streams than connections share the GPU's hardware queues. There, a transfer that waits
+    # for its peer blocks the streams behind it. CUDA's default is 8, its maximum 32.
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     if spec.loopback:
-        env["NCCL_SOCKET_IFNAME"] = "lo"  # all on this machine: nobody else need reach NCCL
+        env["NCCL_SOCKET_IFNAME"] = "lo"  # all engines are on this machine
     return env
 
 

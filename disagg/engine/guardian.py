@@ -2,14 +2,14 @@
 
     python guardian.py PID FOLDER [--detach]
 
-It waits for process PID, the actor, to end in whatever way (SIGKILL included), then ends
-every process of the actor's process group, that is vLLM's, removes FOLDER (vLLM's sockets)
-and the shared-memory segments which that group had made and nobody uses any more.
+The guardian waits until process PID, the actor, has ended in any way (SIGKILL included). Then it
+ends every process of the actor's process group, which are vLLM's processes. It removes FOLDER
+(vLLM's sockets), and the shared-memory segments that the group made and no process uses.
 
-Ray kills the group of a dead worker too, but not everywhere, and neither Ray nor vLLM then
-removes the segments. Runs outside the group, in a session of its own. Uses the standard
-library only and imports nothing of ours, so that it costs 10 MB. It must never signal a
-process that is not of that group, nor unlink a segment that another process has mapped.
+Ray kills the process group of a dead worker, too, but not in every case. Then neither Ray nor vLLM
+removes the segments. The guardian runs outside the group, in a session of its own. It uses only the
+standard library and imports nothing of disagg, so it takes 10 MB. It must never signal a process
+outside the group, nor unlink a segment that another process has mapped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 POLL_MS = 1000
 TERM_GRACE_S = 2.0
 SHM = Path("/dev/shm")
-# Python's shared memory and semaphores, torch's, NCCL's. Ray's own plasma is not ours.
+# Shared memory and semaphores of Python, torch and NCCL. Ray's object store is not among them.
 SEGMENT_PREFIXES = ("psm_", "sem.mp-", "torch_", "nccl-")
 
 
@@ -41,7 +41,7 @@ def watch(pid: int, folder: Path) -> None:
         poller.register(os.pidfd_open(pid), select.POLLIN)
         while not poller.poll(POLL_MS):
             listing = _listing()
-            # Reading the maps of a torch process is not free: only when something changed.
+            # Reading the maps of a torch process is slow: do it only when a segment is new.
             if listing - seen:
                 segments |= {name for member in _group(pid) for name in _mapped(member)}
             seen = listing
@@ -53,7 +53,10 @@ def watch(pid: int, folder: Path) -> None:
 
 
 def end_group(pgid: int) -> None:
-    """SIGTERM, a short grace, SIGKILL; returns when the group is empty or cannot be ended."""
+    """Send SIGTERM, then SIGKILL after `TERM_GRACE_S`.
+
+    Returns when the group is empty, or `TERM_GRACE_S` after SIGKILL.
+    """
     _signal(pgid, signal.SIGTERM)
     deadline = time.monotonic() + TERM_GRACE_S
     while any(_group(pgid)) and time.monotonic() < deadline:
@@ -65,9 +68,9 @@ def end_group(pgid: int) -> None:
 
 
 def wait_gone(guardian_pid: int, pgid: int) -> None:
-    """For another process of the same node: wait until the guardian has done its work.
+    """Wait until the guardian, a process of the same node, has cleaned up.
 
-    The guardian itself may have been killed, so what is left of the group is ended here.
+    The guardian itself may have been killed. So this function ends what is left of the group.
     """
     deadline = time.monotonic() + 3 * TERM_GRACE_S
     while Path("/proc", str(guardian_pid)).exists() and time.monotonic() < deadline:
@@ -77,14 +80,15 @@ def wait_gone(guardian_pid: int, pgid: int) -> None:
 
 
 def _signal(pgid: int, signum: signal.Signals) -> None:
-    # A group's number stays taken while a member lives; with none left there is no one to signal.
+    # The kernel does not reuse a group's number while a member lives. An empty group's number may
+    # belong to other processes, so it must not be signalled.
     if any(_group(pgid)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pgid, signum)
 
 
 def _group(pgid: int) -> Iterator[int]:
-    """Living members (no zombies) of a process group."""
+    """Ids of the living processes (no zombies) of a process group."""
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -133,7 +137,7 @@ def spawn(folder: Path) -> int:
 
 
 def _detach() -> None:
-    """Go on in a grandchild with a session of its own, and tell our starter its id."""
+    """Continue in a grandchild with a session of its own; print its process id."""
     child = os.fork()
     if child:
         print(child, flush=True)

@@ -1,6 +1,7 @@
-"""Whether an engine still moves: vLLM's server answers health while the process behind it hangs.
+"""Whether an engine makes progress.
 
-That process is asked a small question every second, which it answers between two steps.
+vLLM's API server answers `/health` also while the engine process hangs. So the engine process gets
+a small call every second. It answers between two steps.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 EVERY_S = 1.0
-# More than a step takes; routers then leave the engine alone, and come back when it answers.
+# Longer than a step. After it `/health` fails, and routers avoid the engine until it answers.
 SILENT_S = 3.0
 
 
 class Liveness:
-    """`ask` returns when the engine's process has answered."""
+    """Calls the engine process. `ask` returns when that process has answered."""
 
     def __init__(self, ask: Callable[[], Awaitable[Any]]) -> None:
         self._ask = ask
@@ -27,11 +28,11 @@ class Liveness:
 
     @property
     def silent_s(self) -> float:
-        """For how long it owes an answer."""
+        """Seconds since the call that the engine process has not answered; 0 if it answered."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     async def run(self) -> None:
-        """Ask until cancelled. Raises what `ask` raises, such as that the engine is dead."""
+        """Ask until cancelled. Raises what `ask` raises, for example that the engine is dead."""
         while True:
             self._asked_at = time.monotonic()
             await self._ask()
@@ -40,13 +41,13 @@ class Liveness:
 
 
 class LivenessHealth:
-    """ASGI: `/health` is 503 while the engine is silent; all else is the app's."""
+    """ASGI middleware: `/health` is 503 while the engine does not answer."""
 
-    def __init__(self, app: ASGIApp, pulse: Liveness) -> None:
-        self._app, self._pulse = app, pulse
+    def __init__(self, app: ASGIApp, liveness: Liveness) -> None:
+        self._app, self._liveness = app, liveness
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        silent_s = self._pulse.silent_s
+        silent_s = self._liveness.silent_s
         if silent_s > SILENT_S and scope["type"] == "http" and scope["path"] == "/health":
             answer = JSONResponse({"error": f"no progress for {silent_s:.0f} s"}, 503)
             await answer(scope, receive, send)

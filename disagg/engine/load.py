@@ -1,4 +1,4 @@
-"""What an engine has to do at the moment, from the metrics of its own process."""
+"""An engine's current load, from the metrics of its own process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _KV_USAGE, _LEASES = "vllm:kv_cache_usage_perc", "disagg_leases_held"
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """running, waiting: requests. kv_usage: share of the KV cache that is taken, 0 to 1. leases:
-    finished prompts whose blocks are still to be fetched."""
+    """running, waiting: requests. kv_usage: used share of the KV cache, 0 to 1. leases: finished
+    prompts whose blocks a decode engine has yet to fetch."""
 
     running: int = 0
     waiting: int = 0
@@ -23,17 +23,17 @@ class EngineLoad:
 
     @property
     def requests(self) -> int:
-        """Running and waiting."""
+        """Requests that run or wait."""
         return self.running + self.waiting
 
     @property
     def idle(self) -> bool:
-        """Nobody would miss it."""
+        """Whether the engine has neither requests nor leases."""
         return not (self.requests or self.leases)
 
 
 def current() -> EngineLoad:
-    """Of the engine whose API server runs in this process."""
+    """The load of the engine whose API server runs in this process."""
     return EngineLoad(
         running=int(sum(_values(_RUNNING))),
         waiting=int(sum(_values(_WAITING))),
@@ -43,6 +43,6 @@ def current() -> EngineLoad:
 
 
 def _values(name: str) -> Sequence[float]:
-    # Restricted: an engine has thousands of series.
+    # One family only: an engine has thousands of series.
     families = REGISTRY.restricted_registry([name]).collect()
     return [sample.value for family in families for sample in family.samples]

@@ -1,7 +1,7 @@
-"""Reads an engine's log: its tail, what the engine is doing, and why it failed.
+"""Reads an engine's log: its tail, the stage of its start, and why it failed.
 
-Only looks; never writes the log. What it recognises is vLLM's wording, so an unknown line
-must never be an error: the word for it is then simply the stage before.
+Never writes the log. It recognises vLLM's wording, so an unknown line must never be an error: the
+stage then stays the one before.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 TAIL_BYTES = 256 << 10
 RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # for Ray's own log monitor
 
-# Errors whose text says all.
-_LONGEST = 300  # vLLM lists all models that it knows
+_LONGEST = 300  # characters; vLLM's error for an unknown model lists all models
+# Errors whose text is enough without their type.
 PLAIN = ("EngineDied", "FileNotFoundError", "OSError", "ValidationError", "ValueError")
 
-# What vLLM 0.32 prints at the start of each stage, in the order of a start.
+# The stages of a start, in order, with the text that vLLM 0.32 prints when each begins.
 STAGES = (
     ("importing vLLM", ""),
     ("starting its processes", "Using max model len"),
@@ -30,10 +30,10 @@ STAGES = (
     ("starting the server", "Supported tasks"),
 )
 
-# "(EngineCore pid=12) ERROR 11-20 22:00:00 [core.py:866] " before each line of a trace.
+# Each line of a trace begins with "(EngineCore pid=12) ERROR 11-20 22:00:00 [core.py:866] ".
 _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)?([A-Z]+\s+\d\d-\d\d [\d:]+ \[[^\]]*\]\s?)?")
 _ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Exit|NotFound))\b:? ?(.*)")
-# What vLLM's outer processes say about an error of an inner one.
+# Errors of vLLM's outer processes that only report an error of an inner process.
 _RELAYED = (
     "Engine core initialization failed",
     "EngineCore encountered an issue",
@@ -48,7 +48,7 @@ _DEATHS = re.compile(
 
 
 def tail(path: Path, lines: int) -> str:
-    """The last `lines` lines of a log file; empty when it is not there."""
+    """The last `lines` lines of a log file; empty if there is no such file."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
@@ -61,15 +61,15 @@ def tail(path: Path, lines: int) -> str:
 
 
 def stage(log: str) -> str:
-    """What a starting engine is doing, from its log so far."""
+    """The stage of an engine's start, from its log so far."""
     return next(word for word, mark in reversed(STAGES) if mark in log)
 
 
 def root_cause(log: str) -> str | None:
     """The innermost error in a log, in one line.
 
-    vLLM's processes report a failure outwards (worker, engine core, server), each with a
-    trace of its own; the first error that is not such a report is the real one.
+    vLLM's processes report a failure from the worker to the engine core to the server, each with a
+    trace of its own. The first error that is not such a report is the cause.
     """
     lines = [_PREFIX.sub("", line) for line in log.splitlines()]
     for position, line in enumerate(lines):
@@ -81,12 +81,12 @@ def root_cause(log: str) -> str | None:
 
 
 def is_relayed(text: str) -> bool:
-    """Whether an error only reports another one, which the log has."""
+    """Whether an error only reports another error, which the log contains."""
     return any(mark in text for mark in _RELAYED)
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, without its type where the text says enough."""
+    """An exception in one line. Types in `PLAIN` are left out."""
     text = str(error).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
@@ -99,4 +99,4 @@ def _one_line(kind: str, text: str, following: list[str]) -> str:
         detail = " ".join(line.strip() for line in following if line.strip())
         text = re.sub(r"\s*\[type=.*", "", detail).removeprefix("Value error, ")
     line = text if kind in PLAIN else f"{kind}: {text}"
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"  # the log has it all
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"  # the log has the full text

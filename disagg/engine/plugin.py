@@ -1,4 +1,4 @@
-"""The plugin's name in 0.1. An environment that was installed with that release still asks for it.
+"""The vLLM plugin's name in 0.1. An environment that was installed with that release loads it.
 
 Goes with 0.3.
 """

@@ -1,12 +1,13 @@
-"""Shows a process's Prometheus metrics in Ray's metrics endpoint as well.
+"""Publishes a process's Prometheus metrics in Ray's metrics endpoint as well.
 
-The Prometheus of a Ray cluster then finds engines and router without being told of them. A sample
-keeps its name (`:` becomes `_`, and Ray puts `ray_` before it), its labels and its value. All are
-gauges to Ray: its counters and histograms send increments, which a lost report falsifies, make up
-a histogram's sum from its buckets, and stay when the process is gone. PromQL asks for no type.
+So the Prometheus of a Ray cluster finds engines and router without configuration. A sample keeps
+its name (`:` becomes `_`, and Ray adds the prefix `ray_`), its labels and its value. In Ray every
+sample is a gauge, for three reasons. Ray's counters and histograms send increments, so a lost
+report makes them wrong. Ray estimates a histogram's sum from its buckets. And they stay when the
+process has ended. PromQL does not depend on the type.
 
-Never in the way of requests: walks run in a thread and give way after each family. What goes wrong
-in one costs metrics alone, and is logged once.
+Must never delay requests: a walk over all metrics runs in a thread and yields after each family. An
+error in a walk costs only metrics, and is logged once.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from ray.util.metrics import Gauge
 
 logger = logging.getLogger(__name__)
 
-# Of Ray's interval. A process reports each value once, and an agent forgets what is not reported.
-_PART = 0.8
-# Of the Python process itself, which Ray shows of each actor.
-_OF_THE_PROCESS = ("python_", "process_")
+# Share of Ray's report interval between two walks. A process reports each value once, and Ray's
+# agent drops a value that is not reported again.
+_INTERVAL_SHARE = 0.8
+# Metrics of the Python process. Ray shows memory and CPU of each actor itself.
+_PROCESS_PREFIXES = ("python_", "process_")
 
 
-class Shown(NamedTuple):
-    """One sample, as Ray gets it."""
+class RaySample(NamedTuple):
+    """One sample for Ray."""
 
     name: str
     documentation: str
@@ -39,12 +41,12 @@ class Shown(NamedTuple):
     value: float
 
 
-def shown(families: Iterable[Metric], tags: Mapping[str, str]) -> Iterator[list[Shown]]:
-    """What Ray shows of each family; `tags` are added, and win over labels of the same name."""
+def ray_samples(families: Iterable[Metric], tags: Mapping[str, str]) -> Iterator[list[RaySample]]:
+    """The samples of each family for Ray. `tags` are added, and replace labels of the same name."""
     for family in families:
-        if not family.name.startswith(_OF_THE_PROCESS):
+        if not family.name.startswith(_PROCESS_PREFIXES):
             yield [
-                Shown(
+                RaySample(
                     sample.name.replace(":", "_"),
                     family.documentation,
                     {**sample.labels, **tags},
@@ -56,38 +58,38 @@ def shown(families: Iterable[Metric], tags: Mapping[str, str]) -> Iterator[list[
 
 
 def every_s() -> float:
-    """Seconds between two walks, so that one falls into each report (10 s by default)."""
+    """Seconds between two walks: less than Ray's report interval, which is 10 s by default."""
     interval_ms: int = ray._config.metrics_report_interval_ms()
-    return _PART * max(1.0, interval_ms / 1000)
+    return _INTERVAL_SHARE * max(1.0, interval_ms / 1000)
 
 
 class RayMetrics:
-    """Ray's side of one process's metrics."""
+    """Publishes one process's metrics. `tags` are added to every sample."""
 
     def __init__(self, tags: Mapping[str, str]) -> None:
         self._tags = tags
         self._gauges: dict[str, Gauge] = {}
 
-    def show(self, families: Iterable[Metric]) -> None:
-        """Have Ray show these values until the next walk."""
-        for samples in shown(families, self._tags):
+    def publish_once(self, families: Iterable[Metric]) -> None:
+        """Give these values to Ray, which shows them until the next walk."""
+        for samples in ray_samples(families, self._tags):
             for name, documentation, tags, value in samples:
                 if name not in self._gauges:
                     self._gauges[name] = Gauge(name, documentation, tuple(tags))
                 self._gauges[name].set(value, tags)
-            time.sleep(0)  # the interpreter is also the server's
+            time.sleep(0)  # yield the GIL to the server's threads
 
-    async def keep(
-        self, families: Callable[[], Awaitable[Iterable[Metric]]], over: asyncio.Event
+    async def publish(
+        self, families: Callable[[], Awaitable[Iterable[Metric]]], stop: asyncio.Event
     ) -> None:
-        """Show them, again and again until it is `over`."""
+        """Publish all families every `every_s` seconds, until `stop` is set."""
         failed = False
-        while not over.is_set():
+        while not stop.is_set():
             try:
-                await asyncio.to_thread(self.show, await families())
+                await asyncio.to_thread(self.publish_once, await families())
             except Exception:
                 if not failed:
-                    logger.exception("Ray's metrics endpoint does not show all metrics of ours")
+                    logger.exception("Ray's metrics endpoint does not show all metrics of disagg")
                 failed = True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), every_s())
+                await asyncio.wait_for(stop.wait(), every_s())

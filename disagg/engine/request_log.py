@@ -1,7 +1,8 @@
-"""One line of JSON in an engine's log for each request of the router's, by the router's id.
+"""One line of JSON in an engine's log for each request from the router, with the router's id.
 
-vLLM's own line of a request has all its parameters, a handoff's signed ticket among them. Here
-is nothing that a client wrote but its id, and nothing that opens a lease.
+vLLM's own log line of a request holds all its parameters, and with them the signed ticket of a
+handoff. This line must never hold anything that opens a lease. Of what a client wrote it holds only
+the request's id.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _requests = logging.getLogger("disagg.requests")
 
 
 def open_request_log(*, enabled: bool) -> None:
-    """Lines go to standard output as they are, or nowhere."""
+    """Write the lines to standard output without a prefix; or drop them if not `enabled`."""
     _requests.propagate = False
     _requests.setLevel(logging.INFO if enabled else logging.CRITICAL)
     if enabled and not _requests.handlers:
@@ -27,7 +28,7 @@ def open_request_log(*, enabled: bool) -> None:
 
 
 class RequestLog:
-    """ASGI middleware: logs each request that has an id, when it has ended."""
+    """ASGI middleware: logs each request with an id when it has ended."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""What we add to an engine's own OpenAI server: routes beside vLLM's, and a key before all.
+"""Additions to vLLM's OpenAI server: our routes, and a key that almost every path requires.
 
-Both are for the router, never for clients; the server listens on loopback or on the
-cluster's inner address. What the routes are given is trusted only as far as its signature goes.
+Both are for the router, never for clients. The server listens on loopback or on the cluster's inner
+address. A route trusts its input only as far as the input's signature goes.
 """
 
 from __future__ import annotations
@@ -26,37 +26,40 @@ from disagg.transport.deadline import Deadline
 from disagg.transport.fetch import release_everywhere
 
 RELEASE_S = 5.0
-# Asked by who watches engines. They tell of them, and compute nothing.
+# Paths without the key, for monitoring. They compute nothing.
 _OPEN = ("/health", "/metrics", "/metrics/")
 
 router = APIRouter(prefix="/disagg")
 
 
 def with_routes(app: FastAPI) -> ASGIApp:
-    """vLLM's app with our routes, for those alone who have the engines' key."""
+    """vLLM's app with our routes, behind the engines' key."""
     app.include_router(router)
     return OnlyWithKey(app, os.environ[KEY_ENV])
 
 
 class Routes:
-    """ASGI middleware: the same routes in a vLLM that was started by itself, with `--middleware
-    disagg.engine.routes.Routes`. vLLM's `--api-key` does not guard them: fingerprints are no
-    secret, and a release needs a signed ticket."""
+    """ASGI middleware: the same routes in a plain `vllm serve`, added with `--middleware
+    disagg.engine.routes.Routes`.
+
+    vLLM's `--api-key` does not protect these routes. It need not: a fingerprint is no secret, and a
+    release needs a signed ticket.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":  # once, before all requests
+        if scope["type"] == "lifespan":  # vLLM's server sends it once, before all requests
             scope["app"].include_router(router)
         await self._app(scope, receive, send)
 
 
 class OnlyWithKey:
-    """ASGI middleware: every path but the open ones asks for the key.
+    """ASGI middleware: every path except those in `_OPEN` requires the key.
 
-    vLLM's own middleware asks for it under `/v1` and a few more, and leaves the rest open, such
-    as `/tokenize`, `/pooling` and our routes.
+    vLLM's own middleware requires the key only under `/v1` and a few other paths. It leaves open
+    for example `/tokenize`, `/pooling` and our routes.
     """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
@@ -66,13 +69,13 @@ class OnlyWithKey:
         if (
             scope["type"] == "lifespan"
             or scope["path"] in _OPEN
-            or self._shown(Headers(scope=scope))
+            or self._has_key(Headers(scope=scope))
         ):
             await self._app(scope, receive, send)
         else:
             await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
 
-    def _shown(self, headers: Headers) -> bool:
+    def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         return hmac.compare_digest(_digest(key), self._digest) and scheme.lower() == "bearer"
 
@@ -83,8 +86,8 @@ def _digest(key: str) -> bytes:
 
 @router.get("/fingerprint")
 async def fingerprint(request: Request) -> dict[str, str]:
-    """What must agree before a router pairs two engines (the workers compare more at hello), and
-    what it must know of one to have it go on with an answer."""
+    """Fields that must be equal before a router pairs two engines, and fields that the router needs
+    to continue an answer on this engine. Workers compare more fields at hello."""
     config = request.app.state.engine_client.vllm_config
     model, cache = config.model_config, config.cache_config
     is_cpu = config.device_config.device_type == "cpu"
@@ -104,14 +107,17 @@ async def fingerprint(request: Request) -> dict[str, str]:
 
 
 def _parses_chats(config: Any) -> bool:
-    """Whether what a chat's answer says is not all text: reasoning, or a format with channels."""
+    """Whether vLLM parses a chat's answer: reasoning, or a format with channels."""
     parser = config.structured_outputs_config.reasoning_parser
     return bool(parser) or config.model_config.hf_config.model_type == "gpt_oss"
 
 
 @router.get("/adapters")
 async def adapters(request: Request) -> list[dict[str, Any]]:
-    """The LoRA adapters that it was asked to load while it served, as it was asked."""
+    """The LoRA adapters that were loaded by request while the engine served.
+
+    Each is in the form of a request that loads it.
+    """
     models = request.app.state.openai_serving_models
     given = {lora.name: lora.path for lora in models.static_lora_modules or ()}
     return [
@@ -119,7 +125,8 @@ async def adapters(request: Request) -> list[dict[str, Any]]:
             "lora_name": lora.lora_name,
             "lora_path": lora.lora_path,
             "is_3d_lora_weight": lora.is_3d_lora_weight,
-            "load_inplace": lora.lora_name in given,  # else whoever has it given keeps that
+            # Without it, an engine that was started with this adapter keeps its own version.
+            "load_inplace": lora.lora_name in given,
         }
         for lora in models.lora_requests.values()
         if lora.lora_path != given.get(lora.lora_name)
@@ -128,7 +135,7 @@ async def adapters(request: Request) -> list[dict[str, Any]]:
 
 @router.post("/release")
 async def release(kv_transfer_params: dict[str, Any] = Body(embed=True)) -> dict[str, str]:  # noqa: B008
-    """Let go of a lease that will not be fetched: its request was cancelled or refused."""
+    """Release a lease whose blocks will not be fetched: its request was cancelled or refused."""
     secret = read_secret()
     try:
         handoff = verify(kv_transfer_params.get("disagg"), secret)

@@ -1,7 +1,7 @@
-"""Runs one vLLM engine and vLLM's own OpenAI server on a socket that we bound.
+"""Runs one vLLM engine and vLLM's OpenAI server on a socket that the caller bound.
 
-vLLM is imported here, inside `run_engine`, and takes most of a minute; call it in a thread
-that may block. It never installs signal handlers and never closes over a fixed port.
+`run_engine` imports vLLM, which takes most of a minute: call it in a thread that may block. It must
+never install signal handlers, nor use a fixed port.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 def to_argv(args: Mapping[str, Any]) -> list[str]:
-    """Engine arguments as vLLM's command line, so that vLLM itself checks and converts them."""
+    """Engine arguments as a command line for vLLM, which checks and converts them."""
     argv: list[str] = []
     for name, value in args.items():
         flag = "--" + name.replace("_", "-")
@@ -65,7 +65,7 @@ def to_argv(args: Mapping[str, Any]) -> list[str]:
 
 
 def parse_args(args: Mapping[str, Any]) -> Namespace:
-    """vLLM's own namespace for the arguments. Raises ValueError with vLLM's words."""
+    """The arguments as vLLM's parser returns them. Raises ValueError with vLLM's message."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.launchers.launcher import validate_api_server_args
     from vllm.logger import configure_logging_from_args
@@ -96,11 +96,11 @@ async def run_engine(
     grace_s: Callable[[], float],
     hang_timeout_s: float,
 ) -> None:
-    """Start the engine, call `ready` with what the model resolved to, serve until `stop`.
+    """Start the engine, call `ready` with the resolved model, serve until `stop` is set.
 
-    Raises whatever vLLM raises at start, and EngineDied when the engine ends on its own or does
-    not move for `hang_timeout_s`.
-    `grace_s` is asked when stopping: how long requests in flight may still run.
+    Raises what vLLM raises at start. Raises EngineDied when the engine ends on its own, or makes no
+    progress for `hang_timeout_s`. `grace_s` is called at the stop: the seconds that requests in
+    flight may still run.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.entry import (
@@ -112,13 +112,13 @@ async def run_engine(
     vllm_args = AsyncEngineArgs.from_cli_args(parsed)
     propagate_flash_late_interaction(parsed, vllm_args)
     async with build_async_engine_client_from_engine_args(vllm_args) as engine:
-        pulse = Liveness(engine.is_sleeping)
-        server = await _build_server(engine, parsed, pulse)
+        liveness = Liveness(engine.is_sleeping)
+        server = await _build_server(engine, parsed, liveness)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         await _until_started(server, serving)
         ready(_model_info(engine, parsed))
         try:
-            await _watch(engine, serving, stop, pulse, hang_timeout_s)
+            await _watch(engine, serving, stop, liveness, hang_timeout_s)
         finally:
             server.config.timeout_graceful_shutdown = max(1, round(grace_s()))
             server.should_exit = True
@@ -126,14 +126,16 @@ async def run_engine(
 
 
 def metrics() -> Iterable[Metric]:
-    """What `/metrics` of the engine that this process serves has."""
+    """The metrics that `/metrics` of this process's engine shows."""
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
     families: Iterable[Metric] = get_prometheus_registry().collect()
     return families
 
 
-async def _build_server(engine: EngineClient, parsed: Namespace, pulse: Liveness) -> uvicorn.Server:
+async def _build_server(
+    engine: EngineClient, parsed: Namespace, liveness: Liveness
+) -> uvicorn.Server:
     import uvicorn
     from vllm import envs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -148,7 +150,7 @@ async def _build_server(engine: EngineClient, parsed: Namespace, pulse: Liveness
     app: FastAPI = build_app(parsed, tasks, engine.model_config)
     await init_app_state(engine, app.state, parsed, tasks)
     config = uvicorn.Config(
-        LivenessHealth(RequestLog(with_routes(app)), pulse),
+        LivenessHealth(RequestLog(with_routes(app)), liveness),
         log_config=get_uvicorn_log_config(parsed) or uvicorn.config.LOGGING_CONFIG,
         log_level=parsed.uvicorn_log_level,
         access_log=not parsed.disable_uvicorn_access_log,
@@ -156,7 +158,7 @@ async def _build_server(engine: EngineClient, parsed: Namespace, pulse: Liveness
         h11_max_incomplete_event_size=parsed.h11_max_incomplete_event_size,
     )
     server: uvicorn.Server = NoSignalServer(config)
-    app.state.server = server  # vLLM's error handlers stop it when the engine is dead
+    app.state.server = server  # vLLM's error handlers stop the server when the engine is dead
     return server
 
 
@@ -172,25 +174,25 @@ async def _watch(
     engine: EngineClient,
     serving: asyncio.Task[None],
     stop: asyncio.Event,
-    pulse: Liveness,
+    liveness: Liveness,
     hang_timeout_s: float,
 ) -> None:
     stopping = asyncio.create_task(stop.wait())
-    beating = asyncio.create_task(pulse.run())  # what it raises, `errored` says too
+    asking = asyncio.create_task(liveness.run())  # if it raises, `engine.errored` is set too
     try:
         while not stopping.done():
             await asyncio.wait({stopping, serving}, timeout=WATCH_S, return_when="FIRST_COMPLETED")
             if engine.errored or serving.done():
                 raise EngineDied("vLLM's engine process died: killed, or out of memory")
-            if pulse.silent_s > hang_timeout_s:
+            if liveness.silent_s > hang_timeout_s:
                 limit = f"{hang_timeout_s:g} s (engine.hang_timeout_s)"
                 raise EngineDied(f"vLLM's engine process made no progress for {limit}")
     finally:
         stopping.cancel()
-        beating.cancel()
-        await asyncio.wait({beating})
+        asking.cancel()
+        await asyncio.wait({asking})
         with contextlib.suppress(asyncio.CancelledError, Exception):
-            beating.result()
+            asking.result()
 
 
 def _model_info(engine: EngineClient, parsed: Namespace) -> dict[str, str | int]:

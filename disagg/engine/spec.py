@@ -1,6 +1,6 @@
-"""What travels between the cluster and an engine's actor: plain, picklable values.
+"""The values that the cluster and an engine's actor exchange. All are plain and picklable.
 
-Never holds a live object, and never imports vLLM or Ray.
+They must never hold a live object. This module must never import vLLM or Ray.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from disagg.config import Deployment, PoolSection, Role
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine to start, as the cluster asks for it."""
+    """One engine to start."""
 
     deployment: Deployment
     role: Role
     index: int
     run_id: str
-    """Unique for one run of one deployment."""
+    """Unique for each run of a deployment."""
     storage_path: str
-    """Folder of this run for handoff files."""
+    """The run's folder for handoff files."""
     loopback: bool
-    """Everything is on one machine: listen on 127.0.0.1 only."""
+    """The whole deployment is on one machine: listen on 127.0.0.1 only."""
     secret: str = field(repr=False)
     engine_key: str = field(repr=False)
-    """What the router shows to the engines, and nobody else has."""
+    """The bearer key that the router sends to the engines. Nobody else has it."""
 
     @property
     def name(self) -> str:
-        """The engine's name, as people see it: `prefill-0`."""
+        """The engine's name in logs and dashboards, such as `prefill-0`."""
         return f"{self.role}-{self.index}"
 
     @property
     def pool(self) -> PoolSection:
-        """The YAML's section of its role."""
+        """The engine's section of the YAML: `prefill` or `decode`."""
         return self.deployment.pool(self.role)
 
 
 @dataclass(frozen=True)
 class EngineHome:
-    """Where an engine's process lives; known before vLLM is imported."""
+    """Where an engine's process runs. Known before vLLM is imported."""
 
     node_id: str
     address: str
     pid: int
-    """The actor's process, and the process group of all of vLLM's."""
+    """The actor's process. It is also the process group of vLLM's processes."""
     guardian_pid: int
     log_path: str
 
@@ -60,13 +60,14 @@ class EngineInfo:
     pid: int
     node_id: str
     model: dict[str, str | int]
-    """What vLLM resolved: `name`, `root`, `dtype`, `max_model_len`, `block_size`, `num_blocks`."""
+    """Values that vLLM resolved: `name`, `root`, `dtype`, `max_model_len`, `block_size`,
+    `num_blocks`."""
     startup_s: float
 
 
 @dataclass(frozen=True)
 class EngineFailure:
-    """Why an engine did not start, or ended: one line, and its last log lines."""
+    """Why an engine did not start, or ended. cause: one line. log_tail: its last log lines."""
 
     cause: str
     log_tail: str

@@ -1,1 +1,1 @@
-"""What an engine computes with: two engines that differ in it have no block in common."""
+"""Identifies the model and weights of an engine; engines that differ in them share no blocks."""

@@ -1,5 +1,5 @@
-"""Which model an engine computes with, as fields to be compared. Reads vLLM's configuration, and
-imports nothing of it."""
+"""Identifies an engine's model, as fields to compare. Reads vLLM's configuration, but does not
+import vLLM."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LLAMA4_TUNED = 32768
 
 
 def model_fields(config: VllmConfig) -> dict[str, str]:
-    """Weights, how the configuration was overridden, and which draft's layers are among the
-    model's own. Reads files."""
+    """The weights, configuration overrides, and the draft whose layers share the cache. Reads
+    files."""
     model, overrides = config.model_config, ""
     if callable(model.hf_overrides):
         overrides = f"{model.hf_overrides.__module__}.{model.hf_overrides.__qualname__}"
@@ -43,8 +43,8 @@ def _json(given: object) -> str:
 
 
 def _long_context(model: ModelConfig) -> str:
-    """Of models of which vLLM 0.32 computes all prompts otherwise where long ones are allowed: on
-    which side of that limit `max_model_len` is."""
+    """Some models compute all prompts differently in vLLM 0.32 if long ones are allowed. For these:
+    on which side of that limit `max_model_len` is."""
     limits = []
     text = model.hf_text_config
     if str(text.model_type).startswith("llama4"):
@@ -54,5 +54,5 @@ def _long_context(model: ModelConfig) -> str:
         if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
             own = getattr(text, "original_max_position_embeddings", None)
             limits.append(rope.get("original_max_position_embeddings", own) or 0)
-    told = [f"{'over' if model.max_model_len > limit else 'up to'} {limit}" for limit in limits]
-    return ", ".join(f"max_model_len {one}" for one in dict.fromkeys(told))
+    sides = [f"{'over' if model.max_model_len > limit else 'up to'} {limit}" for limit in limits]
+    return ", ".join(f"max_model_len {one}" for one in dict.fromkeys(sides))

@@ -1,8 +1,8 @@
-"""Which weights an engine computes with: digests of checkpoints and of LoRA adapters.
+"""Identifies an engine's weights: digests of checkpoints and of LoRA adapters.
 
-vLLM tells adapters apart by name and path, and checkpoints not at all. Other weights may lie under
-the same name on another host, or tomorrow, while blocks that were computed with the old ones are
-still in a directory: these must never meet.
+vLLM distinguishes adapters by name and path, and checkpoints not at all. Other weights may have the
+same name on another host, or later, while a directory still holds blocks computed with the old
+ones. Such blocks must never be mixed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADAPTER_BYTES = 16
-_WHOLE = 32 << 20  # smaller files are read to the end
+_WHOLE = 32 << 20  # smaller files are read completely
 _ENDS = 64 << 10
-# Of a large file: in the middle of so many tensors. Training leaves hardly any tensor as it was.
+# Large files are sampled in the middle of so many tensors; training changes nearly every tensor.
 _PLACES, _PIECE = 64, 4 << 10
 _LONGEST_HEADER = 100 << 20
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -36,9 +36,9 @@ _MOST_ADAPTERS = 4096
 
 
 def checkpoint(path: str, revision: str | None) -> str:
-    """A digest that tells two checkpoints apart wherever they lie; large ones are sampled.
+    """A digest that identifies a checkpoint wherever it is stored; large files are sampled.
 
-    Of a hub's repository, the local copy; its name if there is none (weights may be streamed).
+    For a hub's repository, of the local copy; without one, its name (weights may be streamed).
     """
     place = _place(path, revision, _CONFIG)
     if place is None:
@@ -49,22 +49,22 @@ def checkpoint(path: str, revision: str | None) -> str:
         return digest.hexdigest()
     digest.update(_canonical(place / _CONFIG))
     if not _sample_all(digest, place):
-        digest.update(place.name.encode())  # the commit, if it is a hub's: weights lie elsewhere
+        digest.update(place.name.encode())  # a hub's commit: its weights are elsewhere
     return digest.hexdigest()
 
 
 class Adapters:
-    """What the adapters of requests are, each read once: when it is first asked for."""
+    """Digests of LoRA adapters, each computed when it is first needed."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, str, int, tuple[int, ...]], bytes] = OrderedDict()
 
     def of(self, adapter: LoRARequest | None) -> bytes:
-        """`ADAPTER_BYTES` that say which weights these are, nothing without an adapter. Of one
-        that cannot be read, what no other engine answers."""
+        """`ADAPTER_BYTES` that identify the weights; empty without an adapter. For an adapter that
+        cannot be read, random bytes that match no other engine's."""
         if adapter is None:
             return b""
-        # Files that change under a running engine are not loaded again, but for this option.
+        # vLLM reloads files that change under a running engine only with this option.
         changed = _changed(adapter.lora_path) if adapter.load_inplace else ()
         key = (adapter.lora_name, adapter.lora_path, adapter.lora_int_id, changed)
         found = self._known.get(key)
@@ -76,7 +76,7 @@ class Adapters:
 
 
 def _adapter(path: str) -> bytes:
-    digest, why = hashlib.blake2b(digest_size=ADAPTER_BYTES), "there are no weights"
+    digest, why = hashlib.blake2b(digest_size=ADAPTER_BYTES), "no weights found"
     try:
         place = _place(path, None, _ADAPTER)
         if place is not None:
@@ -85,12 +85,12 @@ def _adapter(path: str) -> bytes:
                 return digest.digest()
     except OSError as error:
         why = str(error)
-    logger.warning("adapter %s cannot be read (%s): its blocks are of no use elsewhere", path, why)
+    logger.warning("adapter %s cannot be read (%s): no other engine can use its blocks", path, why)
     return secrets.token_bytes(ADAPTER_BYTES)
 
 
 def _place(path: str, revision: str | None, config: str) -> Path | None:
-    """Where it lies on this host."""
+    """Its path on this host; None if it is not here."""
     place = Path(path).expanduser()
     if place.exists():
         return place
@@ -118,7 +118,7 @@ def _canonical(config: Path) -> bytes:
         text = config.read_text()
         return json.dumps(json.loads(text), sort_keys=True).encode()
     except (OSError, ValueError):
-        return b""  # what has none is told apart by its weights
+        return b""  # without a configuration, only the weights identify it
 
 
 def _sample_all(digest: hashlib.blake2b, folder: Path) -> bool:
@@ -145,7 +145,7 @@ def _sample(digest: hashlib.blake2b, file: Path) -> None:
 
 
 def _tensors(weights: BinaryIO) -> Iterator[int]:
-    """The middle of each tensor of a safetensors file; nothing if it is none."""
+    """The offset of each tensor's middle in a safetensors file; empty for other files."""
     length = int.from_bytes(weights.read(8), "little")
     if length > _LONGEST_HEADER:
         return

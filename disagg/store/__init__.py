@@ -1,7 +1,7 @@
-"""Where KV blocks rest outside the accelerator: content-addressed tiers and their eviction.
+"""KV blocks outside the accelerator: content-addressed tiers and their eviction.
 
-`base` is the contract. Every tier has a half that decides (an index, in vLLM's scheduler process)
-and a half that moves bytes (in each worker rank's process):
+`base` is the contract. Every tier has an index, which decides, in vLLM's scheduler process, and a
+half in each worker rank's process, which moves bytes:
 
     host memory   `host_index.HostIndex`            `host_pool.HostPool`
     directory     `directory_index.DirectoryIndex`  `directory.Directory`, `directory_space`

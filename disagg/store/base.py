@@ -1,32 +1,32 @@
-"""The contract of a tier: what rests in it under which name, who may call what, and when.
+"""The contract of a tier: chunks and their keys, who may call what, and when.
 
-A **chunk** is a run of consecutive full KV cache blocks of a prompt, as many in every chunk; the
-unit of all tiers. Its **key** is vLLM's hash of its last block (which covers the whole prefix),
-followed by whatever else tells two chunks apart (the KV cache group, say). Model, dtype, layout
-and parallel size are not part of the key: `fingerprint` keeps caches that differ in them apart.
+A **chunk** is the unit of all tiers: a fixed number of consecutive full KV cache blocks of a
+prompt. Its **key** is vLLM's hash of its last block (which covers the whole prefix), followed by
+whatever else distinguishes two chunks (such as the KV cache group). Model, dtype, layout and
+parallel size are not part of the key: `fingerprint` separates caches that differ in them.
 
 A tier has two halves:
 
-- its **index** lives in the scheduler process, is called by the scheduler's thread only, never
-  blocks on a device, and decides: what is here, what is stored next, what goes;
-- its **bytes** live in each worker rank's process, are called by any number of transfer threads,
-  and do what the index decided, all ranks alike.
+- its **index** is in the scheduler process. Only the scheduler's thread calls it; it never blocks
+  on a device. It decides what is stored, loaded and evicted;
+- its **bytes** are in each worker rank's process. Any number of transfer threads call it; all
+  ranks carry out what the index decided.
 
 The life of a chunk, seen from an index:
 
-1. `lookup` / `leading` -> MISS. Looking has no side effect and may be repeated at will.
-2. a store is prepared: the chunk is LATER to whoever asks. The worker's source blocks and the
-   destination must stay unchanged until every rank has said how it went.
-3. the store completes: HIT if every rank succeeded; otherwise it is forgotten, MISS again.
+1. `lookup` / `leading` -> MISS. Lookups have no side effect and may be repeated.
+2. a store is prepared: lookups answer LATER. The worker's source blocks and the destination must
+   stay unchanged until every rank has reported the result.
+3. the store completes: HIT if every rank succeeded; otherwise MISS again.
 4. a load begins: the chunk can't be evicted. Any number of loads may overlap.
 5. the load ends. A chunk that could not be read is MISS again.
-6. eviction: only of chunks that nothing uses.
+6. eviction: only of chunks that are not in use.
 
-Every prepared store and every begun load must be completed exactly once, whatever happened to it:
-its slot is in use until then.
+Every prepared store and every begun load must be completed exactly once, whatever its result: its
+slot is in use until then.
 
-Failures of a job are results (`ok`, or an outcome with a `reason`), never exceptions. Exceptions
-are for callers' mistakes (`ValueError`, `IndexError`) and for settings (`ConfigError`).
+A failed job is a result (`ok`, or an outcome with a `reason`), never an exception. Exceptions are
+for callers' mistakes (`ValueError`, `IndexError`) and for settings (`ConfigError`).
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ MAX_KEY_BYTES = 64
 
 CPU = "CPU"
 STORAGE = "STORAGE"
-"""Media of block events, in vLLM's words."""
+"""Media of block events, as vLLM names them."""
 
 
 class Presence(Enum):
-    """What an index says about a key."""
+    """An index's answer about a key."""
 
     HIT = "hit"
     MISS = "miss"
     LATER = "later"
-    """Being written, loaded or looked for: ask again."""
+    """It is being written, loaded or looked up: ask again."""
 
 
 class Leading(NamedTuple):
-    """How many of some keys, from the first on, are there.
+    """How many leading keys of a sequence are HIT.
 
-    `later`: the one after them is not known yet, so that the run may soon be longer.
+    later: the next key is LATER, so that the run may soon be longer.
     """
 
     ready: int
@@ -66,7 +66,7 @@ class Leading(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A place in the host pool, the same on all ranks, and the chunk it is for."""
+    """A place in the host pool, the same on all ranks, and its chunk."""
 
     key: Key
     number: int
@@ -78,19 +78,39 @@ class EventKind(StrEnum):
 
 
 class BlockEvent(NamedTuple):
-    """A chunk that can be loaded from a tier from now on, or no more."""
+    """A chunk became available in a tier, or was removed from it."""
 
     kind: EventKind
     key: Key
     medium: str
 
 
+class EventLog:
+    """Collects a tier's block events until they are taken; nothing if it is off."""
+
+    def __init__(self, medium: str, *, on: bool) -> None:
+        self._medium, self._on = medium, on
+        self._events: list[BlockEvent] = []
+
+    def add(self, kind: EventKind, key: Key) -> None:
+        """Record an event."""
+        if self._on:
+            self._events.append(BlockEvent(kind, key, self._medium))
+
+    def take(self) -> list[BlockEvent]:
+        """Events since the last call, in order."""
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
+
+
 @dataclass(frozen=True)
 class IndexStats:
-    """What an index has counted since it began, in chunks; the last three are of now.
+    """An index's counts since the start, in chunks; the last three are current values.
 
-    A hit is a chunk that a load was begun for, a miss one that a store was prepared for: what
-    was looked up ten times and used once counts once.
+    A hit is a chunk that a load began for, a miss one that a store was prepared for: a chunk looked
+    up ten times and used once counts once.
     """
 
     hits: int = 0
@@ -98,28 +118,28 @@ class IndexStats:
     stored: int = 0
     stores_failed: int = 0
     stores_refused: int = 0
-    """Chunks that were not stored because everything was in use."""
+    """Chunks that were not stored because all slots were in use."""
     loads_failed: int = 0
     evictions: int = 0
     slow: int = 0
-    """Lookups given up because the disk did not answer in time."""
+    """Lookups that ended because the disk did not answer in time."""
     stray: int = 0
-    """Completions of nothing that was begun: a caller's mistake, ignored."""
+    """Completions of jobs that were not begun: a caller's mistake, ignored."""
     used: int = 0
     in_use: int = 0
-    """Of those used, the ones that a store or a load keeps from eviction."""
+    """Used ones that a store or a load protects from eviction."""
     capacity: int = 0
 
 
 class WriteOutcome(StrEnum):
     WRITTEN = "written"
     EXISTED = "existed"
-    """The chunk was there already; its bytes were not looked at."""
+    """The chunk existed; its bytes were not checked."""
     FAILED = "failed"
 
 
 class WriteResult(NamedTuple):
-    """`reason` is a metric label, empty unless it failed."""
+    """reason: a metric label, empty unless it failed."""
 
     outcome: WriteOutcome
     num_bytes: int = 0
@@ -135,13 +155,13 @@ class ReadOutcome(StrEnum):
     LOADED = "loaded"
     MISSING = "missing"
     DAMAGED = "damaged"
-    """Not what was written, or not what was asked for. It was removed."""
+    """The file is damaged, or another chunk's. It was removed."""
     FAILED = "failed"
 
 
 class ReadResult(NamedTuple):
-    """`reason` is a metric label, empty if it was loaded. Unless it was, the buffers hold garbage
-    that must not be used."""
+    """reason: a metric label, empty if it was loaded. Otherwise the buffers hold garbage that must
+    not be used."""
 
     outcome: ReadOutcome
     num_bytes: int = 0
@@ -149,13 +169,13 @@ class ReadResult(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the buffers hold exactly what was written under the key."""
+        """Whether the buffers hold exactly the chunk of this key."""
         return self.outcome is ReadOutcome.LOADED
 
 
 @dataclass(frozen=True)
 class FileStats:
-    """What a worker's end of the directory has counted since it began, in files of its rank."""
+    """Counts of a worker's half of the directory since the start, in files of its rank."""
 
     written: int = 0
     existed: int = 0
@@ -169,7 +189,7 @@ class FileStats:
 
 
 def check_key(key: Key) -> None:
-    """Raise `ValueError` for what cannot be a key."""
+    """Raise `ValueError` for an invalid key."""
     if not 1 <= len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
 

@@ -1,13 +1,13 @@
 """A worker's half of the directory tier: writes and reads the chunk files of its rank.
 
-Any number of threads, processes and hosts may do so at once, on the same keys. A file is written
-under a temporary name and renamed: what has its name was written whole by someone. A process
-that is killed leaves a temporary file at most, which `directory_space` sweeps. A host that loses
-power may leave a named file without its bytes: size and checksum are looked at on every read, and
-what differs in anything from what was written is removed, counted, and a miss.
+Any number of threads, processes and hosts may use the same keys at once. A file is written under a
+temporary name and renamed, so a file with its final name was written completely. A killed process
+leaves at most a temporary file, which `directory_space` removes. A host that loses power may leave
+a named file without its bytes: every read checks size and checksum; a damaged file is removed,
+counted, and a miss.
 
-Which of the two writers of one key wins does not matter, since a key determines the bytes. What a
-reader has open stays readable to it when it is removed or replaced.
+If two writers write one key, either may win, since a key determines the bytes. An open file stays
+readable when it is removed or replaced.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _TOUCH_INTERVAL_S = 60.0
 class Directory:
     """The files of one rank. All methods may be called from any thread.
 
-    `tensors` describes a chunk of this rank, for whoever opens the file with safetensors. `space`
-    is told what is written and asked whether there is room; without one there is no cap, and what
-    killed writers leave is swept by others only. Buffers are C-contiguous. Raises `ConfigError` if
-    the folder can't be used or holds chunks of another hash seed.
+    tensors: describe a chunk of this rank, for readers of the file with safetensors. space: limits
+    the folder's size; without it there is no limit, and only others remove what killed writers
+    leave. Buffers are C-contiguous. Raises `ConfigError` if the folder can't be used or holds
+    chunks of another hash seed.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Directory:
 
     @property
     def chunk_bytes(self) -> int:
-        """What the buffers of a chunk must add up to."""
+        """Total bytes of a chunk's buffers."""
         return self._format.data_bytes
 
     def write(self, key: Key, buffers: Sequence[memoryview]) -> WriteResult:
-        """Write a chunk, unless it is there. The buffers must not change meanwhile; if they do,
-        the checksum will not fit and the chunk is lost, but not wrong.
+        """Write a chunk, unless it exists. The buffers must not change meanwhile; if they do, the
+        checksum differs, and the chunk is lost, but never wrong.
 
         Raises `ValueError` for buffers of another size.
         """
@@ -109,8 +109,8 @@ class Directory:
         return self._wrote(WriteResult(WriteOutcome.WRITTEN, size))
 
     def read(self, key: Key, buffers: Sequence[memoryview]) -> ReadResult:
-        """Read a chunk straight into the buffers, then check it. Only if the result is `ok` do
-        they hold the chunk.
+        """Read a chunk straight into the buffers, then check it. They hold the chunk only if the
+        result is `ok`.
 
         Raises `ValueError` for buffers of another size.
         """
@@ -134,7 +134,7 @@ class Directory:
         return self._did_read(ReadResult(ReadOutcome.LOADED, self.chunk_bytes))
 
     def touch(self, keys: Iterable[Key]) -> None:
-        """These chunks were used, though not read from here. What is not here is passed over."""
+        """Mark chunks as used that were not read from here. Missing ones are skipped."""
         for key in keys:
             path = self._path(key)
             with contextlib.suppress(OSError):
@@ -171,7 +171,7 @@ class Directory:
             os.close(descriptor)
 
     def _read_file(self, descriptor: int, key: Key, buffers: Sequence[memoryview]) -> str:
-        """Fill the buffers; what is wrong with the file, if anything."""
+        """Fill the buffers. Returns what is damaged; empty if nothing is."""
         head = bytearray(self._format.head_bytes(key))
         status = os.fstat(descriptor)
         size = len(head) + self.chunk_bytes
@@ -184,7 +184,7 @@ class Directory:
         return ""
 
     def _remove(self, path: str, descriptor: int) -> None:
-        """Unlink the damaged file that is open, unless another engine has replaced it."""
+        """Unlink the open, damaged file, unless another engine has replaced it."""
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(path), os.fstat(descriptor)):
                 os.unlink(path)
@@ -205,7 +205,7 @@ class Directory:
 
 
 def _exists(path: str, size: int) -> bool:
-    """Whether a file of this size is there. Asking for it is use."""
+    """Whether a file of this size exists; marks it as used."""
     try:
         status = os.stat(path)
     except OSError:
@@ -218,6 +218,6 @@ def _exists(path: str, size: int) -> bool:
 
 
 def _touch(file: str | int, status: os.stat_result) -> None:
-    """Note the time of use, for eviction; not more often than it needs, as it costs a write."""
+    """Update the time of use, for eviction; at most once a minute, as it costs a write."""
     if time.time() - status.st_mtime > _TOUCH_INTERVAL_S:
         os.utime(file)

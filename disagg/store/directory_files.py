@@ -2,9 +2,9 @@
 
     <root>/<namespace>/<first 2 hex digits of key>/<key in hex>.r<rank>.safetensors
 
-The head's `__metadata__` names format, fingerprint, key and rank, and the xxh3-128 of all that
-follows. Everything else in it follows from what a reader expects anyway, so a reader builds the
-head that must be there and compares: nothing found in a file is ever interpreted.
+The head's `__metadata__` has format, fingerprint, key and rank, and the xxh3-128 of all bytes after
+the head. A reader knows everything else in the head, so it builds the expected head and compares:
+it never interprets content of a file.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a chunk, in safetensors' terms. A chunk's buffers are its tensors' bytes one
-    after the other, cut wherever the caller likes."""
+    """One tensor of a chunk, in safetensors' terms. A chunk's buffers are its tensors' bytes in
+    order, split anywhere."""
 
     name: str
     dtype: str
@@ -63,7 +63,7 @@ class TensorSpec:
 
 
 class FileFormat:
-    """The files of one rank in one namespace. Those of keys of one length have one size."""
+    """The files of one rank in one namespace. Keys of equal length give files of equal size."""
 
     def __init__(self, fingerprint: str, rank: int, tensors: Sequence[TensorSpec]) -> None:
         if not tensors:
@@ -81,7 +81,7 @@ class FileFormat:
         }
         head = {"__metadata__": metadata, **_entries(tensors)}
         text = json.dumps(head, separators=(",", ":"))
-        # The two that differ from file to file, in that order; a name can't contain a quote.
+        # Checksum and key differ between files, in this order; a name can't contain a quote.
         self._before, rest = text.split('"CHECKSUM"', 1)
         self._between, self._after = rest.split('"KEY"', 1)
 
@@ -113,7 +113,7 @@ def _entries(tensors: Sequence[TensorSpec]) -> dict[str, object]:
 
 
 def checksum_of(buffers: Sequence[memoryview]) -> str:
-    """32 hex digits over the buffers' bytes, however they are cut."""
+    """32 hex digits over the buffers' bytes, however they are split."""
     checksum = xxhash.xxh3_128()
     for buffer in buffers:
         checksum.update(buffer)
@@ -127,24 +127,24 @@ def file_name(key: Key, rank: int) -> str:
 
 
 def key_of(name: str) -> Key | None:
-    """The key in the last part of a file's path; None for what is no chunk's file."""
+    """The key in a file's name; None if it is not a chunk's file."""
     found = _NAME.fullmatch(name)
     return bytes.fromhex(found[1]) if found else None
 
 
 def write_all(descriptor: int, buffers: Sequence[memoryview]) -> None:
-    """Write the buffers one after the other: few system calls, each without the GIL."""
+    """Write the buffers in order, with few system calls, each without the GIL."""
     if _vectored(os.writev, descriptor, buffers) < sum(buffer.nbytes for buffer in buffers):
-        raise OSError(errno.EIO, "nothing could be written")
+        raise OSError(errno.EIO, "cannot write")
 
 
 def read_all(descriptor: int, buffers: Sequence[memoryview]) -> int:
-    """Fill the buffers one after the other; bytes read, fewer only where the file ends."""
+    """Fill the buffers in order; returns the bytes read, fewer only at the file's end."""
     return _vectored(os.readv, descriptor, buffers)
 
 
 def reason_of(error: OSError) -> str:
-    """A metric label for what went wrong."""
+    """A metric label for the error."""
     return _REASONS.get(error.errno or 0, "io")
 
 

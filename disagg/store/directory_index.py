@@ -1,12 +1,12 @@
-"""The scheduler's half of the directory tier: which chunks are there, without waiting for a disk.
+"""The scheduler's half of the directory tier: which chunks exist, without waiting for a disk.
 
-Called by the scheduler's thread only. Whether files exist is looked up by threads of its own; the
-first question about a key is answered LATER, and soon after with what they found. Findings are
-kept for a while: what is there may be evicted by any engine, what is not may be written by any.
-So HIT is a promise to be checked: a load may find nothing, and then the key is forgotten.
+Only the scheduler's thread calls it. Its own threads check whether files exist: the first lookup of
+a key answers LATER, later ones the finding. Findings expire, because any engine may evict existing
+chunks and write missing ones. So a HIT may be wrong: if a load does not find the chunk, the key
+becomes a MISS.
 
-A finding is kept until it was told once, however long that takes: a scheduler that asks again
-only seconds later would else never hear it. A disk that does not answer in time is a MISS.
+A finding does not expire before a lookup has returned it: otherwise a scheduler that asks again
+only seconds later would never get it. If the disk does not answer in time, the lookup answers MISS.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from disagg.store.base import (
     STORAGE,
     BlockEvent,
     EventKind,
+    EventLog,
     IndexStats,
     Key,
     Leading,
@@ -39,9 +40,10 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class FindingsLimits:
-    """How long findings count, in seconds from when they were first told, and how many are kept.
+    """How long findings are valid, in seconds since a lookup first returned them, and how many are
+    kept.
 
-    `patience_s`: how long a lookup may take before the answer is MISS.
+    patience_s: how long the disk may take before lookups answer MISS.
     """
 
     present_s: float = 30.0
@@ -53,7 +55,7 @@ class FindingsLimits:
 @dataclass(slots=True)
 class _Finding:
     present: bool
-    told_at: float | None = None
+    returned_at: float | None = None
 
 
 class _Question(NamedTuple):
@@ -62,10 +64,10 @@ class _Question(NamedTuple):
 
 
 class DirectoryIndex:
-    """Chunks of `ranks` worker ranks; a chunk is there when the files of all ranks are.
+    """The chunks of `ranks` worker ranks; a chunk exists when the files of all ranks do.
 
-    Raises `ConfigError` if the folder can't be used or holds chunks of another hash seed. `clock`
-    is for tests.
+    Raises `ConfigError` if the folder can't be used or holds chunks of another hash seed. clock:
+    for tests.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class DirectoryIndex:
         self._asked = 0
         self._storing: set[Key] = set()
         self._loading: set[Key] = set()
-        self._events: list[BlockEvent] | None = [] if events else None
+        self._events = EventLog(STORAGE, on=events)
         self._hits = self._misses = self._stored = self._evictions = self._stray = 0
         self._stores_failed = self._loads_failed = self._slow = 0
         self._ask: queue.SimpleQueue[list[tuple[Key, int]] | None] = queue.SimpleQueue()
@@ -100,17 +102,17 @@ class DirectoryIndex:
         for thread in self._threads:
             thread.start()
 
-    # ---- looking ---------------------------------------------------------------------------
+    # ---- lookup ----------------------------------------------------------------------------
 
     def lookup(self, key: Key) -> Presence:
-        """HIT, MISS, or LATER while it is looked for, written or loaded."""
+        """HIT, MISS, or LATER while it is being looked up, written or loaded."""
         leading = self.leading([key])
         if leading.ready:
             return Presence.HIT
         return Presence.LATER if leading.later else Presence.MISS
 
     def leading(self, keys: Sequence[Key]) -> Leading:
-        """How many of the keys are there, from the first on. Starts to look for those not known."""
+        """How many leading keys are HIT. Starts lookups of unknown keys."""
         self._take_answers()
         for count, key in enumerate(keys):
             presence = self._known(key)
@@ -125,8 +127,8 @@ class DirectoryIndex:
     # ---- storing and loading ---------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[Key]) -> list[Key]:
-        """Those of the keys that are neither known to be here nor in flight, in their order. Each
-        must be given to `complete_store` once."""
+        """The keys that are neither known to exist nor in flight, in order. Each must be passed to
+        `complete_store` once."""
         self._take_answers()
         chosen = []
         for key in dict.fromkeys(keys):
@@ -139,7 +141,7 @@ class DirectoryIndex:
         return chosen
 
     def complete_store(self, keys: Sequence[Key], ok: bool) -> None:
-        """Every rank has these files (`ok`), or some have not: then nothing is known of them."""
+        """ok: every rank has written these files; otherwise the keys become unknown."""
         for key in keys:
             if key not in self._storing:
                 self._stray += 1
@@ -148,14 +150,14 @@ class DirectoryIndex:
             if ok:
                 self._stored += 1
                 self._note(key, _Finding(True))
-                self._tell(EventKind.STORED, key)
+                self._events.add(EventKind.STORED, key)
             else:
                 self._stores_failed += 1
                 self._drop(key)
 
     def begin_load(self, keys: Sequence[Key]) -> list[Key]:
-        """The leading keys that are HIT; LATER to others until `end_load`, which each must be
-        given to once."""
+        """The leading keys that are HIT. They are LATER until `end_load`, to which each must be
+        passed once."""
         self._take_answers()
         chosen: list[Key] = []
         for key in keys:
@@ -167,7 +169,7 @@ class DirectoryIndex:
         return chosen
 
     def end_load(self, keys: Sequence[Key], ok: bool) -> None:
-        """The loads of these ended on every rank. What could not be read is not there any more."""
+        """The loads of these keys ended on every rank. Without `ok` they become MISS."""
         for key in keys:
             if key not in self._loading:
                 self._stray += 1
@@ -178,29 +180,26 @@ class DirectoryIndex:
                 self._lost(key)
 
     def evicted(self, keys: Iterable[Key]) -> None:
-        """A worker of this engine has evicted these."""
+        """A worker of this engine has evicted these chunks."""
         for key in keys:
             self._evictions += 1
             self._lost(key)
 
     def clear(self) -> None:
-        """Forget all findings; what is in flight stays so until its completion."""
+        """Drop all findings; stores and loads in flight stay until their completion."""
         self._findings.clear()
         self._questions.clear()
         self._present = 0
 
-    # ---- what happened ---------------------------------------------------------------------
+    # ---- events and counts ------------------------------------------------------------------
 
     def take_events(self) -> list[BlockEvent]:
         """Events since the last call, in order."""
-        if not self._events:
-            return []
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     @property
     def stats(self) -> IndexStats:
-        """Counts so far. `used` is what is known to be there; there is no capacity."""
+        """Counts so far. `used` counts chunks known to exist; there is no capacity."""
         return IndexStats(
             hits=self._hits,
             misses=self._misses,
@@ -215,14 +214,14 @@ class DirectoryIndex:
         )
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if an invariant is broken. For tests; looks at everything."""
+        """Raise `AssertionError` if an invariant is broken. For tests; checks everything."""
         assert not self._storing & self._loading, "stored and loaded at once"
         assert not self._storing & self._questions.keys(), "stored and looked for at once"
         assert len(self._findings) <= self._memory.capacity, "too many findings"
         assert self._present == sum(found.present for found in self._findings.values())
 
     def close(self) -> None:
-        """Stop the threads; one that hangs in the file system is left behind."""
+        """Stop the threads; does not wait for one that hangs in the file system."""
         for _ in self._threads:
             self._ask.put(None)
         for thread in self._threads:
@@ -231,23 +230,23 @@ class DirectoryIndex:
     # ---- findings --------------------------------------------------------------------------
 
     def _known(self, key: Key) -> Presence | None:
-        """What can be said now; None if somebody has to look."""
+        """What is known now; None if the key has to be looked up."""
         if key in self._storing or key in self._loading:
             return Presence.LATER
         finding = self._findings.get(key)
         if finding is None:
             return None
         now = self._clock()
-        if finding.told_at is None:
-            finding.told_at = now
+        if finding.returned_at is None:
+            finding.returned_at = now
         kept = self._memory.present_s if finding.present else self._memory.absent_s
-        if now - finding.told_at > kept:
+        if now - finding.returned_at > kept:
             self._drop(key)
             return None
         return Presence.HIT if finding.present else Presence.MISS
 
     def _note(self, key: Key, finding: _Finding) -> None:
-        self._questions.pop(key, None)  # an answer on the way is older
+        self._questions.pop(key, None)  # a pending answer is older
         self._drop(key)
         self._findings[key] = finding
         self._present += finding.present
@@ -262,16 +261,12 @@ class DirectoryIndex:
 
     def _lost(self, key: Key) -> None:
         self._note(key, _Finding(False))
-        self._tell(EventKind.REMOVED, key)
+        self._events.add(EventKind.REMOVED, key)
 
-    def _tell(self, kind: EventKind, key: Key) -> None:
-        if self._events is not None:
-            self._events.append(BlockEvent(kind, key, STORAGE))
-
-    # ---- asking the disk -------------------------------------------------------------------
+    # ---- disk lookups ----------------------------------------------------------------------
 
     def _start_looking(self, keys: Sequence[Key]) -> None:
-        """Ask for a run of keys at once, as far as nobody asks for them yet."""
+        """Look up a run of keys at once, up to the first one that is known or being looked up."""
         now = self._clock()
         batch = []
         for key in keys:
@@ -284,7 +279,7 @@ class DirectoryIndex:
             self._ask.put(batch)
 
     def _overdue(self, key: Key) -> Presence:
-        """LATER, or MISS once the disk has been silent for too long."""
+        """LATER, or MISS if the disk has not answered within `patience_s`."""
         question = self._questions.get(key)
         if question is None or self._clock() - question.asked_at <= self._memory.patience_s:
             return Presence.LATER
@@ -300,18 +295,18 @@ class DirectoryIndex:
             for key, number, present in answers:
                 question = self._questions.get(key)
                 if question is None or question.number != number:
-                    continue  # something newer is known
+                    continue  # there is newer information
                 del self._questions[key]
                 if present is not None:
                     self._note(key, _Finding(present))
 
     def _look(self) -> None:
-        """A thread: keys in, what was found out."""
+        """One lookup thread: batches of keys in, answers out."""
         while (batch := self._ask.get()) is not None:
             answers: list[tuple[Key, int, bool | None]] = []
             present: bool | None = True
             for key, number in batch:
-                # What follows a gap in a prompt is of no use, and need not be looked for.
+                # Chunks after a gap in a prompt are useless, so they are not looked up.
                 present = self._on_disk(key) if present else None
                 answers.append((key, number, present))
             self._answers.put(answers)

@@ -1,15 +1,15 @@
-"""How much the shared directory holds, and who goes when it is too much.
+"""The size limit of the shared directory, and eviction.
 
-The cap is over all namespaces of a directory, in bytes of files. Every process that writes keeps
-an estimate: what the last look at the directory found, and what it has written since. When
-the estimate nears the cap, or enough was written since the last look, a thread looks again and
-removes what was used longest ago, until a tenth of the cap is free. One process alone never passes
-the cap. Several may, by what the others wrote since the last look: each looks again after a
-fiftieth of the cap.
+The limit covers all namespaces of a directory, in bytes of files. Every writing process keeps an
+estimate: the size at the last scan of the directory, plus its own writes since. When the estimate
+nears the limit, or enough was written since the last scan, a thread scans again and removes the
+least recently used chunks, until a tenth of the limit is free. One process alone never exceeds the
+limit. Several may, by the others' writes since the last scan: each scans again after writing a
+fiftieth of the limit.
 
-A lock file keeps several processes from looking at once, and hands the result on to those that
-waited. Nothing depends on the lock: where locks do not work, too much may be removed, no more.
-All ranks' files of a chunk go together, as the chunk is useless without one of them.
+A lock file prevents concurrent scans, and passes the result on to the processes that waited.
+Correctness does not depend on it: where locks do not work, at worst too much is removed. All ranks'
+files of a chunk are removed together, as the chunk is useless without one of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ABANDONED_S = 3600.0
 _RECORD_BYTES = 64
 
 OnRemoved = Callable[[str, list[Key]], None]
-"""(namespace, keys): these were evicted by this process. Called by the thread that evicts;
+"""(namespace, keys): this process has evicted these chunks. Called by the evicting thread;
 must not raise."""
 
 
@@ -51,26 +51,26 @@ class _Chunk:
 
 
 class Evicted(NamedTuple):
-    """What one look at the directory did."""
+    """The result of one scan."""
 
     chunks: int
     num_bytes: int
     temporaries: int
-    """Files that dead writers left."""
+    """Files that dead writers left behind."""
 
 
 class DirectorySpace:
-    """One per process that writes. `reserve`, `written` and `give_back` are called by any thread
-    and never wait for the disk; `make_room` by this object's thread, or by whoever wants it now."""
+    """One per writing process. Any thread may call `reserve`, `written` and `give_back`, which
+    never wait for the disk. This object's thread calls `make_room`; others may call it too."""
 
     def __init__(self, root: Path, max_bytes: int, on_removed: OnRemoved | None = None) -> None:
         if max_bytes < 1:
             raise ValueError(f"a cap of {max_bytes} bytes")
         self._root, self._max_bytes, self._on_removed = root, max_bytes, on_removed
         self._lock = threading.Lock()
-        self._writing = 0  # reserved, not done
-        self._since = 0  # written since the last look began
-        self._refused = 0  # the largest file there was no room for
+        self._writing = 0  # reserved, not finished
+        self._since = 0  # written since the last scan began
+        self._refused = 0  # the largest file that did not fit
         self._disk_full = False
         self._chunks_evicted = 0
         self._wake, self._stop = threading.Event(), threading.Event()
@@ -82,30 +82,30 @@ class DirectorySpace:
 
     @property
     def used(self) -> int:
-        """Bytes that the directory holds, as far as this process knows."""
+        """Bytes in the directory, by this process's estimate."""
         return self._used
 
     @property
     def chunks_evicted(self) -> int:
-        """By this process so far."""
+        """Chunks evicted by this process so far."""
         return self._chunks_evicted
 
     def reserve(self, num_bytes: int) -> bool:
-        """Whether there is room for a file. If so it is counted, and `written` or `give_back` must
-        follow; if not, room is made, and the next one may fit."""
+        """Whether a file fits. If so it is counted, and `written` or `give_back` must follow; if
+        not, an eviction is started, and a later file may fit."""
         with self._lock:
             fits = self._used + num_bytes <= self._max_bytes
             if fits:
                 self._used += num_bytes
                 self._writing += num_bytes
-            elif num_bytes <= self._max_bytes:  # for what can never fit nothing must go
+            elif num_bytes <= self._max_bytes:  # evict nothing for a file that can never fit
                 self._refused = max(self._refused, num_bytes)
             if self._refused or self._used > _HIGH * self._max_bytes:
                 self._wake.set()
         return fits
 
     def written(self, num_bytes: int) -> None:
-        """A file that was reserved has its name."""
+        """A reserved file was written."""
         with self._lock:
             self._writing -= num_bytes
             self._since += num_bytes
@@ -113,8 +113,8 @@ class DirectorySpace:
                 self._wake.set()
 
     def give_back(self, num_bytes: int, *, disk_full: bool = False) -> None:
-        """A file that was reserved was not written. `disk_full`: because the disk has less room
-        than the cap, so a tenth of what is there is to go."""
+        """A reserved file was not written. disk_full: the disk has less space than the limit, so
+        evict a tenth of the chunks."""
         with self._lock:
             self._writing -= num_bytes
             self._used -= num_bytes
@@ -123,12 +123,12 @@ class DirectorySpace:
                 self._wake.set()
 
     def make_room(self) -> Evicted:
-        """Look at the directory, remove what is too much and what dead writers left."""
+        """Scan the directory; remove excess chunks and the files of dead writers."""
         with self._alone():
             return self._make_room()
 
     def close(self) -> None:
-        """Stop the thread. Nothing is removed from the directory by this."""
+        """Stop the thread. Removes nothing from the directory."""
         self._stop.set()
         self._wake.set()
         self._thread.join(timeout=5)
@@ -146,11 +146,11 @@ class DirectorySpace:
                 with self._alone():
                     if not self._adopted(before):
                         self._make_room()
-            self._stop.wait(0.01)  # however often it is woken, others get the processor too
+            self._stop.wait(0.01)  # however often it wakes, leave time for others
 
     def _adopted(self, before: tuple[int, float]) -> bool:
-        """Whether another process has looked while this one waited for the lock; then what it
-        found is taken over."""
+        """Whether another process has scanned while this one waited for the lock; then its result
+        is used."""
         found = self._recorded()
         if found == before:
             return False
@@ -175,7 +175,7 @@ class DirectorySpace:
         evicted = self._evict(chunks, excess)
         total -= evicted.num_bytes
         with self._lock:
-            # What was written meanwhile may be counted twice, but never not at all.
+            # Files written meanwhile may be counted twice, but are never missed.
             self._used = total + self._since + self._writing
             self._chunks_evicted += evicted.chunks
         self._record(total)
@@ -201,21 +201,21 @@ class DirectorySpace:
             os.close(descriptor)
 
     def _record(self, total: int) -> None:
-        """In one write of one length, so that nobody reads half of it."""
+        """One write of fixed length, so that no process reads a partial record."""
         content = json.dumps([total, time.time()]).ljust(_RECORD_BYTES).encode()
         with contextlib.suppress(OSError), (self._root / LOCK).open("r+b", buffering=0) as file:
             file.write(content)
             file.truncate(len(content))
 
     def _recorded(self) -> tuple[int, float]:
-        """What the last look found, and when; zeros if that can't be read."""
+        """The last scan's result and time; zeros if it can't be read."""
         try:
             used, at = json.loads((self._root / LOCK).read_text())
             return int(used), float(at)
         except (OSError, ValueError, TypeError):
             return 0, 0.0
 
-    # ---- looking and removing --------------------------------------------------------------
+    # ---- scan and eviction ----------------------------------------------------------------
 
     def _look(self) -> tuple[dict[tuple[str, Key], _Chunk], int]:
         """All chunks, by namespace and key, and the number of abandoned files removed."""
@@ -238,7 +238,7 @@ class DirectorySpace:
         return chunks, abandoned
 
     def _evict(self, chunks: dict[tuple[str, Key], _Chunk], num_bytes: float) -> Evicted:
-        """Remove the chunks used longest ago, until so many bytes are free."""
+        """Remove the least recently used chunks, until so many bytes are free."""
         removed: dict[str, list[Key]] = {}
         freed = 0
         if num_bytes > 0:
@@ -264,7 +264,7 @@ def _files(parent: os.PathLike[str]) -> list[os.DirEntry[str]]:
 
 
 def _entries(parent: os.PathLike[str]) -> list[os.DirEntry[str]]:
-    """What is in a folder now; nothing if it is gone or can't be read."""
+    """A folder's entries; none if it is gone or can't be read."""
     try:
         with os.scandir(parent) as entries:
             return list(entries)
@@ -273,7 +273,7 @@ def _entries(parent: os.PathLike[str]) -> list[os.DirEntry[str]]:
 
 
 def _swept(entry: os.DirEntry[str]) -> bool:
-    """Remove a temporary file whose writer is dead, or can't be asked and is silent for long."""
+    """Remove a temporary file whose writer is dead, or is unknown here and inactive for an hour."""
     if not entry.name.endswith(TEMPORARY):
         return False
     parts = entry.name.split(".")

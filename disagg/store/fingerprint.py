@@ -1,13 +1,14 @@
-"""What a cache was computed with, so that no two that differ are ever mixed.
+"""Identifies what a cache was computed with, so that different caches are never mixed.
 
-A **namespace** is a folder of the shared directory for one fingerprint: all that decides what the
-bytes of a chunk mean (`fields`) goes into its name, so engines that differ in it never meet.
+A **namespace** is a folder of the shared directory for one fingerprint. Its name contains
+everything that determines the meaning of a chunk's bytes (`fields`), so engines that differ in it
+use different folders.
 
-How block hashes are made (`hashing`) does not go into the name, on purpose. Two engines that
-differ in nothing else are meant to share, and under another hash seed would silently never hit.
-The first engine of a namespace leaves a record of its hashing, and one that differs is refused.
-Every chunk's file carries the digest of both parts, so that even without the record no engine
-would load what another seed wrote.
+The name deliberately omits how block hashes are made (`hashing`). Two engines that differ in
+nothing else are meant to share, and with different hash seeds they would silently never hit. The
+first engine of a namespace writes a record of its hashing, and an engine that differs is refused.
+Every chunk's file contains the digest of both parts, so even without the record no engine would
+load a chunk that was written with another seed.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """`fields`: model (its name also opens the namespace's), dtype, kv_dtype, layout, block_size,
-    blocks_per_chunk, tp_size, vllm_version and so on, as text. `hashing`: hash_algorithm and
+    """fields: model (the namespace's name begins with it), dtype, kv_dtype, layout, block_size,
+    blocks_per_chunk, tp_size, vllm_version and so on, as text. hashing: hash_algorithm and
     hash_seed (a digest of the seed, not the seed)."""
 
     fields: Mapping[str, str]
@@ -58,7 +59,7 @@ class Fingerprint:
 
 
 def claim(root: Path, fingerprint: Fingerprint) -> Path:
-    """The namespace's folder under `root`, made if need be, and its record.
+    """The namespace's folder under `root`, with its record; created if missing.
 
     Safe with any number of engines at once. Raises `ConfigError` when engines that hash
     differently use the namespace, or when the folder can't be written to.
@@ -74,7 +75,7 @@ def claim(root: Path, fingerprint: Fingerprint) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot use {folder} for the KV cache: {error.strerror}") from error
     if found is None:
-        raise ConfigError(f"{record} does not stay: does something else clean {root}?")
+        raise ConfigError(f"{record} was removed at once: does another program clean {root}?")
     problems = [
         f"{name} is {fingerprint.hashing.get(name)!r} here, {found.get(name)!r} there"
         for name in sorted(fingerprint.hashing.keys() | found.keys())
@@ -82,7 +83,7 @@ def claim(root: Path, fingerprint: Fingerprint) -> Path:
     ]
     if problems:
         raise ConfigError(
-            f"engines that share {folder} name the same prompt's blocks differently: "
+            f"engines that share {folder} hash the same prompt's blocks differently: "
             f"{'; '.join(problems)}. Set the same PYTHONHASHSEED for all of them or use "
             f"prefix_caching_hash_algo sha256, then remove {folder} if no running engine uses it."
         )
@@ -102,9 +103,9 @@ def _read(record: Path) -> dict[str, str] | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):
-        # Only damage makes it so, since it is published whole. A new one does no harm: the
-        # files of another hashing carry another digest.
-        _logger.warning("%s is damaged and is written anew", record)
+        # It was damaged later, since it is published whole. A new record is safe: files of another
+        # hashing have another digest.
+        _logger.warning("%s is damaged and is written again", record)
         record.unlink(missing_ok=True)
         return None
 

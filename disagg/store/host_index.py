@@ -1,8 +1,8 @@
-"""The scheduler's half of the host memory tier: which chunk is in which slot, and who goes.
+"""The scheduler's half of the host memory tier: which chunk is in which slot, and eviction.
 
-Called by the scheduler's thread only. It moves no bytes: the workers copy between their blocks
-and their pools as the slots say, and the caller reports every slot back, with how it went.
-Nothing here takes longer the more chunks there are.
+Only the scheduler's thread calls it. It moves no bytes: the workers copy between their blocks and
+the given slots, and the caller reports the result of every slot. No call takes longer with more
+chunks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from disagg.store.base import (
     CPU,
     BlockEvent,
     EventKind,
+    EventLog,
     IndexStats,
     Key,
     Leading,
@@ -26,13 +27,14 @@ from disagg.store.base import (
 
 @dataclass(slots=True)
 class _Chunk:
-    """A slot in use: being written, or readable and pinned `pins` times, `loads` of them loads."""
+    """A chunk in a slot. ready: written. pins: uses that protect it from eviction, `loads` of them
+    loads."""
 
     slot: Slot
     ready: bool = False
     pins: int = 0
     loads: int = 0
-    gone: bool = False  # cleared while in use: not to be found, its slot not free yet
+    gone: bool = False  # cleared while in use: lookups miss it, its slot is not free yet
 
     @property
     def idle(self) -> bool:
@@ -40,9 +42,9 @@ class _Chunk:
 
 
 class HostIndex:
-    """Key -> slot, of `capacity` slots. `policy` is a name in `policies.POLICIES`.
+    """Key -> slot, of `capacity` slots. policy: a name in `policies.POLICIES`.
 
-    With `events` off nothing is collected for `take_events`, which then nobody needs to call.
+    With `events` off, no events are collected, and `take_events` need not be called.
     """
 
     def __init__(self, capacity: int, policy: str = "lru", *, events: bool = True) -> None:
@@ -54,12 +56,12 @@ class HostIndex:
         self._chunks: dict[Key, _Chunk] = {}
         self._gone: dict[int, _Chunk] = {}
         self._free = list(range(capacity - 1, -1, -1))
-        self._events: list[BlockEvent] | None = [] if events else None
+        self._events = EventLog(CPU, on=events)
         self._in_use = 0
         self._hits = self._misses = self._stored = self._evictions = self._stray = 0
         self._stores_failed = self._stores_refused = self._loads_failed = 0
 
-    # ---- looking ---------------------------------------------------------------------------
+    # ---- lookup ----------------------------------------------------------------------------
 
     def lookup(self, key: Key) -> Presence:
         """HIT if the chunk can be loaded, LATER if it is being written. No side effect."""
@@ -69,7 +71,7 @@ class HostIndex:
         return Presence.HIT if chunk.ready else Presence.LATER
 
     def leading(self, keys: Iterable[Key]) -> Leading:
-        """How many of the keys are there, from the first on. No side effect."""
+        """How many leading keys are HIT. No side effect."""
         count = 0
         for key in keys:
             presence = self.lookup(key)
@@ -86,10 +88,10 @@ class HostIndex:
     # ---- storing ---------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[Key]) -> list[Slot]:
-        """Slots for those of the keys that are neither here nor being written, in the keys' order.
+        """Slots for the keys that are neither stored nor being written, in order.
 
-        Evicts what nothing uses to make room, but none of `keys`. Keys at the end get no slot when
-        everything is in use. Every slot returned must be given to `complete_store` once.
+        Evicts unused chunks to make room, but none of `keys`. The last keys get no slot if all
+        slots are in use. Every returned slot must be passed to `complete_store` once.
         """
         chunks = [self._chunks[key] for key in dict.fromkeys(keys) if key in self._chunks]
         for chunk in chunks:
@@ -109,11 +111,10 @@ class HostIndex:
         return slots
 
     def complete_store(self, slots: Sequence[Slot], ok: bool, *, pin: bool = False) -> list[Slot]:
-        """Every rank has written these slots (`ok`), or some did not: then they are forgotten.
+        """ok: every rank has written these slots; otherwise their chunks are dropped.
 
-        In prefix order, so that of one prompt the end is evicted before the beginning. `pin`: those
-        written well are in use from this moment on, also if they were cleared meanwhile, until
-        `unpin`; returned are those that are.
+        Pass slots in prefix order, so that a prompt's end is evicted before its beginning. pin:
+        written slots stay in use until `unpin`, even if they were cleared meanwhile; returns them.
         """
         stored, pinned = list[Key](), list[Slot]()
         for slot in reversed(slots):
@@ -143,15 +144,15 @@ class HostIndex:
                 del self._chunks[slot.key]
                 self._free.append(slot.number)
         for key in reversed(stored):
-            self._tell(EventKind.STORED, key)
+            self._events.add(EventKind.STORED, key)
         return pinned[::-1]
 
     # ---- loading and other use -------------------------------------------------------------
 
     def begin_load(self, keys: Sequence[Key]) -> list[Slot]:
-        """Slots of the leading keys that are HIT, which can't be evicted until `end_load`.
+        """The slots of the leading keys that are HIT; they are not evicted until `end_load`.
 
-        Counts as use. Raises nothing for what went since it was looked up: there are fewer slots.
+        Counts as use. If chunks were evicted since their lookup, fewer slots are returned.
         """
         slots = self.pin(keys)
         self._hits += len(slots)
@@ -161,8 +162,8 @@ class HostIndex:
         return slots
 
     def end_load(self, slots: Sequence[Slot], ok: bool) -> None:
-        """The loads of these slots ended on every rank. A failed one is counted; the chunk stays,
-        as it is not known to be at fault."""
+        """The loads of these slots ended on every rank. A failure is counted; the chunk stays, as
+        it need not be the cause."""
         for slot in reversed(slots):
             chunk = self._find(slot)
             if chunk is None or not chunk.loads:
@@ -174,8 +175,8 @@ class HostIndex:
                 self._loads_failed += 1
 
     def pin(self, keys: Sequence[Key]) -> list[Slot]:
-        """As `begin_load`, but for a use that is no load, such as a copy into the next tier: it is
-        neither counted as a hit nor makes the chunk more worth keeping. Ends with `unpin`."""
+        """As `begin_load`, for a use that is not a load, such as a copy into the next tier: it does
+        not count as a hit or as use. Ends with `unpin`."""
         slots = []
         for key in keys:
             chunk = self._chunks.get(key)
@@ -186,7 +187,7 @@ class HostIndex:
         return slots
 
     def unpin(self, slots: Sequence[Slot]) -> None:
-        """The use of these slots that `pin` began has ended."""
+        """End the use of these slots that `pin` began."""
         for slot in reversed(slots):
             chunk = self._find(slot)
             if chunk is None or chunk.pins <= chunk.loads:
@@ -195,24 +196,24 @@ class HostIndex:
             self._unpin(chunk)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """A request with this prefix came, though it loads nothing from here (its blocks are in
-        the accelerator's cache). Keys that are not here are passed over."""
+        """A request with this prefix arrived, but loads nothing from here (its blocks are in the
+        accelerator's cache). Unknown keys are skipped."""
         for key in reversed(keys):
             if key in self._chunks:
                 self._policy.touch(key)
 
     def refresh(self, keys: Sequence[Key]) -> None:
-        """Put a prompt's keys in order, when its request ends: its end is evicted before its
-        beginning. Chunks stored one after the other, as they were computed, lie the wrong way."""
+        """Reorder a prompt's keys when its request ends, so that its end is evicted before its
+        beginning. Chunks that were stored as they were computed are in the opposite order."""
         for key in reversed(keys):
             if key in self._chunks:
                 self._policy.refresh(key)
 
     def clear(self) -> None:
-        """Forget everything. Slots in use stay so until their completion, but are not found."""
+        """Drop all chunks. Slots in use stay so until their completion, but lookups miss them."""
         for key, chunk in self._chunks.items():
             if chunk.ready:
-                self._tell(EventKind.REMOVED, key)
+                self._events.add(EventKind.REMOVED, key)
             if chunk.idle:
                 self._free.append(chunk.slot.number)
             else:
@@ -221,14 +222,11 @@ class HostIndex:
         self._chunks.clear()
         self._policy = policies.make(self._policy_name, self._capacity)
 
-    # ---- what happened ---------------------------------------------------------------------
+    # ---- events and counts ------------------------------------------------------------------
 
     def take_events(self) -> list[BlockEvent]:
         """Events since the last call, in order."""
-        if not self._events:
-            return []
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     @property
     def stats(self) -> IndexStats:
@@ -248,7 +246,7 @@ class HostIndex:
         )
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if an invariant is broken. For tests; looks at everything."""
+        """Raise `AssertionError` if an invariant is broken. For tests; checks everything."""
         self._policy.check_integrity()
         taken = [chunk.slot.number for chunk in (*self._chunks.values(), *self._gone.values())]
         every = sorted([*self._free, *taken])
@@ -260,7 +258,7 @@ class HostIndex:
             assert key in self._policy
             assert not chunk.gone
         for chunk in self._gone.values():
-            assert not chunk.idle, "a slot that nobody uses is not free"
+            assert not chunk.idle, "an unused slot is not free"
         every_chunk = [*self._chunks.values(), *self._gone.values()]
         assert all(0 <= chunk.loads <= chunk.pins for chunk in every_chunk)
         assert all(chunk.ready or not chunk.pins for chunk in every_chunk)
@@ -276,7 +274,7 @@ class HostIndex:
         if admission.evicted is not None:
             self._free.append(self._chunks.pop(admission.evicted).slot.number)
             self._evictions += 1
-            self._tell(EventKind.REMOVED, admission.evicted)
+            self._events.add(EventKind.REMOVED, admission.evicted)
         slot = Slot(key, self._free.pop())
         self._chunks[key] = _Chunk(slot)
         self._in_use += 1
@@ -290,7 +288,7 @@ class HostIndex:
         return None
 
     def _pin(self, chunk: _Chunk) -> None:
-        """What is being written is held anyway, and pinned by nobody."""
+        """Chunks that are being written are held anyway, and have no pins."""
         if not chunk.ready:
             return
         if not chunk.pins:
@@ -313,7 +311,3 @@ class HostIndex:
     def _drop_gone(self, chunk: _Chunk) -> None:
         del self._gone[chunk.slot.number]
         self._free.append(chunk.slot.number)
-
-    def _tell(self, kind: EventKind, key: Key) -> None:
-        if self._events is not None:
-            self._events.append(BlockEvent(kind, key, CPU))

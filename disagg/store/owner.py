@@ -1,4 +1,4 @@
-"""Who is writing a temporary file: names that say it, and whether that process still lives."""
+"""The owners of temporary files: names of processes, and whether such a process still lives."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import xxhash
 
 
 def name() -> str:
-    """This process: where it runs, its number, and when it began."""
+    """This process's name: its machine, pid and start time."""
     return _name_of(os.getpid())
 
 
 def is_dead(owner: str) -> bool | None:
-    """Whether the process with this name has ended; None if it can't be known from here."""
+    """Whether the process with this name has ended; None if that is unknown here."""
     try:
         machine, pid, started = owner.split("-")
         number = int(pid)
@@ -29,19 +29,19 @@ def is_dead(owner: str) -> bool | None:
 
 @functools.lru_cache(maxsize=1)
 def _name_of(pid: int) -> str:
-    """Cached by process number: after a fork it is another one."""
+    """Cached by pid, which differs after a fork."""
     return f"{_machine()}-{pid}-{_start_time(pid)}"
 
 
 @functools.cache
 def _machine() -> str:
-    """A boot of a host and its process numbers: containers on one host have several of these."""
+    """Identifies a boot of a host and a pid namespace; containers on one host have several."""
     parts = [socket.gethostname()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
         parts.append(str(Path("/proc/self/ns/pid").stat().st_ino))
     except OSError:
-        pass  # not Linux: the host's name has to do
+        pass  # not Linux: use the host's name only
     return xxhash.xxh64_hexdigest("\n".join(parts).encode())
 
 
@@ -52,4 +52,4 @@ def _start_time(pid: int) -> int | None:
     except OSError:
         return None
     fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else int(fields[19])  # ended, not yet waited for
+    return None if fields[0] in ("Z", "X") else int(fields[19])  # ended, not reaped yet

@@ -1,8 +1,8 @@
-"""Who goes first when a tier is full: LRU and ARC. Pure data structures, one thread.
+"""Eviction policies: LRU and ARC. Pure data structures, for one thread.
 
-A policy knows all keys that occupy a place. Those in use are **held**: they are in no list that a
-victim is taken from, so none can be evicted, and choosing takes the same time however many are
-held. A released key is the most recently used of its list.
+A policy knows all keys that occupy a place. Keys in use are **held**: they are in no list of
+candidates, so they are never evicted, and choosing a victim takes constant time however many are
+held. A released key becomes the most recently used of its list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from disagg.store.base import Key
 
 
 class Admission(NamedTuple):
-    """Whether a key may come in, and which one went for it."""
+    """Whether a key was admitted, and which one was evicted for it."""
 
     admitted: bool
     evicted: Key | None = None
@@ -27,23 +27,23 @@ class Policy(Protocol):
     released or removed, and unknown to be admitted."""
 
     def admit(self, key: Key, full: bool) -> Admission:
-        """Take a key in, held; if it is `full`, another goes first. When all are held nothing
+        """Admit a key, held; if the tier is `full`, evict another first. If all are held, nothing
         changes and the key is not admitted."""
 
     def touch(self, key: Key) -> None:
-        """The key was used by somebody new."""
+        """A new request used the key."""
 
     def refresh(self, key: Key) -> None:
-        """Put the key last in its line, as `touch` does, but learn nothing from it."""
+        """Make the key the most recently used, as `touch` does, without counting it as a use."""
 
     def hold(self, key: Key) -> None:
-        """Keep the key from eviction. A held key must not be held again."""
+        """Protect the key from eviction. A held key must not be held again."""
 
     def release(self, key: Key) -> None:
         """The key may be evicted again."""
 
     def remove(self, key: Key) -> None:
-        """Forget the key, held or not, as if it had never been here."""
+        """Drop the key, held or not, without a trace."""
 
     def __contains__(self, key: Key) -> bool: ...
 
@@ -54,7 +54,7 @@ class Policy(Protocol):
 
 
 class Lru:
-    """The least recently used goes first."""
+    """Evicts the least recently used key."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -103,16 +103,16 @@ class Lru:
 
 
 class Arc:
-    """Adaptive replacement: keys used once and keys used again are in two lines, and keys that
-    went too early from one of them shift the balance towards it. A long scan of prompts that never
-    come back does not push out the system prompts that do.
+    """Adaptive replacement: two lists, of keys used once and used again. A key that was evicted
+    too early from one list shifts the balance towards it. So a long scan of prompts that never
+    return does not evict the system prompts that do.
 
     N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003;
-    T1, T2, B1, B2 and p are the paper's. The paper's lists hold what is in use too; here these
-    keys are set aside, and count for the list they belong to. If the list that the paper takes
-    the victim from has only held keys, the other one gives it. Then its bounds on the ghosts
-    (|T1| + |B1| <= c, and all four together <= 2c) would not follow by themselves: `_trim`
-    keeps them.
+    T1, T2, B1, B2 and p are the paper's. The paper's lists include keys in use; here these
+    are kept apart, and count for their list. If the list that the paper chooses for the victim has
+    only held keys, the other list gives it. Then the paper's bounds on the ghosts
+    (|T1| + |B1| <= c, and all four together <= 2c) would no longer follow: `_trim`
+    enforces them.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -123,7 +123,7 @@ class Arc:
         self._again_ghosts: OrderedDict[Key, None] = OrderedDict()  # B2
         self._held_once: set[Key] = set()
         self._held_again: set[Key] = set()
-        self._target = 0.0  # p, how many places keys used once should have
+        self._target = 0.0  # p, the target number of places for keys used once
 
     def admit(self, key: Key, full: bool) -> Admission:
         target = self._learned(key)
@@ -216,7 +216,7 @@ class Arc:
         return self._target
 
     def _victims(self, key: Key, target: float) -> OrderedDict[Key, None]:
-        """The line that the next victim comes from; empty if everything is held."""
+        """The list of the next victim; empty if all keys are held."""
         count = self._num_once()
         from_once = count > target or (key in self._again_ghosts and count == target)
         if from_once:
@@ -235,7 +235,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {"lru": Lru, "arc": Arc}
 
 
 def make(name: str, capacity: int) -> Policy:
-    """The policy of this name, for so many keys. Raises `ConfigError` for names not known."""
+    """The policy of this name. Raises `ConfigError` for unknown names."""
     if name not in POLICIES:
         raise ConfigError(f"eviction policy {name!r} is not known; there are {', '.join(POLICIES)}")
     return POLICIES[name](capacity)

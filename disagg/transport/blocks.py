@@ -4,8 +4,8 @@ Legend: B blocks, H KV heads, N tokens of a block, C bytes of one head and token
 
 A cache is a list of regions, one per layer, each a strided [B, H, N, C]; vLLM's six layouts
 differ in strides alone. Both ends of a handoff have the same regions in the same order and the
-same layout (the fingerprint sees to it); they may differ in H (tensor parallel size) and in N
-(block size). It never looks at what the bytes mean, and never allocates for host caches.
+same layout (the fingerprint ensures it); they may differ in H (tensor parallel size) and in N
+(block size). It never interprets the bytes, and never allocates for host caches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
-# Pieces of at least so many bytes are not worth joining to their neighbours.
+# Merging neighbouring pieces pays only below this many bytes.
 _LONG = 16 << 10
 _ALONE = threading.Lock()
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -46,11 +46,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Selection:
-    """What one fetch covers of every region, seen from one side.
+    """The part of a cache that one fetch covers, seen from one side.
 
-    `count` units of `unit` tokens each, from the `first` of `block_ids[0]` on; of the heads
-    [heads[0], heads[1]) and the regions [regions[0], regions[1]), all if None. Wire order: region
-    by region, unit by unit, and inside of a unit as the layout orders heads and tokens.
+    `count` units of `unit` tokens each, starting at unit `first` of `block_ids[0]`; heads
+    [heads[0], heads[1]) and regions [regions[0], regions[1]), all if None. Wire order: region by
+    region, unit by unit, and within a unit in the layout's order of heads and tokens.
     """
 
     block_ids: Sequence[int]
@@ -76,7 +76,7 @@ class Alike(NamedTuple):
 
 
 class BlocksGoneError(ValueError):
-    """Blocks of a lease that its request had given back while it ran."""
+    """The lease's request had freed some of the blocks while it ran."""
 
 
 class BlockCache:
@@ -96,7 +96,7 @@ class BlockCache:
         heads = {r.memory.shape[1] for r in regions}
         self.heads = heads.pop() if len(heads) == 1 else None
         self._host = [_host_view(region) for region in regions]
-        # The first region that each one is like in geometry: as a rule, layers are all alike.
+        # For each region the first one of equal geometry; usually all layers are equal.
         geometries = [(*r.memory.shape, *r.memory.stride()) for r in regions]
         self._like = [geometries.index(geometry) for geometry in geometries]
         self._unbroken = len(set(geometries)) == 1 and _is_unbroken(regions[0])
@@ -113,7 +113,7 @@ class BlockCache:
     # ---- selecting -------------------------------------------------------------------------
 
     def whole(self, block_ids: Sequence[int]) -> Selection:
-        """All of these blocks."""
+        """A selection of these whole blocks."""
         return Selection(block_ids, self.block_size, 0, len(block_ids))
 
     def within(
@@ -126,7 +126,7 @@ class BlockCache:
     ) -> Selection:
         """Units [start, stop) of each span, by position in `block_ids`, ascending.
 
-        Raises `BlocksGoneError` for negative block ids, `ValueError` for what is not there.
+        Raises `BlocksGoneError` for negative block ids, `ValueError` for units outside.
         """
         per_block = self._per_block(unit)
         units = len(block_ids) * per_block
@@ -141,13 +141,13 @@ class BlockCache:
         first = spans[0][0] % per_block if spans else 0
         count = sum(stop - start for start, stop in spans)
         if min(chosen, default=0) < 0:
-            raise BlocksGoneError("a block was given back before the lease began")
+            raise BlocksGoneError("a block was freed before the lease began")
         selection = Selection(chosen, unit, first, count, heads, regions)
         self.check(selection)
         return selection
 
     def check(self, selection: Selection) -> None:
-        """Raise `ValueError` unless every byte of it lies inside this cache."""
+        """Raise `ValueError` unless all of the selection lies inside this cache."""
         ids, unit = selection.block_ids, selection.unit
         if ids and not (min(ids) >= 0 and max(ids) < self.num_blocks):
             raise ValueError(f"block ids outside 0..{self.num_blocks - 1}")
@@ -191,8 +191,8 @@ class BlockCache:
         content = region.memory.shape[3] // ITEM_BYTES[region.dtype]
         first, last = self._heads(index, selection)
         inner = [last - first, selection.unit]
-        # Of one head or one token both orders are the same bytes. They get one shape, whatever
-        # the layout: a rank that holds a single head cannot tell which order its peer has.
+        # With one head or one token both orders are the same bytes. They get one shape, whatever
+        # the layout: a rank with a single head cannot know its peer's order.
         if region.is_token_major and min(inner) > 1:
             inner.reverse()
         return [selection.count, *inner, content]
@@ -224,8 +224,7 @@ class BlockCache:
         return [found[index] for index in like]
 
     def alike(self, selection: Selection) -> Alike | None:
-        """`all_runs` of whole blocks that each are one long piece, neighbours or not; None of
-        others."""
+        """`all_runs` where each whole block is one long piece, neighbours not merged; else None."""
         length = self._region_bytes[0]
         whole = selection.unit == self.block_size and selection.heads is None
         if not whole or not self._unbroken or length < _LONG:
@@ -250,13 +249,13 @@ class BlockCache:
     # ---- bytes -----------------------------------------------------------------------------
 
     def views(self, selection: Selection) -> Generator[list[Bytes], None, None]:
-        """A selection's own memory, in wire order, region by region; of a cache in host memory."""
+        """A selection's memory in wire order, region by region. Host caches only."""
         covered, every = self.covered(selection), self.all_runs(selection)
         for index, runs in zip(covered, every, strict=True):
             yield self.cut(index, runs)
 
     def cut(self, index: int, runs: Runs) -> list[Bytes]:
-        """These runs of region `index` of a cache in host memory."""
+        """These runs of region `index`. Host caches only."""
         host = self._host[index]
         assert host is not None
         ends = runs.offsets + runs.lengths
@@ -264,7 +263,7 @@ class BlockCache:
 
 
 def parts(data: Bytes, like: Sequence[Bytes]) -> Iterator[Bytes]:
-    """`data` in pieces as long as these."""
+    """`data` in pieces of these lengths."""
     at = 0
     for piece in like:
         yield data[at : at + len(piece)]
@@ -272,10 +271,10 @@ def parts(data: Bytes, like: Sequence[Bytes]) -> Iterator[Bytes]:
 
 
 def copy_all(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
-    """Copy the second of each pair to the first, in one call that other Python threads run beside.
+    """Copy the second of each pair to the first, in one call that releases the GIL.
 
-    With one call each, a thread that computes in Python makes this one wait for the GIL after every
-    copy: 500 of them took 200 ms instead of 40.
+    With one call per copy, this thread waits for the GIL after each one if another thread runs
+    Python code: 500 copies took 200 ms instead of 40 ms.
     """
     import torch
 
@@ -287,15 +286,15 @@ def copy_all(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
 
 
 def copy_alone() -> None:
-    """Have this thread copy without helpers from now on.
+    """Let this thread's copies run without torch's helper threads from now on.
 
-    Torch gives each thread that copies some of its own, as many as the model has cores; they take
-    these cores from the model, and wait for each other besides.
+    Torch gives each copying thread as many helpers as the model has cores. They take the cores from
+    the model, and wait for each other.
     """
     import torch
 
     with _ALONE:
-        # It also sets what threads to come begin with, but nothing for those that there are.
+        # It also sets the default of new threads, but does not change existing ones; restore it.
         usual = torch.get_num_threads()
         torch.set_num_threads(1)
         restore = threading.Thread(target=torch.set_num_threads, args=(usual,))
@@ -304,7 +303,7 @@ def copy_alone() -> None:
 
 
 def _is_unbroken(region: Region) -> bool:
-    """Whether each block of it is one piece of memory."""
+    """Whether each block is one contiguous piece."""
     length = 1
     axes = zip(region.memory.shape[1:], region.memory.stride()[1:], strict=True)
     for size, stride in sorted(axes, key=lambda axis: axis[1]):
@@ -315,7 +314,7 @@ def _is_unbroken(region: Region) -> bool:
 
 
 def _merged(offsets: Ints, length: int) -> Runs:
-    """Pieces of one length -> runs: neighbours in memory and in order become one."""
+    """Pieces of one length -> runs: consecutive pieces that are adjacent in memory are merged."""
     if not len(offsets):
         return Runs(offsets, offsets)
     begins = np.flatnonzero(np.diff(offsets, prepend=offsets[0] - 2 * length) != length)

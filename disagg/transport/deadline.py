@@ -1,4 +1,4 @@
-"""A moment that no wait passes, and a point of a device's stream."""
+"""Deadlines of waits, and events on a device's stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Deadline:
 
 
 class Event(Protocol):
-    """A point of a device's stream."""
+    """A position in a device's stream."""
 
     def is_done(self) -> bool:
         """Whether the stream has passed it. Raises `TransferError` if work before it failed."""

@@ -1,4 +1,4 @@
-"""The transports there are, in order of preference. A leaf: importing it costs nothing."""
+"""All transports, in order of preference. Imports nothing of ours."""
 
 from __future__ import annotations
 

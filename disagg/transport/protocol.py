@@ -1,4 +1,4 @@
-"""The messages of the control channel, named for what they ask; one struct each.
+"""The messages of the control channel; one struct each.
 
 Consumer -> producer: Hello, Acquire, Fetch, Release, Renew. Producer -> consumer: Welcome,
 Acquired, Fetched, Done, Failed. Every request gets exactly one answer, in order. Encoded as
@@ -17,9 +17,9 @@ MAX_FRAME = 1 << 20
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Who the consumer is. `fingerprint` must equal the producer's, field by field.
+    """The consumer's first message. fingerprint: must equal the producer's, field by field.
 
-    An empty one says that there is no cache on this side: such a peer may only release.
+    An empty fingerprint means that the consumer has no cache; it may then only release leases.
     """
 
     version: int
@@ -28,16 +28,16 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
-    """Take the lease into use. `generation` is the producer worker's life, not its port."""
+    """Take the lease into use. generation: identifies one life of the producer's worker."""
 
     generation: str
     lease: int
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Which part of a lease: units of `unit` tokens each, spans [start, stop) by position in the
-    lease's blocks, and heads and regions [first, last) as the producer's rank counts them; None
-    for all. Where spans meet, they begin and end with a block."""
+    """A part of a lease. unit: tokens per unit. spans: [start, stop) in units, by position in the
+    lease's blocks; inner span bounds are block bounds. heads, regions: [first, last) as the
+    producer's rank counts them; None for all."""
 
     unit: int
     spans: tuple[tuple[int, int], ...]
@@ -46,7 +46,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
-    """A part of the acquired lease, over one transport."""
+    """Send a part of the acquired lease over one transport."""
 
     transport: str
     part: Part
@@ -54,9 +54,9 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """End a lease, acquired or not: fetched, or no longer wanted.
+    """End a lease, acquired or not. outcome: fetched or aborted.
 
-    `readers` ranks of the consumer read this lease; it ends when all of them have fetched.
+    readers: how many of the consumer's ranks read this lease; it ends when all have fetched it.
     """
 
     generation: str
@@ -76,9 +76,9 @@ Request = Hello | Acquire | Fetch | Release | Renew
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Hello fits. `offers`: transport name -> what its receiver must know. `layers`: what each
-    region of the producer's cache holds, in order; the consumer compares those that it reads.
-    `slot`: where this connection says which lease it reads, see hazards.py."""
+    """The fingerprints are equal. offers: transport name -> `Sender.offer`. layers: what each of
+    the producer's regions holds, in order; the consumer compares the regions that it reads. slot:
+    the hazard slot of this connection, see `one_sided/hazard_pointers.py`."""
 
     engine: str
     generation: str
@@ -88,13 +88,13 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Acquired(msgspec.Struct, frozen=True, tag="acquired"):
-    """In use until Release or until this connection ends."""
+    """The lease is in use until Release, or until this connection ends."""
 
     num_blocks: int
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
-    """The sender's answer for `Receiver.receive`."""
+    """The sender's answer, for `RemoteCache.receive`."""
 
     answer: bytes
 
@@ -104,7 +104,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The request was understood and not done. `reason` is a metric label."""
+    """The request was not carried out. reason: a metric label."""
 
     reason: str
     message: str
@@ -118,7 +118,7 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def misfit(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """The first field of two fingerprints that differs, as a sentence; None when they agree."""
+    """The first field that differs between two fingerprints, as a sentence; None if equal."""
     for field in sorted(ours.keys() | theirs.keys()):
         mine, other = ours.get(field, "not given"), theirs.get(field, "not given")
         if mine != other:

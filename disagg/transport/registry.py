@@ -1,7 +1,7 @@
-"""How a transport's ends are made, by name.
+"""Makes a transport's two ends, by its name.
 
-A transport's module is imported when its end is made, so that what one of them needs is no
-burden to the others.
+A transport's module is imported only when an end is made, so that each one's dependencies are
+needed only where it is used.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from disagg.transport.shared_storage import Storage
 
 @dataclass(frozen=True)
 class Means:
-    """What transports need beside the cache: the address to listen on, the secret, a folder, for a
-    cache on a device memory to stage in, and the board of a producer's leases."""
+    """What transports need in addition to the cache. host: the address to listen on. storage: the
+    folder of shared storage. staging: for a cache on a device. board: of a producer's leases."""
 
     host: str
     secret: bytes
@@ -80,12 +80,12 @@ def make_receiver(name: TransportName, cache: BlockCache, means: Means) -> Recei
 
 
 def make_senders(names: Sequence[TransportName], cache: BlockCache, means: Means) -> list[Sender]:
-    """The producer's ends, in the order given."""
+    """The producer's ends, in this order."""
     return [make_sender(name, cache, means) for name in names]
 
 
 def make_receivers(
     names: Sequence[TransportName], cache: BlockCache, means: Means
 ) -> list[Receiver]:
-    """The consumer's ends, in the order given."""
+    """The consumer's ends, in this order."""
     return [make_receiver(name, cache, means) for name in names]

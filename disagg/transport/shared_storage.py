@@ -1,10 +1,10 @@
 """Shared storage: the producer writes one safetensors file per fetch, the consumer reads it.
 
-A file is written under a temporary name, synced if asked for, and renamed: what has its name
-is whole. The consumer checks size, block shape and checksum (xxh3) before it trusts a byte, and
-removes the file; the producer removes it too when the lease ends, so a file outlives its
-handoff only if both processes die, and `sweep` takes those. A name that came over the wire is
-never used as a path: only its last part counts, inside our own folder.
+A file is written under a temporary name, synced if configured, and renamed, so a file with its
+final name is complete. The consumer checks size, block shape and checksum (xxh3) before the bytes
+count, and removes the file. The producer removes it too when the lease ends, so a file outlives its
+handoff only if both processes die; `sweep` removes those. A name from the wire is never used as a
+path: only its last component, within our own folder.
 
 The consumer reads straight into its blocks and does not map the file: a mapped file that
 another host truncates or removes kills the reader with SIGBUS, a read fails with an error.
@@ -48,14 +48,14 @@ _MAX_AGE_S = 3600.0
 
 
 class _StorageOffer(msgspec.Struct, frozen=True):
-    """A file the consumer must find in its own folder, and its content."""
+    """A probe file that the consumer must find in its own folder, and its content."""
 
     name: str
     token: bytes
 
 
 class _File(msgspec.Struct, frozen=True):
-    """What the consumer must find: `size` of the whole file, xxh3-128 over the tensors."""
+    """A fetch's file. size: of the whole file. checksum: xxh3-128 over the tensors."""
 
     name: str
     size: int
@@ -64,7 +64,7 @@ class _File(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Storage:
-    """The folder and its rules. Both ends must see the same folder, under any path."""
+    """The folder and its limits. Both ends must see the same folder, under any path."""
 
     folder: Path
     max_bytes: int
@@ -72,7 +72,7 @@ class Storage:
 
 
 class SharedStorageSender:
-    """Writes fetches as files. At most `max_bytes` of them exist at any time.
+    """Writes fetches as files, which never take more than `max_bytes` together.
 
     `staging`: for a cache on a device.
     """
@@ -125,7 +125,7 @@ class SharedStorageSender:
             in_use = sum(self._live.values())
             if in_use + size > self._storage.max_bytes:
                 raise TransferError(
-                    f"{size} bytes more than the {in_use} in use would pass "
+                    f"{size} bytes on top of the {in_use} in use exceed "
                     f"transfer.storage.max_bytes ({self._storage.max_bytes})",
                     reason="storage_full",
                 )
@@ -184,7 +184,7 @@ class SharedStorageReceiver:
         return b""
 
     def prepare(self, job: FetchJob) -> None:
-        """Nothing can be done without the answer."""
+        """Nothing to do without the answer."""
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
         try:
@@ -308,7 +308,7 @@ def _unlink(path: Path) -> None:
 
 
 def _owner() -> str:
-    """This process, so that another one can tell whether it lives: host, pid, start time."""
+    """Identifies this process by host, pid and start time, for liveness checks."""
     host = xxhash.xxh32_hexdigest(socket.gethostname().encode())
     return f"{host}-{os.getpid()}-{start_time(os.getpid())}"
 

@@ -136,7 +136,7 @@ def prefill(
 def test_ranks_on_two_nodes_end_with_their_engine(
     prefill: EngineInfo, deployment: Deployment, tmp_path: Path
 ) -> None:
-    asked = placing.Ask.of(deployment, "decode")
+    asked = placing.ResourceRequest.of(deployment, "decode")
     engines = pools.launch([spec(deployment, "decode", tmp_path)])
     try:
         (decode,) = pools.wait_ready(engines, 240, lambda said: None)

@@ -118,12 +118,13 @@ DISAGG = [sys.executable, "-c", "from disagg.cli import main; main()"]
 def launch(folder: Path, temp: Path, name: str, content: dict[str, Any]) -> Served:
     file, out = folder / f"{name}.yaml", folder / f"{name}.out"
     file.write_text(yaml.safe_dump(content))
-    process = subprocess.Popen(
-        [*DISAGG, "serve", str(file)],
-        stdout=out.open("wb"),
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"TMPDIR": str(temp)},
-    )
+    with out.open("wb") as log:
+        process = subprocess.Popen(
+            [*DISAGG, "serve", str(file)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": str(temp)},
+        )
     return Served(process, out, temp)
 
 
@@ -454,7 +455,7 @@ def test_two_side_by_side_and_one_dies(
     scaling = order(living, "scale", "decode=1")
     said = scaling.communicate(timeout=60)[0]
     assert scaling.returncode == 0, said
-    assert "decode-1 is idle and goes" in said
+    assert "decode-1 is idle and ends" in said
     assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0"), "up")
 
     living.until(lambda: shown_by_ray(living, "ray_disagg_handoffs_total", **loaded) == moved, 40)

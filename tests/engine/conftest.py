@@ -138,6 +138,7 @@ def routed(prefills: Sequence[HasUrl], decodes: Sequence[HasUrl], **section: Any
         asyncio.run_coroutine_threadsafe(server.stop(1), loop).result(20)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(5)
+        loop.close()
 
 
 def begun(url: str) -> float:

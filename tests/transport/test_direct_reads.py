@@ -1,4 +1,4 @@
-"""Fetches without a word from the producer: what is believed of them, and what it hears of them."""
+"""Fetches that read directly, without asking the producer: validity, and the release afterwards."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_blocks_that_are_given_to_others_while_they_are_read(
     assert seen.keys() >= {"valid", "gone meanwhile"}, seen
 
 
-def test_the_producer_hears_of_it(pair: Pair) -> None:
-    """Of each, when the blocks are there and may be used."""
+def test_the_lease_is_released_afterwards(pair: Pair) -> None:
+    """While the blocks are being used, and once per lease."""
     for lease in range(60):
         pair.producer.call("grant", lease, [lease % 24])
         with pair.fetched(lease, [(lease + 1) % 24]):
@@ -119,7 +119,7 @@ def test_the_producer_hears_of_it(pair: Pair) -> None:
     assert pair.producer.call("connections") == 1
 
 
-def test_the_lease_is_in_use_until_it_hears(pair: Pair) -> None:
+def test_the_lease_is_in_use_until_its_release(pair: Pair) -> None:
     offer_of(pair)
     pair.producer.call("grant", 0, [4], 0.1)
     with pair.fetched(0, [2]):
@@ -130,7 +130,7 @@ def test_the_lease_is_in_use_until_it_hears(pair: Pair) -> None:
 
 
 def test_a_producer_that_stays_stopped(pair: Pair) -> None:
-    """It is read, and waited for only to tell it so."""
+    """It is read; only the release waits for it."""
     offer_of(pair)
     for lease in range(3):
         pair.producer.call("grant", lease, [lease])
@@ -164,7 +164,7 @@ def test_leases_of_an_earlier_life(pair: Pair) -> None:
 
 
 def test_a_part_that_the_lease_does_not_have(pair: Pair) -> None:
-    """The producer says what is wrong, as ever."""
+    """The producer reports the reason."""
     pair.producer.call("grant", 0, [4, -1])
     pair.producer.call("grant", 1, [4])
     for lease, reason in ((0, "window"), (1, "range")):
@@ -194,8 +194,10 @@ def test_without_slots_it_is_asked_for(
     assert pair.nothing_held()
 
 
-def test_a_producer_that_dies_before_it_hears(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read while it lived is right, and stays so."""
+def test_a_producer_that_dies_before_the_release(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks read while it lived are valid, and stay so."""
     still_there = BoardCache.still_there
 
     def and_then_dies(cache: BoardCache, entry: LeaseEntry) -> bool:
@@ -213,7 +215,7 @@ def test_a_producer_that_dies_before_it_hears(pair: Pair, monkeypatch: pytest.Mo
 
 
 def test_a_dead_producers_cache_is_dropped(pair: Pair) -> None:
-    """When the consumer meets another one: nobody may ever fetch from the dead one again."""
+    """When the consumer meets another one: the dead one is never fetched from again."""
     pair.producer.call("grant", 0, [1])
     pair.fetch(0, [2])
     peers = pair.consumer.peers

@@ -1,6 +1,6 @@
-"""The supervisor's actor: a supervision in a thread, reached by the driver and by commands.
+"""The supervisor's actor: runs a `SupervisorLoop` in a thread; driver and commands call it.
 
-It may die at any time: the driver starts the next one with all that this one had told it.
+It may die at any time. The driver then starts another one with the state that this one reported.
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from disagg.cluster.control import Control, News, Order
-from disagg.cluster.supervisor.loop import Event, Inheritance, SupervisorLoop
+from disagg.cluster.control import Command, CommandProgress, Control
+from disagg.cluster.supervisor.loop import DeploymentState, Event, SupervisorLoop
 
 
 @dataclass(frozen=True)
-class Report:
-    """silent_s: since the supervisor's last step."""
+class SupervisorReport:
+    """silent_s: seconds since the supervisor's last step."""
 
     events: Sequence[Event]
     silent_s: float
 
 
 class SupervisorActor:
-    """Works from `begin` on."""
+    """Hosts the supervisor of one deployment. It works from `begin` on."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._control: Control | None = None
-        self._supervision: SupervisorLoop | None = None
+        self._loop: SupervisorLoop | None = None
 
-    # ---- the driver ----------------------------------------------------------------------------
+    # ---- called by the driver ------------------------------------------------------------------
 
-    async def begin(self, given: Inheritance) -> int:
-        """Look after this from now on. Returns the process id."""
+    async def begin(self, state: DeploymentState) -> int:
+        """Start the loop on this deployment. Returns the process id."""
         loop, self._control = asyncio.get_running_loop(), Control()
 
         def post(event: Event) -> None:
             loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-        self._supervision = SupervisorLoop(self._control, post)
+        self._loop = SupervisorLoop(self._control, post)
         threading.Thread(
-            target=_run, args=(self._supervision, given), name="supervisor", daemon=True
+            target=_run, args=(self._loop, state), name="supervisor", daemon=True
         ).start()
         return os.getpid()
 
-    async def report(self, wait_s: float) -> Report:
-        """What happened since the last one, as soon as there is anything, for up to `wait_s`."""
+    async def report(self, wait_s: float) -> SupervisorReport:
+        """The events since the last report. Waits up to `wait_s` for the first one."""
         events = []
         try:
             events.append(await asyncio.wait_for(self._events.get(), wait_s))
@@ -58,26 +58,26 @@ class SupervisorActor:
             pass
         while not self._events.empty():
             events.append(self._events.get_nowait())
-        # Ray may run it before `begin`, which was called first.
-        return Report(events, self._supervision.silent_s if self._supervision else 0.0)
+        # Ray may run this call before `begin`, although `begin` was called first.
+        return SupervisorReport(events, self._loop.silent_s if self._loop else 0.0)
 
     async def made(self, number: int, actor: Any) -> None:
         """See `SupervisorLoop`."""
-        assert self._supervision is not None
-        self._supervision.made(number, actor)
+        assert self._loop is not None
+        self._loop.made(number, actor)
 
-    # ---- commands ------------------------------------------------------------------------------
+    # ---- called by commands --------------------------------------------------------------------
 
     async def name(self) -> str:
         """The deployment's name."""
         self._begun()
         return self._name
 
-    async def give(self, order: Order) -> tuple[int, int]:
+    async def submit(self, command: Command) -> tuple[int, int]:
         """See `Control`."""
-        return self._begun().give(order)
+        return self._begun().submit(command)
 
-    async def follow(self, number: int, after: int, wait_s: float) -> News:
+    async def follow(self, number: int, after: int, wait_s: float) -> CommandProgress:
         """See `Control`."""
         return await self._begun().follow(number, after, wait_s)
 
@@ -87,9 +87,9 @@ class SupervisorActor:
         return self._control
 
 
-def _run(supervision: SupervisorLoop, given: Inheritance) -> None:
+def _run(loop: SupervisorLoop, state: DeploymentState) -> None:
     try:
-        supervision.run(given)
+        loop.run(state)
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
-        os._exit(1)  # the next one may do better
+        os._exit(1)  # the driver starts another supervisor

@@ -1,7 +1,7 @@
-"""How many engines a pool should have, from what they have had to do of late.
+"""How many engines a pool needs, from its recent load.
 
-Decides by numbers alone: knows neither Ray nor engines. What is needed is judged by the load
-itself and not by the engines that are there, so that a slow start is not answered by another one.
+Works on numbers alone: it must never import Ray. The number needed depends on the load, not on the
+engines that serve. So an engine that starts slowly is not requested twice.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from typing import TypeVar
 from disagg.config import AutoscaleSection
 
 LOOK_S = 2.0
-_SURE_S = 10.0  # half of it is a burst, which needs no engine that takes a minute to start
+# Seconds of load that a decision looks at. A burst shorter than half of it is ignored: an engine
+# takes a minute to start.
+_WINDOW_S = 10.0
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class PoolLoad:
-    """Of the engines that serve. requests: running and waiting, of all together. kv_usage: the
-    sum of the engines' shares, so 1.5 is one and a half caches."""
+    """Load of the engines that serve, summed. requests: running and waiting. kv_usage: used shares
+    of the KV caches; 1.5 is one and a half caches."""
 
     engines: int
     requests: float
@@ -32,16 +34,19 @@ class PoolLoad:
 
 @dataclass(frozen=True)
 class Decision:
-    """replicas: from now on. why: its inputs, for the log."""
+    """replicas: the new number of engines. why: the inputs of the decision, for the log."""
 
     replicas: int
     why: str
 
 
 class Autoscaler:
-    """Of one pool. Grows to what is needed now, and shrinks to the most that was needed throughout
-    `cooldown_s`. What is needed is judged by the median of some seconds: requests come and go
-    between two looks, and neither an empty moment nor a burst says much."""
+    """Autoscaler of one pool.
+
+    The pool grows at once to the number needed. It shrinks to the largest number needed within
+    `cooldown_s`. The number needed comes from the median load of `_WINDOW_S`, because the load at
+    one moment may be an empty moment or a burst.
+    """
 
     def __init__(self, settings: AutoscaleSection) -> None:
         self.settings = settings
@@ -51,14 +56,14 @@ class Autoscaler:
         self._changed_at = float("-inf")
 
     def look(self, now: float, load: PoolLoad, replicas: int) -> Decision | None:
-        """Take note of `load` at `now` (monotonic seconds); what to do about it, if anything.
+        """Record `load` at `now` (monotonic seconds). Returns a decision, or None for no change.
 
-        `replicas`: what was decided so far, whether they serve already or not.
+        `replicas`: the number decided so far, whether or not all of them serve.
         """
         settings = self.settings
         if self._began is None:
             self._began = now
-        _note(self._seen, now, load, _SURE_S)
+        _note(self._seen, now, load, _WINDOW_S)
         usual = PoolLoad(
             load.engines,
             median_low(load.requests for _, load in self._seen),
@@ -67,7 +72,7 @@ class Autoscaler:
         needed = self.needed(usual)
         _note(self._needed, now, needed, settings.cooldown_s)
 
-        if needed > replicas and now - self._began >= _SURE_S:
+        if needed > replicas and now - self._began >= _WINDOW_S:
             return self._decide(now, needed, usual, f"{needed} are needed")
         at_most = max(needed for _, needed in self._needed)
         quiet = now - max(self._began, self._changed_at) >= settings.cooldown_s
@@ -77,7 +82,7 @@ class Autoscaler:
         return None
 
     def needed(self, load: PoolLoad) -> int:
-        """Engines for this load, within the bounds."""
+        """Engines needed for this load, between `min_replicas` and `max_replicas`."""
         settings = self.settings
         by_queue = math.ceil(load.requests / settings.target_queue)
         by_cache = math.ceil(round(load.kv_usage / settings.target_kv_usage, 6))
@@ -91,7 +96,7 @@ class Autoscaler:
             replicas,
             f"{usual.requests:g} requests (target_queue {settings.target_queue:g} an engine) and "
             f"{usual.kv_usage:.2f} KV caches (target_kv_usage {settings.target_kv_usage:g}) on "
-            f"{usual.engines} engines, the median of {_SURE_S:g} s; {why}",
+            f"{usual.engines} engines, the median of {_WINDOW_S:g} s; {why}",
         )
 
 

@@ -1,6 +1,6 @@
-"""What a changed YAML asks of a deployment that serves, and what it cannot have.
+"""Which changes of the YAML a running deployment refuses, and which engines a change replaces.
 
-Compares; does nothing, and knows neither Ray nor engines.
+Only compares: it must never import Ray.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from disagg.config import Deployment, Role
 from disagg.config_file import show
 
-# Both ends of what is under way must agree on these, or a client would notice.
+# Engines of one handoff must agree on these values, or a client would notice the change.
 _FIXED = (
     "name",
     "model",
@@ -24,23 +24,23 @@ _FIXED = (
 
 
 def refused(running: Deployment, wanted: Deployment) -> list[str]:
-    """One line for each change that needs a new start."""
+    """One line for each change that needs a restart of the deployment."""
     before, after = running.model_dump(), wanted.model_dump()
     return [
-        f"{path}: {show(old)} -> {show(new)} — cannot change while it serves; stop the "
-        "deployment and start it with this file"
+        f"{path}: {show(old)} -> {show(new)} — cannot change while serving; stop the deployment "
+        "and start it with this file"
         for fixed in _FIXED
         for path, old, new in _differences(fixed, _at(before, fixed), _at(after, fixed))
     ]
 
 
 def is_outdated(spec_of: Deployment, wanted: Deployment, role: Role) -> bool:
-    """Whether an engine that was started for `spec_of` must be replaced to be as `wanted`."""
+    """Whether an engine that was started for `spec_of` must be replaced to match `wanted`."""
     return _engine(spec_of, role) != _engine(wanted, role)
 
 
 def _engine(deployment: Deployment, role: Role) -> tuple[object, ...]:
-    """All that an engine of this role is started with."""
+    """All settings of an engine of this role."""
     engine, pool = deployment.engine, deployment.pool(role)
     return (
         deployment.model,

@@ -1,7 +1,7 @@
-"""Looks after a deployment in the driver itself, until its supervisor has a process again.
+"""Runs a `SupervisorLoop` in the driver until a new supervisor's process is ready.
 
-A process takes seconds to start, in which engines may die too. To have a spare one wait for that
-would cost as much as the supervisor, all the time.
+A process takes seconds to start, and engines may die in that time. A spare supervisor process would
+cost as much as the supervisor, all the time.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import time
 import traceback
 from typing import Any
 
-from disagg.cluster.control import Orders
+from disagg.cluster.control import Commands
 from disagg.cluster.supervisor.loop import (
+    CreateEngine,
+    CreateRouter,
+    DeploymentState,
     Event,
-    Inheritance,
-    MakeEngine,
-    MakeRouter,
-    Said,
+    LogEvent,
     SupervisorLoop,
 )
 
@@ -26,16 +26,18 @@ _END_S = 5.0
 
 
 class Fallback:
-    """At work from its making on. It takes no orders: commands do not reach this process."""
+    """Works from its creation on. It takes no commands: they cannot reach this process."""
 
-    def __init__(self, given: Inheritance) -> None:
+    def __init__(self, state: DeploymentState) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._supervision = SupervisorLoop(Orders(), self._events.put)
-        self._thread = threading.Thread(target=self._run, args=(given,), name="deputy", daemon=True)
+        self._loop = SupervisorLoop(Commands(), self._events.put)
+        self._thread = threading.Thread(
+            target=self._run, args=(state,), name="fallback", daemon=True
+        )
         self._thread.start()
 
     def events(self, wait_s: float) -> list[Event]:
-        """What happened, as soon as there is anything, for up to `wait_s`."""
+        """The events since the last call. Waits up to `wait_s` for the first one."""
         found: list[Event] = []
         try:
             found.append(self._events.get(timeout=wait_s))
@@ -46,34 +48,34 @@ class Fallback:
 
     def made(self, number: int, actor: Any) -> None:
         """See `SupervisorLoop`."""
-        self._supervision.made(number, actor)
+        self._loop.made(number, actor)
 
     def stop(self) -> None:
-        """Have it end after its step; what it asks for until then is to be answered."""
-        self._supervision.stop()
+        """End it after its current step. Its requests until then must be answered."""
+        self._loop.stop()
 
     @property
     def over(self) -> bool:
-        """Whether it ended, and all its events were taken."""
+        """Whether it has ended and all its events were taken."""
         return not self._thread.is_alive() and self._events.empty()
 
     @property
     def silent_s(self) -> float:
         """See `SupervisorLoop`."""
-        return self._supervision.silent_s
+        return self._loop.silent_s
 
     def close(self) -> None:
-        """End it soon, and give it nothing any more."""
+        """End it, and refuse its requests. Waits up to `_END_S`."""
         self.stop()
         deadline = time.monotonic() + _END_S
         while not self.over and time.monotonic() < deadline:
             for event in self.events(0.05):
-                if isinstance(event, MakeEngine | MakeRouter):
+                if isinstance(event, CreateEngine | CreateRouter):
                     self.made(event.number, None)
 
-    def _run(self, given: Inheritance) -> None:
+    def _run(self, state: DeploymentState) -> None:
         try:
-            self._supervision.run(given)
+            self._loop.run(state)
         except Exception as error:  # noqa: BLE001
-            what = f"nobody looks after the engines until the supervisor is back: {error!r}"
-            self._events.put(Said(what, traceback.format_exc()))
+            what = f"no engine restarts until the supervisor is back: {error!r}"
+            self._events.put(LogEvent(what, traceback.format_exc()))

@@ -1,8 +1,9 @@
-"""One supervisor at work, and what it and the driver tell each other.
+"""The supervisor's loop, and the events that it sends to the driver.
 
-Ray ends an actor with the process that made it, so engines and router are made by the driver
-(`owner.py`), at the supervisor's wish. It asks for actors, and says what happened, by events.
-Runs in the supervisor's actor, and in the driver itself until there is a new one.
+Ray ends an actor with the process that created it. So the driver (`cluster/driver.py`) creates the
+actors of engines and router, at the supervisor's request. The loop requests actors and reports
+changes by events. It runs in the supervisor's actor, and in the driver (`Fallback`) while there is
+no supervisor.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.cluster import pools
-from disagg.cluster.control import Orders
-from disagg.cluster.engines import Held, NotNow, engine_of
+from disagg.cluster.control import Commands
+from disagg.cluster.engines import EngineRecord, NotNow, engine_from
 from disagg.cluster.router_handle import RouterHandle, RouterSpec
 from disagg.cluster.supervisor.restarts import Restarts
 from disagg.cluster.supervisor.scaling import Scaler
@@ -26,34 +27,39 @@ from disagg.config import Deployment
 from disagg.engine.spec import EngineInfo, EngineSpec
 
 _STEP_S = 0.5
-_MADE_S = 30.0
+_CREATE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Inheritance:
-    """All that a new supervisor is told: what there is, what there should be, and what a change
-    that is under way would be taken back to. private: nobody else uses this Ray."""
+class DeploymentState:
+    """The state with which a new supervisor begins.
+
+    wanted: the deployment to reach. before: the deployment to return to if the current change
+    fails; None if there is no change. engines: those that exist. private: this deployment alone
+    uses this Ray.
+    """
 
     run: pools.Run
     wanted: Deployment
     before: Deployment | None
-    engines: Sequence[Held]
+    engines: Sequence[EngineRecord]
     router: RouterSpec
     router_actor: Any
     private: bool
 
 
 @dataclass(frozen=True)
-class Said:
-    """A line of what happened, and log lines where there are any."""
+class LogEvent:
+    """A line for the log of `disagg serve`. log_tail: an engine's last log lines, or empty."""
 
     what: str
     log_tail: str
 
 
 @dataclass(frozen=True)
-class MakeEngine:
-    """To be answered with `made`. deaths: in a row."""
+class CreateEngine:
+    """Create an engine's actor, and answer with `made`. node_id: the preferred node. avoid: a node
+    that must not be used. deaths: the engine's deaths in a row."""
 
     number: int
     spec: EngineSpec
@@ -63,23 +69,23 @@ class MakeEngine:
 
 
 @dataclass(frozen=True)
-class MakeRouter:
-    """To be answered with `made`."""
+class CreateRouter:
+    """Create the router's actor, and answer with `made`."""
 
     number: int
     spec: RouterSpec
 
 
 @dataclass(frozen=True)
-class Gone:
-    """An engine was ended for good."""
+class EngineRemoved:
+    """An engine was ended and will not restart."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Changed:
-    """serving: the engines that do, from now on."""
+class EnginesChanged:
+    """serving: the engines that serve now. wanted, before: as in `DeploymentState`."""
 
     serving: Sequence[EngineInfo]
     wanted: Deployment
@@ -87,88 +93,89 @@ class Changed:
 
 
 @dataclass(frozen=True)
-class Hopeless:
+class DeploymentFailed:
     """The deployment cannot go on."""
 
     why: str
 
 
-Event = Said | MakeEngine | MakeRouter | Gone | Changed | Hopeless
+Event = LogEvent | CreateEngine | CreateRouter | EngineRemoved | EnginesChanged | DeploymentFailed
 
 
 class SupervisorLoop:
-    """`post` gets the events, in the thread that `run`s; all else may be called from any other."""
+    """`post` is called with each event, in the thread of `run`. The other methods may be called
+    from any thread."""
 
-    def __init__(self, orders: Orders, post: Callable[[Event], None]) -> None:
-        self._orders, self._post = orders, post
-        self._asked: dict[int, Future[Any]] = {}
+    def __init__(self, commands: Commands, post: Callable[[Event], None]) -> None:
+        self._commands, self._post = commands, post
+        self._pending: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         self._stepped_at = time.monotonic()
         self._stopped = threading.Event()
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its last step, or since it was made."""
+        """Seconds since the last step, or since this object was created."""
         return time.monotonic() - self._stepped_at
 
     def made(self, number: int, actor: Any) -> None:
-        """The actor that was asked for; None: not now."""
-        if (asked := self._asked.pop(number, None)) is not None:
+        """Answer request `number` with its actor, or with None if it cannot be created now."""
+        if (asked := self._pending.pop(number, None)) is not None:
             asked.set_result(actor)
 
     def stop(self) -> None:
-        """Have `run` return after its step."""
+        """Let `run` return after its current step."""
         self._stopped.set()
 
-    def run(self, given: Inheritance) -> None:
-        """Look after this until it is hopeless, or until `stop`."""
+    def run(self, state: DeploymentState) -> None:
+        """Supervise this deployment until it cannot go on, or until `stop`."""
 
         def tell(what: str, log_tail: str) -> None:
-            self._post(Said(what, log_tail))
-            self._orders.say(what)
+            self._post(LogEvent(what, log_tail))
+            self._commands.say(what)
 
-        router = RouterHandle(given.router, self._make_router)
-        router.adopt(given.router_actor)
-        healer = Restarts(
-            [engine_of(held) for held in given.engines],
+        router = RouterHandle(state.router, self._create_router)
+        router.adopt(state.router_actor)
+        restarts = Restarts(
+            [engine_from(record) for record in state.engines],
             router,
-            given.wanted.engine,
+            state.wanted.engine,
             tell,
-            self._make_engine,
-            lambda name: self._post(Gone(name)),
+            self._create_engine,
+            lambda name: self._post(EngineRemoved(name)),
         )
-        healer.adopt()
-        scaler = Scaler(healer, given.wanted, given.before, given.run.spec, tell)
-        supervisor = Supervisor(healer, scaler, self._orders, tell, private=given.private)
-        shown: Changed | None = None
+        restarts.adopt()
+        scaler = Scaler(restarts, state.wanted, state.before, state.run.spec, tell)
+        supervisor = Supervisor(restarts, scaler, self._commands, tell, private=state.private)
+        shown: EnginesChanged | None = None
         while True:
-            now = Changed(tuple(healer.engines), scaler.wanted, scaler.before)
+            now = EnginesChanged(tuple(restarts.engines), scaler.wanted, scaler.before)
             if now != shown:
                 shown = now
                 self._post(now)
             if self._stopped.is_set():
                 return
             if (problem := supervisor.step(_STEP_S)) is not None:
-                self._post(Hopeless(problem))
+                self._post(DeploymentFailed(problem))
                 return
             self._stepped_at = time.monotonic()
 
-    def _make_engine(
+    def _create_engine(
         self, spec: EngineSpec, node_id: str | None, avoid: str | None, deaths: int
     ) -> Any:
-        return self._make(lambda number: MakeEngine(number, spec, node_id, avoid, deaths))
+        return self._create(lambda number: CreateEngine(number, spec, node_id, avoid, deaths))
 
-    def _make_router(self, spec: RouterSpec) -> Any:
-        return self._make(lambda number: MakeRouter(number, spec))
+    def _create_router(self, spec: RouterSpec) -> Any:
+        return self._create(lambda number: CreateRouter(number, spec))
 
-    def _make(self, order: Callable[[int], Event]) -> Any:
+    def _create(self, event: Callable[[int], Event]) -> Any:
         number, answer = next(self._numbers), Future[Any]()
-        self._asked[number] = answer
-        self._post(order(number))
+        self._pending[number] = answer
+        self._post(event(number))
         try:
-            actor = answer.result(_MADE_S)
+            actor = answer.result(_CREATE_S)
         except TimeoutError:
-            self._asked.pop(number, None)
+            self._pending.pop(number, None)
             actor = None
         if actor is None:
             raise NotNow

@@ -1,9 +1,9 @@
-"""Brings back what dies while the rest serves: engines, and the router.
+"""Restarts engines and the router when they die; the others keep serving.
 
-What died is out of the router's rotation first. An engine is started again, after its first death
-at once, then after a pause that grows with each death in a row, and is given up after
-`engine.max_restarts` of them. Runs step by step in the supervisor, and never starts or stops an
-engine that is well: how many there should be is decided in `scaling`.
+A dead engine leaves the router's rotation first. It restarts at once after its first death, and
+after a growing pause after each further death in a row. After `engine.max_restarts` deaths in a row
+it is given up. This module runs step by step in the supervisor. It must never decide how many
+engines there are: `scaling` does, and calls `add`, `retire` and `remove`.
 """
 
 from __future__ import annotations
@@ -25,26 +25,30 @@ from disagg.errors import ConfigError, StartupError
 GRACE_S = 3.0
 STOP_S = 4.0
 LOOK_S = 2.0
-_STEADY_S = 300.0  # what served as long did not die of how it was started
+_STEADY_S = 300.0  # an engine that served this long did not die because of its start
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NOT_NOW_S = 0.25
 _NODES_S = 0.5
 _ROUTER_RESTARTS = 5
 _ADOPT_S = 5.0
 
-Make = Callable[[EngineSpec, str | None, str | None, int], Any]
-"""As `pools.Create`, and how often the engine died in a row."""
+CreateForRestart = Callable[[EngineSpec, str | None, str | None, int], Any]
+"""Like `pools.Create`; the last argument is the engine's number of deaths in a row."""
 
 
 @dataclass(eq=False)
 class EnginePlace:
-    """An engine's place in its pool. deaths: in a row. again_at: monotonic, None unless it waits
-    for its next start. why: it does not serve. leaving_at: since when it gets nothing new."""
+    """An engine's place in its pool.
+
+    deaths: deaths in a row. up_at: when it began to serve. restart_at: when it starts next; None
+    unless it waits for that. why: why it does not serve; None if it serves. leaving_at: since when
+    it drains. Times are monotonic seconds.
+    """
 
     engine: Engine
     deaths: int = 0
     up_at: float = 0.0
-    again_at: float | None = None
+    restart_at: float | None = None
     given_up: bool = False
     why: str | None = None
     stage: str = ""
@@ -60,19 +64,19 @@ class EnginePlace:
 
     @property
     def serves(self) -> bool:
-        """Whether the router may know it."""
+        """Whether the router may send it requests."""
         return self.why is None and self.engine.info is not None and self.leaving_at is None
 
     @property
     def awaited(self) -> Any | None:
-        """What to wait for: its start or its end."""
-        if self.given_up or self.again_at is not None:
+        """Ray's reference to wait for: the engine's start or its end. None if there is neither."""
+        if self.given_up or self.restart_at is not None:
             return None
         return self.engine.ended if self.engine.info else self.engine.started
 
     @property
     def shown(self) -> str:
-        """For whoever asks the router, which is not everybody's to read in full."""
+        """Its state in the router's answers. Clients read them, so they do not get `why`."""
         if self.given_up:
             return "given up"
         if self.leaving_at is not None:
@@ -81,23 +85,23 @@ class EnginePlace:
 
 
 def pause_s(deaths: int, second_s: float, longest_s: float) -> float:
-    """Seconds to wait before the next start, after so many deaths in a row.
+    """Seconds to wait before the next start, after this many deaths in a row.
 
-    None after the first, which says nothing about the next start; then twice as long each time.
+    0 after the first death, then `second_s`, then twice as long after each further death.
     """
     return min(second_s * 2.0 ** (deaths - 2), longest_s) if deaths > 1 else 0.0
 
 
-def in_words(wait_s: float) -> str:
-    """What a message says of such a pause; nothing if there is none."""
+def pause_text(wait_s: float) -> str:
+    """The pause for a message; empty if there is none."""
     return f" in {wait_s:g} s" if wait_s else ""
 
 
 class Restarts:
-    """Looks after engines that serve and the router in front of them.
+    """Watches and restarts a deployment's engines and its router.
 
-    `tell` gets a line of what happened, and the log's last lines where there are any. `make`
-    makes an engine's actor; `gone` hears the name of one that was ended for good.
+    `tell(line, log_tail)` is called for each event; `log_tail` may be empty. `create` creates an
+    engine's actor. `removed` is called with the name of an engine that was ended for good.
     """
 
     def __init__(
@@ -106,25 +110,25 @@ class Restarts:
         router: RouterHandle,
         settings: EngineSection,
         tell: Callable[[str, str], None],
-        make: Make,
-        gone: Callable[[str], None],
+        create: CreateForRestart,
+        removed: Callable[[str], None],
     ) -> None:
         self.places = [EnginePlace(engine, engine.deaths, why="starts") for engine in engines]
         self.settings = settings
         self._router, self._tell = router, tell
-        self._make, self._gone = make, gone
+        self._create, self._removed = create, removed
         self._router_deaths, self._router_up_at = 0, time.monotonic()
         self._nodes: dict[str, placing.Node] = {}
         self._nodes_at = 0.0
 
     @property
     def engines(self) -> list[EngineInfo]:
-        """Those that serve."""
+        """The engines that serve."""
         up = (place.engine.info for place in self.places if place.serves)
         return [info for info in up if info is not None]
 
     def adopt(self) -> None:
-        """Take note of what serves already, and tell the router, which may not know it all."""
+        """Find the engines that serve already, and send them to the router."""
         by_start = {place.engine.started: place for place in self.places}
         starts = list(by_start)
         for ref in ray.wait(starts, num_returns=len(starts), timeout=_ADOPT_S)[0]:
@@ -133,30 +137,33 @@ class Restarts:
             if isinstance(outcome, EngineInfo):
                 place.engine.serves(outcome)
                 place.why, place.up_at = None, time.monotonic()
-        self._tell_router()
+        self._update_router()
 
     def awaited(self) -> list[Any]:
-        """What `happened` wants to hear of."""
+        """Ray's references to wait for. `handle` takes those that are ready."""
         return [*(p.awaited for p in self.places if p.awaited is not None), self._router.ended]
 
-    def happened(self, refs: Iterable[Any]) -> str | None:
-        """These of `awaited` are over. Returns why the deployment cannot go on, or None."""
+    def handle(self, refs: Iterable[Any]) -> str | None:
+        """Handle the references of `awaited` that are ready.
+
+        Returns why the deployment cannot go on, or None.
+        """
         places = {place.awaited: place for place in self.places if place.awaited is not None}
         for ref in refs:
             if ref in places:
                 self._ended(places[ref], ref)
-            elif (problem := self._router_again()) is not None:
+            elif (problem := self._restart_router()) is not None:
                 return problem
-        return self._hopeless()
+        return self._failure()
 
-    def look(self) -> None:
-        """Do what is due by the clock."""
-        self._look_at_nodes()
+    def check(self) -> None:
+        """Check nodes and engines: due restarts, slow starts, hangs."""
+        self._check_nodes()
         for place in list(self.places):
-            self._look(place)
+            self._check(place)
 
     def add(self, specs: Sequence[EngineSpec]) -> list[str]:
-        """Start engines that are not there yet; the names of those that could be."""
+        """Start new engines. Returns the names of those whose actor could be created."""
         started = []
         for spec in specs:
             try:
@@ -165,20 +172,20 @@ class Restarts:
                 continue
             self.places.append(EnginePlace(engine, why="starts"))
             started.append(spec.name)
-        self._tell_router()
+        self._update_router()
         return started
 
     def retire(self, place: EnginePlace) -> None:
-        """Send it nothing new; `remove` it when it has served what it has."""
+        """Let an engine drain: the router sends it no new requests. `remove` it when it is idle."""
         place.leaving_at = time.monotonic()
-        self._tell_router()
+        self._update_router()
 
     def remove(self, place: EnginePlace) -> None:
         """End an engine for good."""
         self.places.remove(place)
         pools.stop([place.engine], GRACE_S if place.engine.info else 0.0, STOP_S)
-        self._gone(place.name)
-        self._tell_router()
+        self._removed(place.name)
+        self._update_router()
 
     def _present(self, but: EnginePlace | None = None) -> list[Engine]:
         return [place.engine for place in self.places if place is not but]
@@ -187,14 +194,14 @@ class Restarts:
         self, spec: EngineSpec, deaths: int, others: Sequence[Engine], avoid: str | None = None
     ) -> Engine:
         def create(spec: EngineSpec, node_id: str | None, avoid: str | None) -> Any:
-            return self._make(spec, node_id, avoid, deaths)
+            return self._create(spec, node_id, avoid, deaths)
 
         return pools.launch([spec], others, avoid, create)[0]
 
     # ---- engines -------------------------------------------------------------------------------
 
     def _ended(self, place: EnginePlace, ref: Any) -> None:
-        """A start or a life has."""
+        """Handle the end of an engine's start, or of the engine."""
         engine = place.engine
         if engine.info is not None:
             self._died(place, why_ended(engine), "died")
@@ -205,7 +212,7 @@ class Restarts:
             return
         engine.serves(outcome)
         place.why, place.up_at = None, time.monotonic()
-        self._tell_router()
+        self._update_router()
         what = "is back" if place.deaths else "serves"
         self._tell(f"{place.name} {what}: {outcome.url}, up in {outcome.startup_s:.0f} s", "")
 
@@ -219,18 +226,18 @@ class Restarts:
         place.deaths = 1 if steady else place.deaths + 1
         place.given_up = place.deaths > self.settings.max_restarts
         wait_s = pause_s(place.deaths, _PAUSE_S, _LONGEST_PAUSE_S)
-        then = f"starting it again{in_words(wait_s)}"
+        then = f"starting it again{pause_text(wait_s)}"
         if place.given_up:
             times = f"{place.deaths} times in a row" if place.deaths > 1 else "once"
             then = f"given up ({times}; engine.max_restarts)"
-        place.again_at = None if place.given_up else now + wait_s
+        place.restart_at = None if place.given_up else now + wait_s
         place.why = f"{what}: {failure.cause}; {then}"
-        self._tell_router()
+        self._update_router()
         self._tell(f"engine {place.name} {place.why}", failure.log_tail)
         pools.stop([place.engine], 0.0, STOP_S)
 
-    def _look_at_nodes(self) -> None:
-        """Engines whose node is gone died; Ray says so only after two to four seconds."""
+    def _check_nodes(self) -> None:
+        """Handle engines whose node has died. Ray reports them only after two to four seconds."""
         now = time.monotonic()
         if now < self._nodes_at:
             return
@@ -250,20 +257,20 @@ class Restarts:
                 why = f"its node {gone[node_id].address} is gone"
                 self._died(place, EngineFailure(why, ""), what)
 
-    def _look(self, place: EnginePlace) -> None:
+    def _check(self, place: EnginePlace) -> None:
         now, settings = time.monotonic(), self.settings
-        if place.again_at is not None and now >= place.again_at:
+        if place.restart_at is not None and now >= place.restart_at:
             last, others = place.engine, self._present(place)
             avoid = last.ran_on if last.vanished else None
             try:
                 place.engine = self._launch(last.spec, place.deaths, others, avoid)
             except NotNow as error:
-                place.again_at = now + _NOT_NOW_S
+                place.restart_at = now + _NOT_NOW_S
                 if isinstance(error, NoRoom) and place.stage != str(error):
                     place.stage = str(error)
                     self._tell(f"{place.name}: {place.stage}", "")
                 return
-            place.again_at = None
+            place.restart_at = None
         elif place.awaited is None:
             return
         elif place.engine.info is None:
@@ -277,7 +284,7 @@ class Restarts:
             limit = f"{settings.hang_timeout_s:g} s (engine.hang_timeout_s)"
             self._died(place, EngineFailure(f"its actor did not answer for {limit}", ""), "died")
 
-    def _hopeless(self) -> str | None:
+    def _failure(self) -> str | None:
         decodes = [place for place in self.places if place.role == "decode"]
         if decodes and all(place.given_up for place in decodes):
             return "; ".join(f"engine {place.name} {place.why}" for place in decodes)
@@ -285,14 +292,17 @@ class Restarts:
 
     # ---- the router ----------------------------------------------------------------------------
 
-    def _tell_router(self) -> None:
+    def _update_router(self) -> None:
         self._router.replace(self.engines, self._down())
 
     def _down(self) -> dict[str, str]:
         return {place.name: place.shown for place in self.places if not place.serves}
 
-    def _router_again(self) -> str | None:
-        """It died; the engines do not notice."""
+    def _restart_router(self) -> str | None:
+        """Restart the router, which died. Engines do not notice.
+
+        Returns why the deployment cannot go on, or None.
+        """
         why, now = self._router.why_ended(), time.monotonic()
         steady = now - self._router_up_at > _STEADY_S
         self._router_deaths = 1 if steady else self._router_deaths + 1
@@ -309,7 +319,7 @@ class Restarts:
                 self._router.kill()
                 if last:
                     return f"the router died and did not start again: {error}"
-                time.sleep(_PAUSE_S)  # the port or the name is not free yet
+                time.sleep(_PAUSE_S)  # the port or the actor's name may not be free yet
         self._router_up_at = time.monotonic()
         self._tell(f"the router is back after {self._router_up_at - now:.1f} s", "")
         return None

@@ -1,7 +1,7 @@
-"""What looks after a deployment while it serves: healing, scaling, and orders from outside.
+"""One step of the supervisor: restarts, scaling, and commands of the command line.
 
-Runs step by step in a thread (`supervision`), and holds nothing that its successor could not find
-out.
+`SupervisorLoop` calls it in a thread. It must never hold state that the next supervisor cannot find
+out, except pending commands: these are dropped when the supervisor dies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from disagg.cluster import pools
-from disagg.cluster.control import Order, Orders, Scale
+from disagg.cluster.control import Command, Commands, Scale
 from disagg.cluster.supervisor import config_diff
 from disagg.cluster.supervisor.autoscaling import LOOK_S, Autoscaler, PoolLoad
 from disagg.cluster.supervisor.restarts import Restarts
@@ -25,47 +25,47 @@ _PAUSE_S = 0.5
 
 
 class Supervisor:
-    """Of one deployment. `tell` gets what happened, and log lines where there are any."""
+    """The supervisor of one deployment. `tell(line, log_tail)` is called for each event."""
 
     def __init__(
         self,
-        healer: Restarts,
+        restarts: Restarts,
         scaler: Scaler,
-        orders: Orders,
+        commands: Commands,
         tell: Callable[[str, str], None],
         *,
         private: bool,
     ) -> None:
-        self._healer, self._scaler, self._orders = healer, scaler, orders
+        self._restarts, self._scaler, self._commands = restarts, scaler, commands
         self._tell, self._private = tell, private
-        self._given: dict[int, Order] = {}
+        self._running: dict[int, Command] = {}
         self._autoscalers: dict[Role, Autoscaler] = {}
         self._looked_at = 0.0
         self._ray_fails_since: float | None = None
-        self._follow_sections()
+        self._update_autoscalers()
 
     def step(self, timeout_s: float) -> str | None:
-        """Look for up to `timeout_s` and do what is due.
+        """Wait up to `timeout_s` for an event, then do everything that is due.
 
         Returns why the deployment cannot go on, or None.
         """
         try:
             problem = self._step(timeout_s)
-        except RayError as error:  # Ray itself is busy with a death; the next look will do
+        except RayError as error:  # Ray is busy with a death; the next step tries again
             return self._ray_failed(error)
         self._ray_fails_since = None
         return problem
 
     def _step(self, timeout_s: float) -> str | None:
-        refs = self._healer.awaited()
+        refs = self._restarts.awaited()
         there = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]
-        while (taken := self._orders.take()) is not None:
-            self._take(*taken)
-        problem = self._healer.happened(there)
-        self._healer.look()
+        while (taken := self._commands.take()) is not None:
+            self._start_command(*taken)
+        problem = self._restarts.handle(there)
+        self._restarts.check()
         self._autoscale()
         self._scaler.step()
-        self._answer()
+        self._finish_commands()
         return problem
 
     def _ray_failed(self, error: RayError) -> str | None:
@@ -77,37 +77,37 @@ class Supervisor:
         lasting = now - self._ray_fails_since > RAY_FAILS_S
         return f"Ray did not answer for {RAY_FAILS_S:g} s: {error}" if lasting else None
 
-    # ---- orders --------------------------------------------------------------------------------
+    # ---- commands ------------------------------------------------------------------------------
 
-    def _take(self, number: int, order: Order) -> None:
+    def _start_command(self, number: int, command: Command) -> None:
         try:
-            problems = self._refused(order)
+            problems = self._problems(command)
         except RayError as error:
-            problems = [f"Ray did not answer ({type(error).__name__}); ask again"]
+            problems = [f"Ray did not answer ({type(error).__name__}); try again"]
         if problems:
-            self._orders.over(number, "refused", problems)
+            self._commands.finish(number, "refused", problems)
             return
-        if isinstance(order, Scale):
-            counts = ", ".join(f"{role}={count}" for role, count in order.replicas.items())
-            self._tell(f"asked to scale: {counts}", "")
-            self._scaler.scale(order.replicas)
+        if isinstance(command, Scale):
+            counts = ", ".join(f"{role}={count}" for role, count in command.replicas.items())
+            self._tell(f"command: scale {counts}", "")
+            self._scaler.scale(command.replicas)
         else:
-            self._tell("asked to apply a changed file", "")
-            self._scaler.apply(self._kept_counts(order.deployment))
-            self._follow_sections()
-        self._given[number] = order
+            self._tell("command: apply a changed file", "")
+            self._scaler.apply(self._with_autoscaled_counts(command.deployment))
+            self._update_autoscalers()
+        self._running[number] = command
 
-    def _refused(self, order: Order) -> list[str]:
+    def _problems(self, command: Command) -> list[str]:
         running = self._scaler.wanted
-        if isinstance(order, Scale):
+        if isinstance(command, Scale):
             return [
-                f"{role}: is autoscaled; change {role}.autoscale with: disagg apply FILE"
-                for role in order.replicas
+                f"{role}: the pool is autoscaled; change {role}.autoscale with: disagg apply FILE"
+                for role in command.replicas
                 if running.pool(role).autoscale is not None
-            ] or self._too_many(running.with_replicas(order.replicas))
+            ] or self._too_many(running.with_replicas(command.replicas))
         if not self._scaler.settled:
-            return ["a change is under way; wait until it is done (disagg status shows it)"]
-        wanted = order.deployment
+            return ["another change is not finished; wait for it (disagg status shows it)"]
+        wanted = command.deployment
         if problems := config_diff.refused(running, wanted):
             return problems
         if problem := self._scaler.room_problem(wanted):
@@ -115,23 +115,23 @@ class Supervisor:
         return self._too_many(wanted)
 
     def _too_many(self, wanted: Deployment) -> list[str]:
-        """On a Ray of our own there is no hope for another node."""
+        """The resources that are short. Only a private Ray can never get another node."""
         return pools.shortfalls(wanted) if self._private else []
 
-    def _answer(self) -> None:
-        if self._given and self._scaler.settled:
+    def _finish_commands(self) -> None:
+        if self._running and self._scaler.settled:
             problem, self._scaler.problem = self._scaler.problem, None
-            for number, order in self._given.items():
-                if problem is None or isinstance(order, Scale):
-                    self._orders.over(number, "done")
+            for number, command in self._running.items():
+                if problem is None or isinstance(command, Scale):
+                    self._commands.finish(number, "done")
                 else:
-                    self._orders.over(number, "taken back", [problem])
-            self._given.clear()
+                    self._commands.finish(number, "taken back", [problem])
+            self._running.clear()
 
     # ---- the autoscalers -----------------------------------------------------------------------
 
-    def _follow_sections(self) -> None:
-        """Have an autoscaler for each pool that wants one, with the YAML's numbers."""
+    def _update_autoscalers(self) -> None:
+        """Create an autoscaler for each pool with an `autoscale` section; drop the others."""
         for role in pools.ROLES:
             section = self._scaler.wanted.pool(role).autoscale
             if section is None:
@@ -153,7 +153,7 @@ class Supervisor:
                 self._scaler.scale({role: decision.replicas})
 
     def _load(self, role: Role) -> PoolLoad:
-        serving = [place for place in self._healer.places if place.role == role and place.serves]
+        serving = [place for place in self._restarts.places if place.role == role and place.serves]
         loads = [place.engine.load for place in serving if place.engine.load is not None]
         return PoolLoad(
             engines=len(serving),
@@ -161,8 +161,8 @@ class Supervisor:
             kv_usage=sum(load.kv_usage for load in loads),
         )
 
-    def _kept_counts(self, wanted: Deployment) -> Deployment:
-        """The file's, but where an autoscaler knows better."""
+    def _with_autoscaled_counts(self, wanted: Deployment) -> Deployment:
+        """The wanted deployment, in which autoscaled pools keep their current number of engines."""
         kept: dict[Role, int] = {}
         for role in pools.ROLES:
             if (scale := wanted.pool(role).autoscale) is not None:

@@ -1,8 +1,8 @@
-"""Which prompt a block belongs to: digests that both engines compute on their own.
+"""Which prompt a block belongs to: digests that both engines compute independently.
 
-Full blocks use vLLM's chained block hashes, which also cover multimodal input, cache salt, and
-name and path of a LoRA adapter, whose weights are added here. The tokens after the last full block
-have no hash of vLLM's, so they get one of ours over the same things. A cache can then never serve
+Full blocks use vLLM's chained block hashes. These cover multimodal input, cache salt, and name and
+path of a LoRA adapter; the adapter's weights are added here. vLLM has no hash for the tokens after
+the last full block, so they get one of ours, over the same inputs. So a block can never serve
 another prompt than its own.
 """
 
@@ -53,11 +53,11 @@ def digests(
     num_tokens: int,
     adapter: bytes = b"",
 ) -> bytes:
-    """`DIGEST` bytes per full block of the prompt's first tokens, then `DIGEST` bytes for the rest
-    of these.
+    """Digests of the prompt's first `num_tokens`: `DIGEST` bytes per full block, then `DIGEST`
+    bytes for the tokens after the last full block.
 
-    `hashes`: vLLM's chained block hashes of the request at this block size. `adapter`: which
-    weights its LoRA adapter has, see `identity/weights.py`.
+    hashes: vLLM's chained block hashes of the request at this block size. adapter: the digest of
+    its LoRA adapter's weights, see `identity/weights.py`.
     """
     full = num_tokens // block_size
     if adapter:
@@ -67,10 +67,10 @@ def digests(
 
 
 def shared_tokens(ours: bytes, theirs: bytes, num_tokens: int, block_size: int) -> int:
-    """How many leading tokens of two prompts are the same, as far as blocks can tell.
+    """How many leading tokens two prompts share: a multiple of the block size, or `num_tokens` if
+    the tails are equal too.
 
-    `num_tokens` is the length of the prompt behind `theirs`. A multiple of the block size, or
-    `num_tokens` when the tails agree too.
+    num_tokens: the length of the prompt that `theirs` was computed from.
     """
     if ours == theirs:
         return num_tokens
@@ -83,7 +83,7 @@ def shared_tokens(ours: bytes, theirs: bytes, num_tokens: int, block_size: int) 
 
 
 def hashable(request: Request) -> bool:
-    """Whether the prompt is made of tokens; prompts of embeddings are not handed over."""
+    """Whether the prompt consists of tokens; prompts of embeddings are not handed off."""
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 

@@ -1,4 +1,4 @@
-"""`DisaggConnector`: vLLM's connector interface, handed on to the two halves."""
+"""`DisaggConnector`: passes vLLM's connector calls to the scheduler or the worker half."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from disagg.connector.base import ConnectorBase
 from disagg.connector.handoff.engine_facts import EngineFacts
 from disagg.connector.handoff.messages import StepWork, WorkerAddress
 from disagg.connector.handoff.metrics import ConnectorPromMetrics, ConnectorStats
@@ -24,26 +22,25 @@ from disagg.connector.handoff.scheduler import SchedulerHalf
 from disagg.connector.handoff.settings import read_settings
 from disagg.connector.handoff.worker import WorkerHalf
 from disagg.connector.kv_cache_layout import (
-    HANDED_OVER,
+    HANDED_OFF,
     check_supported,
     hash_seed,
     kv_heads,
 )
-from disagg.connector.recurrent_state import beside_full_attention
+from disagg.connector.load_connector import LoadConnector
+from disagg.connector.recurrent_state import rest_is_full_attention
 from disagg.connector.registration import register
 from disagg.transport.control.secret import read_secret
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
-class DisaggConnector(ConnectorBase[SchedulerHalf, WorkerHalf]):
+class DisaggConnector(LoadConnector[SchedulerHalf, WorkerHalf]):
     """Asynchronous pull of KV blocks from prefill to decode engines, under leases."""
 
     stats_class = ConnectorStats
@@ -58,7 +55,7 @@ class DisaggConnector(ConnectorBase[SchedulerHalf, WorkerHalf]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
-        hash_seed(vllm_config, HANDED_OVER)
+        hash_seed(vllm_config, HANDED_OFF)
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
         secret = read_secret()
@@ -89,49 +86,23 @@ class DisaggConnector(ConnectorBase[SchedulerHalf, WorkerHalf]):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         workers = [(rank, metadata[rank]) for rank in sorted(metadata)]
-        found = [(rank, told) for rank, told in workers if isinstance(told, WorkerAddress)]
+        ours = [(rank, address) for rank, address in workers if isinstance(address, WorkerAddress)]
         self.scheduler.set_workers(
-            [told.endpoint for _, told in found if told.endpoint is not None],
-            [told.regions for (_, tensor_rank), told in found if tensor_rank == 0],
+            [address.endpoint for _, address in ours if address.endpoint is not None],
+            [address.regions for (_, tensor_rank), address in ours if tensor_rank == 0],
         )
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        return beside_full_attention(self._kv_cache_config)
-
-    def on_new_request(self, request: Request) -> None:
-        self.scheduler.on_new_request(request)
+        return rest_is_full_attention(self._kv_cache_config)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        # vLLM zeroes the new blocks of other groups, beside the load that writes them.
+        # vLLM zeroes the new blocks of all other groups, while the load writes to them.
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        found = self.scheduler.num_new_matched_tokens(request, num_computed_tokens)
-        return self._where_room_is(request, num_computed_tokens, found)
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        self.scheduler.after_alloc(request, blocks, num_external_tokens)
-        self._load_begins(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._loads_end(scheduler_output.num_scheduled_tokens)
         return self.scheduler.step_work()
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.scheduler.update(connector_output)
-
-    def reset_cache(self) -> bool | None:
-        return self.scheduler.reset()
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -160,9 +131,6 @@ class DisaggConnector(ConnectorBase[SchedulerHalf, WorkerHalf]):
         return self.worker.take_report()
 
     # ---- both ------------------------------------------------------------------------------
-
-    def take_stats(self) -> KVConnectorStats | None:
-        return None if self._scheduler is None else self._scheduler.take_stats()
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -1,8 +1,8 @@
-"""`kv_transfer_params`: what a prefill engine hands to a decode engine, through any router.
+"""`kv_transfer_params`: the message from a prefill to a decode engine, through any router.
 
-The outer keys follow NIXL's pull contract, so that routers in the field carry them; we answer
-them and do not trust them. What counts rides along as one signed string under `disagg`
-(`disagg.transport.control.ticket`), so routers that turn integers into floats do no harm.
+The outer keys follow NIXL's pull contract, so that existing routers pass them on. We write them,
+but never read them. What we read is one signed string under `disagg`, the ticket
+(`transport/control/ticket.py`); so routers that turn integers into floats do no harm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ TICKET = "disagg"
 
 
 class Requested(NamedTuple):
-    """What the params of a request ask for. `problem` is a metric label, None if usable."""
+    """A request's params, parsed. prefill: keep the blocks afterwards. problem: why there is no
+    handoff although the params ask for one, as a metric label."""
 
     prefill: bool
     handoff: Handoff | None
@@ -26,7 +27,7 @@ class Requested(NamedTuple):
 def answer(
     handoff: Handoff, secret: bytes, request_id: str, block_ids: list[list[int]]
 ) -> dict[str, Any]:
-    """The params of a finished prefill."""
+    """The params that a finished prefill returns."""
     first = handoff.endpoints[0]
     return {
         "do_remote_prefill": True,
@@ -48,7 +49,7 @@ def answer(
 
 
 def read(params: object, secret: bytes) -> Requested:
-    """What these params, of whatever shape, ask for. Never raises."""
+    """Parse params of any shape. Never raises."""
     if not isinstance(params, dict):
         return Requested(False, None, None if params is None else "malformed")
     if params.get("do_remote_decode"):

@@ -1,4 +1,4 @@
-"""What the two halves tell each other, once per engine step.
+"""Messages between the scheduler and the worker half, one each way per engine step.
 
 Pickled by vLLM between its own processes, so these are plain dataclasses.
 """
@@ -30,10 +30,10 @@ class Grant:
 class HandoffLoad:
     """Scheduler -> worker: fill `block_ids` with the lease's `spans`, counted in units.
 
-    A unit is `unit` tokens; the first one is unit `first` of `block_ids`, which cover all of them.
-    `endpoints` has one entry per rank of the producer, one pipeline stage after the other;
-    `layers` says how many regions each stage has, the producer's and then ours. `problem` marks a
-    load that was refused already and is only to be reported as failed (strict mode).
+    unit: tokens per unit. first: the unit of `block_ids` that takes the first one. endpoints: one
+    per producer rank, one pipeline stage after the other. layers: how many regions each stage has,
+    the producer's and then ours. problem: the load was refused before; the worker only reports it
+    as failed (strict mode).
     """
 
     request_id: str
@@ -49,7 +49,7 @@ class HandoffLoad:
 
 @dataclass(frozen=True)
 class LeaseMessage:
-    """Scheduler -> worker: end or renew a lease that another engine holds for us."""
+    """Scheduler -> worker: release or renew a lease that another engine holds for us."""
 
     lease: int
     endpoints: list[Endpoint]
@@ -57,8 +57,8 @@ class LeaseMessage:
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """Everything the scheduler half wants done in this step. `revoked`: all leases below that
-    number end, whoever waits for them."""
+    """Scheduler -> worker: everything to do in this step. cancels: request ids. revoked: end all
+    leases with a lower number, even if a consumer still wants them."""
 
     grants: list[Grant] = field(default_factory=list)
     loads: list[HandoffLoad] = field(default_factory=list)
@@ -70,7 +70,7 @@ class StepWork(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Worker -> scheduler: how one rank's load ended. `outcome`: loaded, failed or aborted."""
+    """Worker -> scheduler: one rank's load ended. outcome: loaded, failed or aborted."""
 
     request_id: str
     outcome: str
@@ -82,7 +82,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LeaseReport:
-    """Worker -> scheduler: one rank's lease ended. `outcome`: fetched, aborted or expired."""
+    """Worker -> scheduler: one rank's lease ended. outcome: fetched, aborted or expired."""
 
     request_id: str
     outcome: str
@@ -102,8 +102,8 @@ class StepReport(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True)
 class WorkerAddress(KVConnectorHandshakeMetadata):
-    """Worker -> scheduler, once: where this rank's control channel listens, if it produces, and how
-    many regions its cache has."""
+    """Worker -> scheduler, once. endpoint: this rank's control channel, if it is a producer's.
+    regions: how many its cache has."""
 
     endpoint: Endpoint | None
     regions: int

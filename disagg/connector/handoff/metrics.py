@@ -1,7 +1,7 @@
 """The connector's counters, from the scheduler half to vLLM's own Prometheus endpoint.
 
-A handoff is counted once however many ranks moved it. vLLM carries `ConnectorStats` to the API
-process after each step and calls `observe` there.
+A handoff counts once, however many ranks moved it. After each step vLLM sends `ConnectorStats` to
+the API process and calls `observe` there.
 """
 
 from __future__ import annotations
@@ -9,19 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-    PromMetric,
-    PromMetricT,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+from disagg.connector.prom_metrics import SECONDS, PromMetrics
 
 
 class ConnectorStats(KVConnectorStats):
-    """Counts since the last step. `data` is plain and serializable, and empty when nothing was.
+    """Counts since the last step. `data` is plain and serializable; empty if nothing happened.
 
     handoffs: "transport|outcome" -> count; bytes: transport -> count; seconds: list;
     failures: reason -> count; leases: outcome -> count; leases_held: gauge.
@@ -69,42 +63,27 @@ class ConnectorStats(KVConnectorStats):
         return not self.data
 
 
-class ConnectorPromMetrics(KVConnectorPromMetrics):
+class ConnectorPromMetrics(PromMetrics):
     """`disagg_*` families in the engine's `/metrics`."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._handoffs = self._counter(
+    def declare(self) -> None:
+        self._handoffs = self.counter(
             "disagg_handoffs", "Handoffs by how they ended on the consumer.", "transport", "outcome"
         )
-        self._bytes = self._counter("disagg_handoff_bytes", "KV bytes received.", "transport")
-        self._failures = self._counter(
+        self._bytes = self.counter("disagg_handoff_bytes", "KV bytes received.", "transport")
+        self._failures = self.counter(
             "disagg_kv_load_failures", "Prompts computed locally instead, by reason.", "reason"
         )
-        self._leases = self._counter(
+        self._leases = self.counter(
             "disagg_leases", "Leases given by this engine, by how they ended.", "outcome"
         )
-        histogram: Any = self._histogram_cls
-        gauge: Any = self._gauge_cls
-        self._seconds = histogram(
-            name="disagg_handoff_seconds",
-            documentation="Acquire to release of one handoff, on the consumer.",
-            labelnames=labelnames,
-            buckets=_SECONDS,
+        self._seconds = self.histogram(
+            "disagg_handoff_seconds",
+            "Acquire to release of one handoff, on the consumer.",
+            buckets=SECONDS,
         )
-        self._held = gauge(
-            name="disagg_leases_held",
-            documentation="Leases that keep blocks of this engine now.",
-            labelnames=labelnames,
-        )
-        for values in per_engine_labelvalues.values():
-            # Shown as zero from the start: an absent series cannot be told from a broken one.
+        self._held = self.gauge("disagg_leases_held", "Leases that keep blocks of this engine now.")
+        for values in self.per_engine_labelvalues.values():
             self._held.labels(*values).set(0)
             self._seconds.labels(*values)
 
@@ -123,9 +102,3 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             self._seconds.labels(*engine).observe(seconds)
         if "leases_held" in data:
             self._held.labels(*engine).set(data["leases_held"])
-
-    def _counter(self, name: str, documentation: str, *labels: str) -> Any:
-        family: Any = self._counter_cls  # prometheus_client's, or one of vLLM's for Ray
-        return family(
-            name=name, documentation=documentation, labelnames=[*self._labelnames, *labels]
-        )

@@ -1,4 +1,4 @@
-"""Work in threads beside the model, a few for each peer: one that hangs holds up nobody else's."""
+"""A few background threads per peer, so that a peer that hangs delays no other peer's work."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 logger = logging.getLogger(__name__)
 
 Work = Callable[[], None]
-_LINGER_S = 10.0  # to start a thread takes the one that submits 0.1 ms
+_IDLE_S = 10.0  # starting a thread costs its submitter 0.1 ms
 
 
 @dataclass
 class _PeerThreads:
-    """What is due for one peer. `idle`: threads that wait for more, of `threads`."""
+    """One peer's queue. idle: how many of its `threads` wait for work."""
 
     changed: threading.Condition
     waiting: deque[Work] = field(default_factory=deque)
@@ -25,54 +25,54 @@ class _PeerThreads:
 
 
 class PerPeerThreads:
-    """At most `limit` works at once of one key, begun in their order. Threads end when a key has
-    had nothing for a while, so keys may be many."""
+    """Runs at most `limit` works of one key at once, in the order of submission. A key's threads
+    end after 10 s without work, so there may be many keys."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._name, self._limit = name, limit
-        self._lanes: dict[Hashable, _PeerThreads] = {}
+        self._peers: dict[Hashable, _PeerThreads] = {}
         self._lock = threading.Lock()
         self._closed = False
 
     def submit(self, key: Hashable, work: Work) -> None:
-        """Have it done; what it raises is logged. After `close` nothing is begun any more."""
+        """Queue work for a thread. Its errors are logged. After `close` no work is started."""
         with self._lock:
             if self._closed:
                 return
-            lane = self._lanes.get(key)
-            if lane is None:
-                lane = self._lanes[key] = _PeerThreads(threading.Condition(self._lock))
-            lane.waiting.append(work)
-            if lane.idle >= len(lane.waiting) or lane.threads >= self._limit:
-                lane.changed.notify()
+            peer = self._peers.get(key)
+            if peer is None:
+                peer = self._peers[key] = _PeerThreads(threading.Condition(self._lock))
+            peer.waiting.append(work)
+            if peer.idle >= len(peer.waiting) or peer.threads >= self._limit:
+                peer.changed.notify()
                 return
-            lane.threads += 1
-        threading.Thread(target=self._run, args=(key, lane), name=self._name, daemon=True).start()
+            peer.threads += 1
+        threading.Thread(target=self._run, args=(key, peer), name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """Drop what waits; what was begun goes on."""
+        """Drop queued work; started work continues."""
         with self._lock:
             self._closed = True
-            for lane in self._lanes.values():
-                lane.waiting.clear()
-                lane.changed.notify_all()
+            for peer in self._peers.values():
+                peer.waiting.clear()
+                peer.changed.notify_all()
 
-    def _run(self, key: Hashable, lane: _PeerThreads) -> None:
-        while (work := self._next(key, lane)) is not None:
+    def _run(self, key: Hashable, peer: _PeerThreads) -> None:
+        while (work := self._next(key, peer)) is not None:
             try:
                 work()
             except Exception:
-                logger.exception("%s: unexpected", self._name)
+                logger.exception("%s: unexpected error", self._name)
 
-    def _next(self, key: Hashable, lane: _PeerThreads) -> Work | None:
-        """None when this thread is to end."""
+    def _next(self, key: Hashable, peer: _PeerThreads) -> Work | None:
+        """The next work; None when this thread has to end."""
         with self._lock:
-            lane.idle += 1
-            lane.changed.wait_for(lambda: lane.waiting or self._closed, _LINGER_S)
-            lane.idle -= 1
-            if lane.waiting:
-                return lane.waiting.popleft()
-            lane.threads -= 1
-            if lane.threads == 0:
-                del self._lanes[key]
+            peer.idle += 1
+            peer.changed.wait_for(lambda: peer.waiting or self._closed, _IDLE_S)
+            peer.idle -= 1
+            if peer.waiting:
+                return peer.waiting.popleft()
+            peer.threads -= 1
+            if peer.threads == 0:
+                del self._peers[key]
             return None

@@ -1,6 +1,6 @@
-"""What `kv_connector_extra_config` may say. Every key has a default that works on one host.
+"""The keys of `kv_connector_extra_config`. Every key has a default that works on one host.
 
-The secret is never among the keys: vLLM logs them (`transport.secret`).
+The secret is not among them, since vLLM logs them (see `transport/control/secret.py`).
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from disagg.errors import ConfigError
+from disagg.connector.extra_config import parse
 from disagg.transport.host.private_folder import default_folder
 from disagg.transport.names import PREFERENCE, TransportName
 from disagg.transport.shared_storage import Storage
 
-# NCCL allocates for itself, some 40 MB for each worker that this one is joined with: three of them.
+# NCCL itself allocates about 40 MB per joined worker; this is enough for three.
 NCCL_RESERVE_BYTES = 128 << 20
 
 
@@ -45,25 +45,15 @@ class ConnectorSettings(BaseModel):
 
     @property
     def device_bytes(self) -> int:
-        """What transfers may take of each GPU, beside the cache."""
+        """Bytes per GPU that transfers may use, in addition to the cache."""
         return self.staging_bytes + ("nccl" in self.transports) * NCCL_RESERVE_BYTES
 
     def storage(self) -> Storage:
-        """Folder and limits of shared storage."""
+        """Folder and limits of the shared storage transport."""
         folder = self.storage_path or default_folder(tempfile.gettempdir())
         return Storage(folder, self.storage_max_bytes, self.storage_fsync)
 
 
 def read_settings(extra_config: dict[str, Any]) -> ConnectorSettings:
-    """Parse the extra config; raises `ConfigError` with one line per wrong key."""
-    try:
-        return ConnectorSettings.model_validate(extra_config)
-    except ValidationError as error:
-        raise ConfigError(
-            [
-                f"kv_connector_extra_config.{'.'.join(map(str, problem['loc']))}: "
-                f"{problem['input']!r} — {problem['msg']}; keys: "
-                f"{', '.join(ConnectorSettings.model_fields)}"
-                for problem in error.errors()
-            ]
-        ) from error
+    """Parse the extra config; raises `ConfigError`."""
+    return parse(ConnectorSettings, extra_config)

@@ -1,9 +1,9 @@
-"""Which heads and layers lie on which rank, and from whom a consumer's rank reads them.
+"""Which rank holds which heads and layers, and which producer ranks a consumer rank reads.
 
-Tensor parallel: vLLM splits K KV heads over ranks evenly, and replicates them where there are more
-ranks than heads; an MLA cache is one head on every rank. Pipeline parallel: each stage has a run of
-the model's layers, and tensor parallel ranks of its own. Pure functions of a few numbers, so that
-all ranks of both sides come to the same answer without talking.
+Tensor parallel: vLLM splits K KV heads evenly over ranks, and replicates them where there are more
+ranks than heads; an MLA cache is one head on every rank. Pipeline parallel: each stage has a range
+of the model's layers, and its own tensor parallel ranks. Pure functions of a few numbers, so that
+all ranks of both sides compute the same result without communication.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fits(producers: int, consumers: int, kv_heads: int) -> bool:
 
 
 def sources(producers: int, consumers: int, rank: int, kv_heads: int) -> list[Source]:
-    """Whom consumer rank `rank` reads, each of its heads exactly once, in order of heads."""
+    """The producer ranks that consumer rank `rank` reads: each of its heads once, in order."""
     first, last = held(consumers, rank, kv_heads)
     found = []
     head = first
@@ -57,7 +57,7 @@ def sources(producers: int, consumers: int, rank: int, kv_heads: int) -> list[So
 
 
 def readers(producers: int, consumers: int, kv_heads: int) -> list[int]:
-    """How many consumer ranks read each producer rank; 0 where replicas are left over."""
+    """How many consumer ranks read each producer rank; 0 for surplus replicas."""
     counts = [0] * producers
     for rank in range(consumers):
         for source in sources(producers, consumers, rank, kv_heads):
@@ -85,9 +85,9 @@ class Stage:
 
 
 def stages(producers: Sequence[int], consumers: Sequence[int], stage: int) -> list[Stage]:
-    """Whom consumer stage `stage` reads, each of its regions once, in order.
+    """The producer stages that consumer stage `stage` reads: each of its regions once, in order.
 
-    producers, consumers: how many regions each stage of a side has; together as many on both.
+    producers, consumers: regions per stage of each side; both have the same sum.
     """
     ends = list(itertools.accumulate(consumers))
     mine = ends[stage] - consumers[stage], ends[stage]

@@ -1,6 +1,6 @@
-"""Each request's hidden states in a file of its own, and how a client reads it.
+"""Each request's hidden states in its own file, and how a client reads it.
 
-What a client needs is here and imports neither vLLM nor an engine. The connector is
+The client's functions are here and import neither vLLM nor an engine. The connector is
 `disagg.connector.HiddenStatesConnector`.
 """
 

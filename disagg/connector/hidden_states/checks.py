@@ -1,4 +1,4 @@
-"""Which engines have hidden states to write, and where in their cache. Refused at start."""
+"""Finds the hidden states in an engine's cache; refuses unsupported engines at start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXAMPLE = (
 
 @dataclass(frozen=True)
 class HiddenStatesGroup:
-    """Where the states are. group: of the KV cache groups. layer_ids: ascending, as in files."""
+    """Where the states are. group: the KV cache group. layer_ids: ascending, as in files."""
 
     group: int
     block_size: int
@@ -30,7 +30,7 @@ class HiddenStatesGroup:
 
 
 def find_group(config: VllmConfig, kv_cache: KVCacheConfig) -> HiddenStatesGroup:
-    """Raises ConfigError with one line for each setting that does not fit."""
+    """Raises ConfigError with one line per unsupported setting."""
     speculative = config.speculative_config
     if speculative is None or speculative.method != METHOD:
         raise ConfigError(f"speculative_config: must use the method {METHOD}, as in {_EXAMPLE}")
@@ -39,7 +39,7 @@ def find_group(config: VllmConfig, kv_cache: KVCacheConfig) -> HiddenStatesGroup
         raise ConfigError(problems)
     group = _group(kv_cache)
     block_size = kv_cache.kv_cache_groups[group].kv_cache_spec.block_size
-    # vLLM gives them in the order of the layers, however they were asked for.
+    # vLLM returns them in the order of the layers, whatever the order of the setting.
     return HiddenStatesGroup(group, block_size, tuple(sorted(layer_ids)))
 
 
@@ -70,8 +70,8 @@ def _group(kv_cache: KVCacheConfig) -> int:
     if len(found) == 1:
         return found[0]
     if not found and len(groups) == 1:
-        return 0  # all layers need as many slots, so that vLLM made one group of them
+        return 0  # vLLM made one group of all layers, as they need equally many slots
     raise ConfigError(
-        f"model: its {len(groups)} KV cache groups hide where the hidden states are, as those of "
-        "MLA models do; choose another model"
+        f"model: its {len(groups)} KV cache groups do not show where the hidden states are, as "
+        "with MLA models; choose another model"
     )

@@ -1,6 +1,6 @@
-"""`HiddenStatesConnector`: vLLM's connector interface, handed on to the two halves.
+"""`HiddenStatesConnector`: passes vLLM's connector calls to the scheduler or the worker half.
 
-It loads nothing and sends nothing; it keeps a finished request's blocks until its states were read.
+It loads and sends nothing; it keeps a finished request's blocks until its states were read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HiddenStatesConnector(ConnectorBase[SchedulerHalf, WorkerHalf]):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A request must not finish while preempted: its states would be gone."""
+        """A request must not finish while preempted: its states would be lost."""
         return True
 
     @property
@@ -68,11 +68,11 @@ class HiddenStatesConnector(ConnectorBase[SchedulerHalf, WorkerHalf]):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The states of one token together, where the attention can be had so; any will do."""
+        """Prefer a layout with a token's states together; any layout works."""
         return None if vllm_config.device_config.device_type == "cpu" else "LBNHC"
 
     def get_finished_count(self) -> int | None:
-        """Rank 0 alone writes, and says so."""
+        """Only rank 0 writes and reports."""
         return 1
 
     # ---- scheduler side --------------------------------------------------------------------
@@ -122,7 +122,7 @@ class HiddenStatesConnector(ConnectorBase[SchedulerHalf, WorkerHalf]):
         return self.worker.address()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Before the step's forward pass, so that files are written beside it."""
+        """Called before the step's forward pass, so that files are written during it."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepWork)
         self.worker.start(connector_metadata)

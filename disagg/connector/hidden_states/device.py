@@ -1,6 +1,6 @@
-"""Hidden states off the device: on a side stream, into pinned memory, beside the model.
+"""Copies hidden states from the device: on a side stream, into pinned memory, during the model.
 
-Legend for shapes: B blocks, S hidden states of a token (one per layer asked for), N tokens of a
+Legend for shapes: B blocks, S hidden states of a token (one per requested layer), N tokens of a
 block, H hidden size.
 """
 
@@ -14,13 +14,13 @@ import torch
 class DeviceBlocks:
     """vLLM's cache of hidden states, read block by block. `read` is thread-safe.
 
-    On a GPU every read goes to one side stream, so that the model's own never waits. Elsewhere
-    the cache is in host memory, and a read is a plain copy.
+    On a GPU every read uses one side stream, so that the model's stream never waits. Elsewhere the
+    cache is in host memory, and a read is a plain copy.
     """
 
     def __init__(self, cache: torch.Tensor, buffer_bytes: int) -> None:
         """cache: [B, S, N, H] with any strides."""
-        # As [B, N, S, H]: the states of a token together, whatever the layout.
+        # As [B, N, S, H]: a token's states together, whatever the layout.
         self._cache = cache.permute(0, 2, 1, 3)
         block = self._cache[0]
         self.dtype = cache.dtype
@@ -31,7 +31,7 @@ class DeviceBlocks:
         self._stream: torch.cuda.Stream | None = None
         if cache.is_cuda:
             self._stream = torch.cuda.Stream(cache.device)
-            # Reads of the one stream follow each other, so they can share it.
+            # Reads run one after the other on the stream, so they can share this buffer.
             self._gathered = torch.empty(self._shape, dtype=cache.dtype, device=cache.device)
             self._launching = threading.Lock()
 
@@ -40,7 +40,7 @@ class DeviceBlocks:
         return torch.empty(self._shape, dtype=self.dtype, pin_memory=self._stream is not None)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Now, in the model's stream: what is written until now is what `read` after it sees."""
+        """An event on the model's stream; a `read` after it sees everything written before it."""
         if self._stream is None:
             return None
         written = torch.cuda.Event()
@@ -51,7 +51,7 @@ class DeviceBlocks:
     def read(
         self, block_ids: list[int], written: torch.cuda.Event | None, buffer: torch.Tensor
     ) -> torch.Tensor:
-        """Copy blocks into the front of the buffer; returns it as [tokens, S, H] when all is there.
+        """Copy blocks into the front of the buffer; returns it as [tokens, S, H] when complete.
 
         block_ids: at most `blocks_per_read`. written: what `mark` returned.
         """
@@ -66,10 +66,10 @@ class DeviceBlocks:
         self, ids: torch.Tensor, written: torch.cuda.Event | None, out: torch.Tensor
     ) -> torch.cuda.Event:
         assert self._stream is not None
-        # Blocking: a thread that waits for it sleeps.
+        # Blocking: a waiting thread sleeps.
         copied = torch.cuda.Event(blocking=True)
         with torch.cuda.device(self._cache.device), torch.cuda.stream(self._stream):
-            # Blocks lie apart: gathered on the device they leave it in one copy.
+            # Gather the blocks on the device, so that they leave it in one copy.
             on_device = ids.to(self._cache.device, non_blocking=True)
             if written is not None:
                 self._stream.wait_event(written)

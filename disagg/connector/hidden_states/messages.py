@@ -1,4 +1,4 @@
-"""What the scheduler half and the worker half of HiddenStatesConnector tell each other."""
+"""Messages between the scheduler and the worker half of HiddenStatesConnector."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from disagg.connector.hidden_states.writer import Save
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """Scheduler -> worker, each step: numbers to promise, to take back, and files to write.
+    """Scheduler -> worker, each step. promises: numbers whose files become pending. withdrawals:
+    numbers whose files will not be written. saves: files to write.
 
-    A number is promised in the step that computes its request's first tokens, so before any
-    answer can name its path.
+    A number is promised in the step that computes its request's first tokens, so before any answer
+    can contain its path.
     """
 
     promises: list[int] = field(default_factory=list)
@@ -27,7 +28,7 @@ class StepWork(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class WriterAddress(KVConnectorHandshakeMetadata):
-    """Worker -> scheduler, once: what the names of this life's files are made of."""
+    """Worker -> scheduler, once: the folder and the life that file names contain."""
 
     folder: str
     life: str

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-    PromMetric,
-    PromMetricT,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from disagg.connector.hidden_states.writer import Ended
+from disagg.connector.prom_metrics import SECONDS, PromMetrics
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _WRITTEN = "written"
 
 
 class HiddenStatesStats(KVConnectorStats):
-    """Counts since the last step. `data` is plain and serializable, and empty when nothing was.
+    """Counts since the last step. `data` is plain and serializable; empty if nothing happened.
 
     files: outcome ("written", or why not) -> count; bytes: int; seconds: list.
     """
@@ -57,37 +51,20 @@ class HiddenStatesStats(KVConnectorStats):
         return not self.data.get("files")
 
 
-class HiddenStatesPromMetrics(KVConnectorPromMetrics):
+class HiddenStatesPromMetrics(PromMetrics):
     """`disagg_hidden_states_*` families in the engine's `/metrics`."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter: Any = self._counter_cls
-        histogram: Any = self._histogram_cls
-        self._files = counter(
-            name="disagg_hidden_states_files",
-            documentation="Files of hidden states: written, or why not.",
-            labelnames=[*labelnames, "outcome"],
+    def declare(self) -> None:
+        self._files = self.counter(
+            "disagg_hidden_states_files", "Files of hidden states: written, or why not.", "outcome"
         )
-        self._bytes = counter(
-            name="disagg_hidden_states_bytes",
-            documentation="Bytes of hidden states written.",
-            labelnames=labelnames,
+        self._bytes = self.counter("disagg_hidden_states_bytes", "Bytes of hidden states written.")
+        self._seconds = self.histogram(
+            "disagg_hidden_states_seconds",
+            "From a request's end to its file, or to its failure.",
+            buckets=SECONDS,
         )
-        self._seconds = histogram(
-            name="disagg_hidden_states_seconds",
-            documentation="From a request's end to its file, or to its failure.",
-            labelnames=labelnames,
-            buckets=_SECONDS,
-        )
-        for values in per_engine_labelvalues.values():
-            # Shown as zero from the start: an absent series cannot be told from a broken one.
+        for values in self.per_engine_labelvalues.values():
             self._files.labels(*values, _WRITTEN)
             self._bytes.labels(*values)
             self._seconds.labels(*values)

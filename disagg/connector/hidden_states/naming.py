@@ -1,13 +1,13 @@
-"""File names: from a request id, which a client may have chosen, and back to who writes it.
+"""File names: from a request id, which a client may have chosen, and back to the writer.
 
-    <request>.<life>-<number>.safetensors          the states; whole when it has this name
-    <request>.<life>-<number>.safetensors.error    why there are none
-    .<life>.lock                                   one per writer: what it still owes (promises.py)
-    .<life>-<number>.tmp                           a file before it has its name
+    <request>.<life>-<number>.safetensors          the states; complete under this name
+    <request>.<life>-<number>.safetensors.error    why there are no states
+    .<life>.lock                                   one per writer: pending writes
+    .<life>-<number>.tmp                           an incomplete file
 
-`life` is random for each life of an engine and `number` counts its requests, so that names never
-collide, whatever the ids are; the request's part is there for people. It must never hold a
-separator or be a way out of the folder.
+`life` is random for each life of an engine and `number` counts its requests, so names never
+collide, whatever the ids are; the request's part is for people. It must never contain a separator
+or lead out of the folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIFE_BYTES = 8
 # With the longest suffixes this stays below the 255 bytes that file systems allow.
 _LONGEST = 160
 _SHOWN = 120
-# The last of what looks so: an id may end like a name of ours.
+# The last match: an id may end like one of our names.
 _NAME = re.compile(r".+\.([0-9a-f]{16})-([1-9][0-9]{0,18})\.safetensors", re.DOTALL)
 _LOCK = re.compile(r"\.([0-9a-f]{16})\.lock")
 
@@ -44,12 +44,12 @@ def file_name(request_id: str, life: str, number: int) -> str:
 
 
 def request_part(request_id: str) -> str:
-    """The id, percent-encoded where it isn't plain; different ids give different parts.
+    """The id, percent-encoded where needed; different ids give different parts.
 
-    Of a long id the beginning and a digest of the whole are left, with a mark between them that
-    no encoding gives.
+    A long id becomes its beginning and a digest of the whole, joined by a mark that no encoding
+    produces.
     """
-    # A lone surrogate is no UTF-8, but a Python string may hold one.
+    # A Python string may hold a lone surrogate, which is not UTF-8.
     part = quote(request_id.encode("utf-8", "surrogatepass"), safe="")
     if part.startswith("."):
         part = "%2E" + part[1:]  # neither hidden nor "." nor ".."
@@ -61,7 +61,7 @@ def request_part(request_id: str) -> str:
 
 @dataclass(frozen=True)
 class Written:
-    """What a path says: its writer's life, and the number of the request in it."""
+    """A parsed path: its writer's life, and the request's number in that life."""
 
     path: Path
     life: str
@@ -74,7 +74,7 @@ class Written:
 
     @property
     def error(self) -> Path:
-        """Where the writer says why it could not write."""
+        """The file with the reason why the writer failed."""
         return error_path(self.path)
 
 
@@ -84,14 +84,14 @@ def parse(path: str | os.PathLike[str]) -> Written:
     found = _NAME.fullmatch(path.name)
     if found is None:
         raise ValueError(
-            f"{path}: is no file of HiddenStatesConnector; pass the hidden_states_path of an "
+            f"{path}: is not a file of HiddenStatesConnector; pass the hidden_states_path of an "
             "answer's kv_transfer_params"
         )
     return Written(path, found[1], int(found[2]))
 
 
 def error_path(path: Path) -> Path:
-    """Beside the file."""
+    """The error file of a states file."""
     return path.with_name(path.name + ERROR_SUFFIX)
 
 
@@ -101,16 +101,16 @@ def lock_path(folder: Path, life: str) -> Path:
 
 
 def life_of(lock: Path) -> str | None:
-    """Whose lock file this is; None if it is none."""
+    """The life of a lock file; None for other files."""
     found = _LOCK.fullmatch(lock.name)
     return found[1] if found else None
 
 
 def temporary_path(folder: Path, life: str, number: int) -> Path:
-    """Where a file is written before it gets its name."""
+    """The path of an incomplete file."""
     return folder / f".{life}-{number}.tmp"
 
 
 def temporary_paths(folder: Path, life: str) -> list[Path]:
-    """All that a life left half written."""
+    """All incomplete files of a life."""
     return list(folder.glob(f".{life}-*.tmp"))

@@ -1,11 +1,11 @@
-"""What a writer still owes, told through the kernel: who waits sleeps, and a death is noticed.
+"""A writer's pending writes, as kernel locks: readers sleep until a write ends or the writer dies.
 
-A writer has one lock file per life. Byte `number` of it is locked from before a request's path
-can be known until its file, or its error, has its name; byte 0 for the whole life. These are
-open-file-description locks: the kernel drops them with the process, however it ends. A request
-costs one system call and no file, and nothing that can fail for want of space or descriptors.
+A writer has one lock file per life. It locks byte `number` before a request's path can be known,
+until the request's file or error file is complete; byte 0 for its whole life. These are
+open-file-description locks: the kernel releases them when the process ends, however it ends. A
+request costs one system call and no file, so it cannot fail for lack of space or descriptors.
 
-The file is empty; locks may lie beyond its end.
+The file is empty; locks may be beyond its end.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ class PendingWrites:
     def __init__(self, folder: Path, life: str) -> None:
         """Raises OSError if the folder can't be made or its file system can't lock."""
         self._folder, self._path = folder, naming.lock_path(folder, life)
-        self._owed: set[int] = set()
+        self._pending: set[int] = set()
         self._guard = threading.Lock()
         self._descriptors: list[int] = []
         self._open()
 
-    def make(self, number: int) -> None:
-        """From now on readers wait for this number. Raises OSError if they can't be made to."""
+    def begin(self, number: int) -> None:
+        """Make readers wait for this number from now on. Raises OSError."""
         with self._guard:
-            # Whoever tidied the folder up took the file that readers look for.
+            # A cleanup of the folder may have removed the file that readers open.
             if not self._is_there():
                 self._open()
             _set(self._descriptors[-1], fcntl.F_WRLCK, number)
-            self._owed.add(number)
+            self._pending.add(number)
 
-    def keep(self, number: int) -> None:
-        """Wakes all who wait for this number."""
+    def end(self, number: int) -> None:
+        """Wake all readers that wait for this number."""
         with self._guard:
-            self._owed.discard(number)
+            self._pending.discard(number)
             for descriptor in self._descriptors:
                 _set(descriptor, fcntl.F_UNLCK, number)
 
     def close(self) -> None:
-        """End of the life: wakes all who wait still, to an error."""
+        """End the life: wake all waiting readers, which then raise an error."""
         with self._guard:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -63,12 +63,12 @@ class PendingWrites:
             self._descriptors.clear()
 
     def _open(self) -> None:
-        """Older lock files stay open: somebody may wait on them."""
+        """Open a lock file. Older ones stay open, since readers may wait on them."""
         make_folder(self._folder)
-        # Readers of another user lock for reading alone, so they need no more than that.
+        # Other users' readers take read locks only, so they need no write permission.
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            for number in (_LIFE, *self._owed):
+            for number in (_LIFE, *self._pending):
                 _set(descriptor, fcntl.F_WRLCK, number)
         except OSError:
             os.close(descriptor)
@@ -83,12 +83,12 @@ class PendingWrites:
 
 
 def make_folder(folder: Path) -> None:
-    """If it isn't there: for this user alone. Whose folder others may read makes it himself."""
+    """Create the folder if missing, for this user only. To share it, create it beforehand."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 class Waiting:
-    """A thread asleep in the kernel until one byte is free; ends with the writer at the latest."""
+    """A thread that sleeps in the kernel until one byte is unlocked, or its writer ends."""
 
     _all: ClassVar[dict[tuple[int, ...], Waiting]] = {}
     _guard: ClassVar = threading.Lock()
@@ -100,9 +100,9 @@ class Waiting:
 
     @classmethod
     def on(cls, descriptor: int, number: int) -> Waiting:
-        """The one thread of this process for this byte; takes the descriptor over."""
+        """This process's only thread for this byte; takes ownership of the descriptor."""
         status = os.fstat(descriptor)
-        # A forked child has the entries of its parent, but not the threads.
+        # A forked child has its parent's entries, but not its threads.
         key = (os.getpid(), status.st_dev, status.st_ino, number)
         with cls._guard:
             known = cls._all.get(key)
@@ -127,7 +127,7 @@ class Waiting:
 
 
 def wait(lock: Path, number: int, timeout: float | None) -> bool:
-    """Sleep until the writer kept this promise or ended; False if `timeout` seconds passed first.
+    """Sleep until this write or its writer ended; False if `timeout` seconds passed first.
 
     Raises FileNotFoundError or NotADirectoryError if there is no such writer any more.
     """
@@ -150,7 +150,7 @@ def wait(lock: Path, number: int, timeout: float | None) -> bool:
 
 
 def is_alive(lock: Path) -> bool:
-    """Whether the life that this lock file belongs to goes on."""
+    """Whether the writer of this lock file is alive."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -164,7 +164,7 @@ def is_alive(lock: Path) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove lock files and half-written files of lives that ended without tidying up."""
+    """Remove lock files and incomplete files of lives that ended without cleanup."""
     for lock in folder.glob(naming.LOCK_GLOB):
         life = naming.life_of(lock)
         if life is None or is_alive(lock):

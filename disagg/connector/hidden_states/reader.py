@@ -1,7 +1,7 @@
 """For clients: wait for a request's hidden states, read them, remove them.
 
-Needs torch and a sight of the folder, on the engine's host or on one that shares the file system
-with working locks. Must never return a part of a file, nor wait for a writer that is dead.
+Needs torch and access to the folder, on the engine's host or on one that shares the file system
+with working locks. It must never return an incomplete file, or wait for a dead writer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_ERROR = 4096
 def load_hidden_states(
     path: str | os.PathLike[str], timeout: float | None = DEFAULT_TIMEOUT_S
 ) -> dict[str, torch.Tensor]:
-    """The states of one request, as soon as its writer has written them.
+    """Wait for one request's states, and read them.
 
     path: `hidden_states_path` of an answer's `kv_transfer_params`.
     timeout: seconds to wait for the writer; None waits as long as it lives.
@@ -34,7 +34,7 @@ def load_hidden_states(
 
     Raises HiddenStatesTimeout when the writer is still at work after `timeout` seconds,
     HiddenStatesFailed with the writer's reason when it could not write, HiddenStatesLost when it
-    died, ValueError when the path is none of a HiddenStatesConnector.
+    died, ValueError for a path that is not a HiddenStatesConnector's.
     """
     written = naming.parse(path)
     _await(written, timeout)
@@ -51,34 +51,34 @@ def cleanup_hidden_states(
     keep_hidden_states: bool = False,
     timeout: float | None = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Remove a request's file, and what tells of a failure; those that are not there are fine.
+    """Remove a request's file and its error file; missing files are ignored.
 
-    keep_hidden_states: leave the file itself.
-    timeout: seconds to wait for a writer that is still at work, or else it would write the file
-    afterwards; then HiddenStatesTimeout.
+    keep_hidden_states: keep the states file.
+    timeout: seconds to wait for a writer that is still at work, as it would write the file
+    afterwards; then raises HiddenStatesTimeout.
     """
     written = naming.parse(path)
     try:
         _await(written, timeout)
     except (HiddenStatesFailed, HiddenStatesLost):
-        pass  # then there is nothing but the tale of it
+        pass  # there is an error file at most
     for path in (written.error,) if keep_hidden_states else (written.error, written.path):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
 
 
 def _await(written: naming.Written, timeout: float | None) -> None:
-    """Return when the file is there, whole; raise when it will never be."""
+    """Return when the file is complete; raise when it never will be."""
     path = written.path
     if path.exists():
-        return  # it got its name when it was whole
+        return  # it is complete under this name
     try:
-        kept = pending_writes.wait(written.lock, written.number, timeout)
+        ended = pending_writes.wait(written.lock, written.number, timeout)
     except (FileNotFoundError, NotADirectoryError):
-        kept = True  # no writer, or no folder: what is there now is all there will be
-    if not kept:
+        ended = True  # no writer or no folder: nothing more will be written
+    if not ended:
         raise HiddenStatesTimeout(
-            f"{path}: not written within {timeout:g} s; its writer lives and is still at work — "
+            f"{path}: not written within {timeout:g} s; its writer is still at work — "
             "wait longer, or look at the engine's disk"
         )
     if path.exists():
@@ -88,7 +88,7 @@ def _await(written: naming.Written, timeout: float | None) -> None:
         raise HiddenStatesFailed(f"{path}: could not be written: {reason}")
     if pending_writes.is_alive(written.lock):
         raise HiddenStatesFailed(
-            f"{path}: is not there, though its writer is done with it: it was removed already, "
+            f"{path}: does not exist, although its writer is done: it was removed already, "
             "or neither it nor the reason could be written; the engine's log says which"
         )
     raise HiddenStatesLost(

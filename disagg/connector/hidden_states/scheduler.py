@@ -1,8 +1,8 @@
-"""The scheduler half: whose states are promised, and what is to be written when they finish.
+"""The scheduler half: which requests' states will be written, and which blocks they are in.
 
-Runs inside vLLM's scheduler, so it never waits and never does I/O. A request's number is drawn
-when it is scheduled first, and its path told when it has finished. Only what ended by itself has
-a path to tell: nobody hears of what an aborted request would have had.
+Runs inside vLLM's scheduler, so it never waits and never does I/O. A request gets its number when
+it is first scheduled, and its answer contains the path when it has finished. An aborted request
+has no answer, so its states are not written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NO_TOKEN = -1
-_TOLD = (
+_ANSWERED = (
     RequestStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_REPETITION,
@@ -43,14 +43,14 @@ class SchedulerHalf:
         self._work = StepWork()
 
     def set_writer(self, writer: WriterAddress) -> None:
-        """The worker that writes."""
+        """The writing worker's life and folder."""
         self._writer = writer
 
     def step_work(self, output: SchedulerOutput) -> StepWork:
-        """What the worker is to do in this step, told once."""
+        """The worker's work of this step; each item is returned once."""
         work, self._work = self._work, StepWork()
         for request in output.scheduled_new_reqs:
-            if request.req_id not in self._numbers:  # it comes again after a preemption
+            if request.req_id not in self._numbers:  # it is new again after a preemption
                 self._numbers[request.req_id] = self._next_number
                 work.promises.append(self._next_number)
                 self._next_number += 1
@@ -59,11 +59,11 @@ class SchedulerHalf:
     def request_finished(
         self, request: Request, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether to keep the blocks until they were read, and the params of the answer."""
+        """Returns whether to keep the blocks until they were read, and the answer's params."""
         number = self._numbers.pop(request.request_id, None)
         if number is None:
             return False, None  # it was never scheduled
-        if request.status not in _TOLD:
+        if request.status not in _ANSWERED:
             self._work.withdrawals.append(number)
             return False, None
         assert self._writer is not None
@@ -83,15 +83,15 @@ class SchedulerHalf:
         if computed < num_tokens:
             return f"only {computed} of {num_tokens} tokens are in the engine's cache"
         if NULL_BLOCK in ids:
-            return "the engine's cache gave up some of the prompt while it ran"
+            return "the engine's cache freed some of the prompt's blocks while it ran"
         return None
 
 
 def _tokens(request: Request) -> list[int]:
-    """The tokens whose states are wanted: the prompt's, and the answer's if it was asked for."""
+    """The tokens whose states are written: the prompt's, and on request the answer's."""
     params = request.kv_transfer_params
     if isinstance(params, dict) and params.get("include_output_tokens") is True:
-        # The last one was never the input of a forward pass.
+        # The last token was never an input of a forward pass.
         return list(request.all_token_ids)[:-1]
     if request.prompt_token_ids is None:
         return [_NO_TOKEN] * request.num_prompt_tokens  # a prompt of embeddings

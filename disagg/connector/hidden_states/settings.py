@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say to HiddenStatesConnector. Every key has a default."""
+"""The keys of HiddenStatesConnector's `kv_connector_extra_config`. Every key has a default."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from disagg.connector.extra_config import parse
 from disagg.errors import ConfigError
 from disagg.transport.host.private_folder import default_folder
 
-# What vLLM's ExampleHiddenStatesConnector knows beyond, and why it isn't here.
+# Further keys of vLLM's ExampleHiddenStatesConnector, and why they are not needed here.
 _NOT_OURS = {
     "use_synchronization_lock": "remove it: a lock costs one system call here and is always held",
     "allow_custom_save_path": "remove it: clients never choose where this engine writes",
@@ -31,7 +32,7 @@ class HiddenStatesSettings(BaseModel):
     buffer_bytes: int = Field(
         16 << 20,
         ge=4096,
-        description="Host memory of each thread, pinned beside a GPU; longer files go in pieces",
+        description="Host memory of each thread, pinned with a GPU; longer files pass in pieces",
     )
 
     def folder(self) -> Path:
@@ -42,27 +43,18 @@ class HiddenStatesSettings(BaseModel):
 
 
 def read_settings(extra_config: dict[str, Any]) -> HiddenStatesSettings:
-    """Parse the extra config; raises `ConfigError` with one line per wrong key."""
-    try:
-        return HiddenStatesSettings.model_validate(extra_config)
-    except ValidationError as error:
-        raise ConfigError([_line(dict(problem)) for problem in error.errors()]) from error
+    """Parse the extra config; raises `ConfigError`."""
+    return parse(HiddenStatesSettings, extra_config, _NOT_OURS)
 
 
 def _own_folder() -> Path:
-    """Hidden states tell what the prompts were, so nobody else may have made this folder."""
+    """Hidden states reveal the prompts, so no other user may have made this folder."""
     folder = default_folder(tempfile.gettempdir()).absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(
             f"kv_connector_extra_config.shared_storage_path: must be given — {folder} can be "
-            "written by others"
+            "written by other users"
         )
     return folder
-
-
-def _line(problem: dict[str, Any]) -> str:
-    key = ".".join(map(str, problem["loc"]))
-    hint = _NOT_OURS.get(key, f"keys: {', '.join(HiddenStatesSettings.model_fields)}")
-    return f"kv_connector_extra_config.{key}: {problem['input']!r} — {problem['msg']}; {hint}"

@@ -1,7 +1,7 @@
 """Safetensors files, written piece by piece and read straight into tensors.
 
-A file is written under another name and renamed: what has its name is whole. It is read, not
-mapped: a mapped file that another host truncates kills its reader with SIGBUS.
+A file is written under another name and renamed, so a file with its final name is complete. It is
+read, not mapped: a mapped file that another host truncates kills its reader with SIGBUS.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_HEADER = 1 << 20
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor that is to come."""
+    """Describes one tensor of a file."""
 
     name: str
     dtype: torch.dtype
@@ -65,7 +65,7 @@ def header(specs: Sequence[Spec], metadata: Mapping[str, str]) -> bytes:
 
 
 class Draft:
-    """A file that gets its name when it is whole, or never does."""
+    """A file that gets its name when it is complete, or never."""
 
     def __init__(self, temporary: Path, path: Path) -> None:
         self._temporary, self._path = temporary, path
@@ -89,7 +89,9 @@ class Draft:
         trace: TracebackType | None,
     ) -> None:
         try:
-            os.close(self._descriptor)  # may fail too: the last bytes' fate on a network's disk
+            os.close(
+                self._descriptor
+            )  # may fail too: a network file system reports write errors here
             if kind is None:
                 os.rename(self._temporary, self._path)
         except OSError:
@@ -119,7 +121,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
             raise HiddenStatesFailed(f"{path}: is damaged (header: {error!r})") from error
         due = _LENGTH_BYTES + length + sum(spec.num_bytes for spec in specs)
         if size != due:
-            raise HiddenStatesFailed(f"{path}: is damaged ({size} bytes where {due} were due)")
+            raise HiddenStatesFailed(f"{path}: is damaged ({size} bytes instead of {due})")
         return {spec.name: _read_tensor(file.fileno(), path, spec) for spec in specs}
 
 

@@ -1,7 +1,7 @@
-"""The worker half: takes vLLM's cache of hidden states, and hands the writer its work.
+"""The worker half: takes vLLM's cache of hidden states, and passes each step's work to the writer.
 
-Hidden states are the same on every tensor-parallel rank, so that rank 0 alone writes; on the
-others nothing here does anything. vLLM calls in from its model loop; nothing may block it.
+Hidden states are equal on all tensor-parallel ranks, so only rank 0 writes; the other ranks do
+nothing. vLLM calls in from its model loop; nothing may block it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class WorkerHalf:
         self._writer: HiddenStatesWriter | None = None
 
     def register_cache(self, layer: str, cache: torch.Tensor) -> None:
-        """cache: [blocks, hidden states, tokens, hidden size], in whatever layout."""
+        """cache: [blocks, hidden states, tokens, hidden size], in any layout."""
         if self._rank != 0:
             return
         due = (len(self._layer_ids), self._block_size)
         if cache.dim() != 4 or tuple(cache.shape[1:3]) != due:
             raise ConfigError(
                 f"block_size: the cache of {layer} is {list(cache.shape)}, where [blocks, "
-                f"{due[0]}, {due[1]}, hidden size] was due; choose another block size"
+                f"{due[0]}, {due[1]}, hidden size] is expected; choose another block size"
             )
         if cache.device.type not in ("cpu", "cuda"):
             raise ConfigError(
@@ -74,13 +74,13 @@ class WorkerHalf:
         )
 
     def address(self) -> WriterAddress | None:
-        """What the scheduler half makes paths of; None if this rank doesn't write."""
+        """The writer's folder and life, for paths; None if this rank does not write."""
         if self._writer is None:
             return None
         return WriterAddress(str(self._writer.folder), self._writer.life)
 
     def start(self, work: StepWork) -> None:
-        """Begin what the scheduler half decided in this step."""
+        """Begin the work of this step."""
         if self._writer is None:
             return
         for number in work.promises:
@@ -91,18 +91,18 @@ class WorkerHalf:
             self._writer.submit(save)
 
     def read(self) -> set[str]:
-        """Requests whose blocks can go, since the last call."""
+        """Requests whose blocks may be freed, since the last call."""
         return self._writer.take_read() if self._writer is not None else set()
 
     def take_stats(self) -> HiddenStatesStats:
-        """What ended since the last call."""
+        """Counts since the last call."""
         stats = HiddenStatesStats()
         for ended in self._writer.take_ended() if self._writer is not None else ():
             stats.count(ended)
         return stats
 
     def shutdown(self) -> None:
-        """Write what is still to be written, if that is quick."""
+        """Finish pending writes, for up to 3 s."""
         if self._writer is not None:
             self._writer.close(_CLOSE_S)
             self._writer = None

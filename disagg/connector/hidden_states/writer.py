@@ -1,10 +1,10 @@
-"""The writing side: a pool of threads, each with a host buffer of its own, and what was promised.
+"""Writes the files: a pool of threads, each with its own host buffer, and the pending writes.
 
-Memory is bounded: a file of any length goes through one buffer in pieces. While all threads are
-busy, saves wait in the device's own blocks, which the scheduler keeps until they were read.
+Memory is bounded: a file of any length passes through one buffer in pieces. While all threads are
+busy, saves wait in the device's blocks, which the scheduler keeps until they were read.
 
-Whatever happens to a save, three things happen once each: its file or the reason why there is
-none gets its name, its blocks are given back, and its readers are woken.
+For every save, whatever its result, three things happen once each: its file or its error file gets
+its name, its blocks are released, and its readers are woken.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _LONGEST_ID = 1024
 
 @dataclass(frozen=True)
 class Save:
-    """One request's file. block_ids: where its states are, in order; held for it if any.
+    """One request's file. block_ids: its states' blocks, in order; the scheduler keeps them.
 
-    problem: why there can be none; then only that is written.
+    problem: why there are no states; then only the error file is written.
     """
 
     request_id: str
@@ -49,7 +49,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Ended:
-    """How one save ended. seconds: from its submission on. reason: a metric label."""
+    """A save's result. seconds: since its submission. reason: a metric label."""
 
     num_bytes: int
     seconds: float
@@ -67,11 +67,11 @@ class HiddenStatesWriter:
         num_threads: int,
         layer_ids: Sequence[int],
     ) -> None:
-        """Raises OSError if the folder can't be made, or can't be locked in."""
+        """Raises OSError if the folder can't be created, or its files can't be locked."""
         self.folder, self.life = folder, naming.new_life()
         self._blocks = blocks
         self._layer_ids = ",".join(map(str, layer_ids))
-        self._promises = pending_writes.PendingWrites(folder, self.life)
+        self._pending = pending_writes.PendingWrites(folder, self.life)
         pending_writes.sweep(folder)
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(num_threads):
@@ -81,34 +81,36 @@ class HiddenStatesWriter:
         )
         self._read: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
-        self._unpromised: set[int] = set()
+        self._unlocked: set[int] = set()
         self._left = 0
         self._idle = threading.Condition()
 
     # ---- called by the model loop, which it never blocks -----------------------------------
 
     def promise(self, number: int) -> None:
-        """Before anybody can know the path of this number's file."""
+        """Mark this number's file as pending, before its path can be known."""
         try:
-            self._promises.make(number)
+            self._pending.begin(number)
         except OSError as error:
-            # Its readers can't wait for it, so they must not be left to guess: it will fail.
-            self._unpromised.add(number)
-            logger.warning("hidden states %d can't be promised: %s", number, error)
+            # Readers could not wait for this file, so its save has to fail.
+            self._unlocked.add(number)
+            logger.warning(
+                "hidden states %d: their lock failed, they will not be written: %s", number, error
+            )
 
     def withdraw(self, number: int) -> None:
-        """Nobody was told the path."""
-        self._unpromised.discard(number)
-        self._promises.keep(number)
+        """This file will not be written; no answer contains its path."""
+        self._unlocked.discard(number)
+        self._pending.end(number)
 
     def submit(self, save: Save) -> None:
-        """Have it written. Its blocks stay as they are until `take_read` names the request."""
+        """Write it in a thread. Its blocks must not change before `take_read` returns it."""
         with self._idle:
             self._left += 1
         self._threads.submit(self._run, save, self._blocks.mark(), time.monotonic())
 
     def take_read(self) -> set[str]:
-        """Requests whose blocks are needed no more, since the last call."""
+        """Requests whose blocks were read since the last call."""
         return set(_drain(self._read))
 
     def take_ended(self) -> list[Ended]:
@@ -116,12 +118,12 @@ class HiddenStatesWriter:
         return _drain(self._ended)
 
     def close(self, timeout: float) -> None:
-        """Write what was submitted, for `timeout` seconds at most; readers of the rest are told."""
+        """Finish submitted saves within `timeout` seconds; readers of the others get an error."""
         with self._idle:
             if not self._idle.wait_for(lambda: self._left == 0, timeout):
                 logger.warning("%d hidden states not written: the engine ends", self._left)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._promises.close()
+        self._pending.close()
 
     # ---- in threads of ours ----------------------------------------------------------------
 
@@ -130,7 +132,7 @@ class HiddenStatesWriter:
         num_bytes, reason = 0, None
         with ExitStack() as finally_, ExitStack() as held:
             finally_.callback(self._done)
-            finally_.callback(self._promises.keep, target.number)
+            finally_.callback(self._pending.end, target.number)
             if save.block_ids:
                 held.callback(self._read.put, save.request_id)
             try:
@@ -138,22 +140,22 @@ class HiddenStatesWriter:
                 num_bytes = self._write(save, target, written, held)
             except HiddenStatesFailed as error:
                 reason = "not_computed"
-                self._tell(save, target, str(error))
+                self._write_error(save, target, str(error))
             except OSError as error:
                 reason = "storage"
-                self._tell(save, target, str(error))
+                self._write_error(save, target, str(error))
             except Exception as error:
                 reason = "internal"
                 logger.exception("hidden states of %s failed unexpectedly", save.request_id)
-                self._tell(save, target, repr(error))
+                self._write_error(save, target, repr(error))
             self._ended.put(Ended(num_bytes, time.monotonic() - submitted, reason))
 
     def _check(self, save: Save, number: int) -> None:
         if save.problem is not None:
             raise HiddenStatesFailed(save.problem)
-        if number in self._unpromised:
-            self._unpromised.discard(number)
-            raise OSError(f"{self.folder} could not be locked in, see the engine's log")
+        if number in self._unlocked:
+            self._unlocked.discard(number)
+            raise OSError(f"no file could be locked in {self.folder}, see the engine's log")
 
     def _write(
         self,
@@ -162,14 +164,14 @@ class HiddenStatesWriter:
         written: torch.cuda.Event | None,
         held: ExitStack,
     ) -> int:
-        """Returns the file's size. Closes `held` when the blocks were read."""
+        """Returns the file's size. Closes `held` as soon as the blocks were read."""
         tokens = torch.tensor(save.token_ids, dtype=torch.int64)
         shape = (len(tokens), *self._blocks.token_shape)
         specs = [
             tensor_file.Spec("hidden_states", self._blocks.dtype, shape),
             tensor_file.Spec("token_ids", torch.int64, (len(tokens),)),
         ]
-        # Ids may hold what is no UTF-8, which no other reader of the format would take.
+        # Ids may contain invalid UTF-8, which other readers of the format would reject.
         shown = save.request_id[:_LONGEST_ID].encode("utf-8", "replace").decode()
         metadata = {"format": "pt", "request_id": shown, "layer_ids": self._layer_ids}
         head = tensor_file.header(specs, metadata)
@@ -194,8 +196,8 @@ class HiddenStatesWriter:
             self._buffers.put(buffer)
         return len(head) + sum(spec.num_bytes for spec in specs)
 
-    def _tell(self, save: Save, target: naming.Written, reason: str) -> None:
-        """Leave the reason for the reader; if even that fails, he is told that there is none."""
+    def _write_error(self, save: Save, target: naming.Written, reason: str) -> None:
+        """Write the error file. If that fails too, readers get an error without a reason."""
         logger.warning("no hidden states of %s: %s", save.request_id, reason)
         temporary = naming.temporary_path(self.folder, self.life, target.number)
         try:

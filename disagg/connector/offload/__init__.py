@@ -1,8 +1,8 @@
-"""Blocks below the accelerator: the vLLM side of the tiers in `disagg.store`.
+"""The vLLM side of the tiers in `disagg.store`.
 
 `DisaggOffloadConnector` is loaded by vLLM itself, through `kv_connector_module_path:
-disagg.connector.offload`, alone or beside `DisaggConnector` in vLLM's MultiConnector. It has a
-scheduler half, which decides, and a worker half per rank, which moves.
+disagg.connector.offload`, alone or with `DisaggConnector` in vLLM's MultiConnector. Its scheduler
+half decides what to move; a worker half per rank moves it.
 """
 
 from disagg.connector.offload.connector import DisaggOffloadConnector

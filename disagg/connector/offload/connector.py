@@ -1,4 +1,4 @@
-"""`DisaggOffloadConnector`: vLLM's connector interface, handed on to the two halves."""
+"""`DisaggOffloadConnector`: passes vLLM's connector calls to the scheduler or worker half."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from disagg.connector import kv_cache_layout, recurrent_state
-from disagg.connector.base import ConnectorBase
+from disagg.connector.load_connector import LoadConnector
 from disagg.connector.offload import setup
 from disagg.connector.offload.messages import OffloadWork
 from disagg.connector.offload.metrics import OffloadPromMetrics, OffloadStats
@@ -32,14 +31,12 @@ from disagg.transport.blocks import BlockCache
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
-class DisaggOffloadConnector(ConnectorBase[OffloadScheduler, OffloadWorker]):
+class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
     """Blocks kept in host memory and in files, found again by their hashes."""
 
     stats_class = OffloadStats
@@ -54,13 +51,13 @@ class DisaggOffloadConnector(ConnectorBase[OffloadScheduler, OffloadWorker]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         is_worker = role is KVConnectorRole.WORKER
-        stage = get_pp_group().rank_in_group if is_worker else 0  # of which the cache is
+        stage = get_pp_group().rank_in_group if is_worker else 0  # whose layers the cache has
         setup.check_supported(vllm_config, kv_cache_config, stage)
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
         self._chunks = setup.chunks(settings, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            # vLLM's default fails the request; ours is never to lose one. Read after this.
+            # vLLM's default fails the request; ours never loses one. vLLM reads it after this.
             transfer.kv_load_failure_policy = "recompute"
             self._scheduler = OffloadScheduler(
                 settings,
@@ -86,37 +83,14 @@ class DisaggOffloadConnector(ConnectorBase[OffloadScheduler, OffloadWorker]):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """What workers of a connector beside this one told; ours tell nothing."""
-
-    def on_new_request(self, request: Request) -> None:
-        self.scheduler.on_new_request(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        found = self.scheduler.num_new_matched_tokens(request, num_computed_tokens)
-        return self._where_room_is(request, num_computed_tokens, found)
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        self.scheduler.after_alloc(request, blocks, num_external_tokens)
-        self._load_begins(request, num_external_tokens)
+        """Metadata of another connector's workers; ours have none."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._loads_end(scheduler_output.num_scheduled_tokens)
         return self.scheduler.step_work(scheduler_output)
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.scheduler.update(connector_output)
-
     def has_pending_push_work(self) -> bool:
         return self.scheduler.is_busy
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -127,11 +101,11 @@ class DisaggOffloadConnector(ConnectorBase[OffloadScheduler, OffloadWorker]):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         for event in self.scheduler.take_events():
-            hash_, group = self._chunks.told_apart(event.key)
+            hash_, group = self._chunks.split_key(event.key)
             if event.kind is EventKind.REMOVED:
                 yield BlockRemoved(block_hashes=[hash_], medium=event.medium, group_idx=group)
                 continue
-            # As vLLM's own offloading: the hash says all that the engine's event has said before.
+            # As in vLLM's own offloading: the hash refers to the engine's earlier event.
             yield BlockStored(
                 block_hashes=[hash_],
                 parent_block_hash=None,
@@ -142,9 +116,6 @@ class DisaggOffloadConnector(ConnectorBase[OffloadScheduler, OffloadWorker]):
                 lora_name=None,
                 group_idx=group,
             )
-
-    def reset_cache(self) -> bool | None:
-        return self.scheduler.reset()
 
     # ---- worker side -----------------------------------------------------------------------
 
@@ -172,9 +143,6 @@ class DisaggOffloadConnector(ConnectorBase[OffloadScheduler, OffloadWorker]):
         return self.worker.take_report()
 
     # ---- both ------------------------------------------------------------------------------
-
-    def take_stats(self) -> KVConnectorStats | None:
-        return None if self._scheduler is None else self._scheduler.take_stats()
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -1,9 +1,9 @@
-"""The KV cache groups of a model: which blocks of each a prompt needs, and how chunks are named.
+"""The KV cache groups of a model: which blocks of each a prompt needs, and the keys of chunks.
 
-vLLM keeps one block table for each group. Layers with a sliding window, or with local attention,
-look back only so far: behind it vLLM gives blocks back, and the null block takes their place. So
-of such a group a prefix needs only its last chunks, and of a chunk maybe only its last blocks.
-Of layers with recurrent state it needs the one block with the state behind its last token.
+vLLM keeps one block table per group. Layers with a sliding window or local attention see only the
+last tokens; vLLM frees earlier blocks, and the null block takes their place. So for such a group a
+prefix needs only its last chunks, and of a chunk perhaps only its last blocks. For layers with
+recurrent state it needs only the block with the state after its last token.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SINCE_BYTES = 8
 
 @dataclass(frozen=True)
 class Group:
-    """`window`: tokens that its layers see, the one to be computed among them; `local`: tokens of
-    the pieces within which they attend. 0: they see all. `state`: they keep a state instead."""
+    """window: tokens that its layers see, including the one being computed. local: tokens of the
+    pieces within which they attend. 0: they see all tokens. state: they keep a recurrent state."""
 
     window: int = 0
     local: int = 0
@@ -41,8 +41,8 @@ class Group:
         return not (self.window or self.local or self.state)
 
     def skipped(self, computed: int) -> int:
-        """Tokens at the beginning that are not needed any more when so many are computed: those
-        of vLLM's `get_num_skipped_tokens`."""
+        """How many leading tokens are no longer needed after `computed` tokens, as vLLM's
+        `get_num_skipped_tokens`."""
         if self.state:
             return max(0, computed - 1)
         if self.window:
@@ -51,7 +51,7 @@ class Group:
 
 
 def read(kv_cache: KVCacheConfig) -> list[Group]:
-    """The groups that vLLM has made."""
+    """vLLM's groups."""
     groups = []
     for group in kv_cache.kv_cache_groups:
         spec = layer_specs(group)[0]
@@ -69,8 +69,8 @@ def read(kv_cache: KVCacheConfig) -> list[Group]:
 class Chunks:
     """The chunks of prompts, by group and number; a chunk is `per` blocks of `block_size` tokens.
 
-    `full`, `windowed`: the numbers of the groups that see all, and of the others; `stateful`: of
-    those of the latter that keep a state.
+    full: the groups that see all tokens. windowed: the others. stateful: those of the others that
+    keep a state.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Chunks:
         self.windowed = [n for n, group in enumerate(groups) if not group.sees_all]
         self.stateful = [n for n, group in enumerate(groups) if group.state]
         self._hash_bytes, self._adapters, self._since = hash_bytes, Adapters(), b""
-        # Of one group, without an adapter and a reset, a key is the block's hash alone.
+        # With one group, without adapter and reset, a key is just the block's hash.
         several = len(groups) > 1
         self._suffixes = [
             n.to_bytes(_SUFFIX_BYTES, "big") if several else b"" for n in range(len(groups))
@@ -94,20 +94,20 @@ class Chunks:
         return len(self._groups)
 
     def loadable(self, request: Request) -> int:
-        """How many chunks of a request a load may bring at most.
+        """The most chunks of a request that a load may bring.
 
-        vLLM computes the last token in any case, and of windows allocates what the token after
-        those that are loaded needs: it must be told of one token less than there are. A state
-        behind the last token would be of no use either.
+        vLLM computes the last token in any case, and allocates a window's blocks for the token
+        after the loaded ones. So with windows it must see one token less than there are. A state
+        after the last token would be useless too.
         """
         return self._known(request, request.num_tokens - bool(self.windowed))
 
     def first(self, group: int, stop: int) -> int:
-        """The first chunk of a group that is needed when those before `stop` are computed."""
+        """The first chunk of a group that is needed once the chunks before `stop` are computed."""
         return self._groups[group].skipped(stop * self.tokens) // self.tokens
 
     def keys(self, request: Request, group: int, first: int, stop: int) -> list[Key]:
-        """Of chunks [first, stop): the hash of each one's last block, as far as known."""
+        """The keys of chunks [first, stop), as far as their last block's hash is known."""
         hashes = request.block_hashes
         adapter = self._adapters.of(request.lora_request)
         suffix = self._since + adapter + self._suffixes[group]
@@ -115,11 +115,11 @@ class Chunks:
         return [bytes(hash_) + suffix for hash_ in ends]
 
     def begin_anew(self) -> None:
-        """No key from now on is one of before."""
+        """Make all later keys differ from earlier ones."""
         self._since = secrets.token_bytes(_SINCE_BYTES)
 
     def needed(self, request: Request, stop: int) -> list[Key]:
-        """What a prompt needs that goes on after so many chunks of the request, chunk by chunk."""
+        """The keys that a prompt needs if it continues after `stop` chunks, in order of chunks."""
         stop = self._known(request, stop * self.tokens)
         firsts = [self.first(group, stop) for group in range(self.groups)]
         numbered = [
@@ -132,12 +132,12 @@ class Chunks:
     def filled(
         self, request: Request, first: int, tokens: int, tables: Sequence[Sequence[int]]
     ) -> tuple[int, dict[Key, list[int]]]:
-        """What there is to store of a request's first tokens, from chunk `first` on: up to which
-        chunk, and the blocks of each, in prompt order.
+        """The chunks to store of a request's first `tokens`, from chunk `first` on: the chunk after
+        the last one, and the blocks of each, in prompt order.
 
-        tables: the request's block ids, by group. The null block stands at the beginning of a
-        chunk for what nobody will need of it: a load ends with a chunk, this one or a later one.
-        Nothing of states: not every block has the one behind its own last token.
+        tables: the request's block ids, by group. Null blocks at a chunk's beginning stand for
+        blocks that no load needs, as a load ends with this chunk or a later one. States are not
+        included: not every block has the state after its own last token.
         """
         attending = {n: table for n, table in enumerate(tables) if not self._groups[n].state}
         stop = min(self._known(request, tokens), min(map(len, attending.values())) // self.per)
@@ -153,10 +153,10 @@ class Chunks:
     def states(
         self, request: Request, behind: Iterable[tuple[int, int, int]]
     ) -> dict[Key, list[int]]:
-        """What there is to store of a request's states; chunks are of one block then.
+        """The chunks to store of a request's states; a chunk is then one block.
 
-        behind: group, block, and the tokens that the state in it stands behind, all of whole
-        blocks. Those whose hash is not known yet are left out.
+        behind: group, block, and the number of tokens after which its state is; a multiple of the
+        block size. States whose hash is not known yet are left out.
         """
         return {
             key: [block]
@@ -166,8 +166,8 @@ class Chunks:
         }
 
     def _is_there(self, group: int, chunk: int, ids: list[int]) -> bool:
-        """Whether all that a load may want of a chunk is there; the null block is put in place of
-        what is not wanted before it."""
+        """Whether all blocks of a chunk that a load may need are there; replaces the blocks before
+        them by null blocks."""
         if self._groups[group].sees_all:
             return NULL_BLOCK not in ids
         gone = _gone(ids)
@@ -175,11 +175,11 @@ class Chunks:
         skipped = self._groups[group].skipped((chunk + 1) * self.tokens)
         return gone <= max(0, skipped // self.block_size - chunk * self.per) < self.per
 
-    def wanted(
+    def to_fill(
         self, first: int, table: Sequence[int], begin: int, stop: int
     ) -> tuple[int, list[int]]:
-        """Blocks [begin, stop) of a group that a load fills: those that vLLM keeps, and how many
-        come before them in chunk `first`.
+        """The blocks of [begin, stop) that a load fills: those that vLLM keeps. Returns how many
+        blocks come before them in chunk `first`, and their ids.
 
         table: the request's block ids.
         """
@@ -187,7 +187,7 @@ class Chunks:
         gone = _gone(ids)
         return (begin + gone - first * self.per if ids[gone:] else 0), ids[gone:]
 
-    def told_apart(self, key: Key) -> tuple[Key, int | None]:
+    def split_key(self, key: Key) -> tuple[Key, int | None]:
         """The hash in a key, and the group's number if there are several."""
         hash_ = key[: self._hash_bytes]
         return hash_, int.from_bytes(key[-_SUFFIX_BYTES:], "big") if self.groups > 1 else None
@@ -197,5 +197,5 @@ class Chunks:
 
 
 def _gone(ids: Sequence[int]) -> int:
-    """How many blocks there are up to the last one that was given back."""
+    """How many blocks there are up to the last freed one."""
     return max((n + 1 for n, id_ in enumerate(ids) if id_ == NULL_BLOCK), default=0)

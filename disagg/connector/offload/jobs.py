@@ -1,4 +1,4 @@
-"""What the workers were told to do and have not all reported: the scheduler half's own books."""
+"""The scheduler half's record of jobs that not all ranks have reported yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from disagg.store.base import Key, Slot
 
 @dataclass(eq=False)
 class Job:
-    """Something that the workers do. `waiting`: ranks that have not reported."""
+    """Work of all ranks. waiting: ranks that have not reported."""
 
     waiting: int
     slots: list[Slot] = field(default_factory=list)
@@ -23,7 +23,7 @@ class StoreJob(Job):
 
 @dataclass(eq=False)
 class LoadJob(Job):
-    """`slots` were in host memory when it began, `read` came there from files since."""
+    """slots: in host memory when the load began. read: read from files since."""
 
     request_id: str = ""
     read: list[Slot] = field(default_factory=list)
@@ -36,8 +36,8 @@ class WriteJob(Job):
 
 @dataclass(eq=False)
 class ReadJob(Job):
-    """One slot that is filled from its file, for a load that may have ended by then. `begun`:
-    the directory's index waits to hear of it."""
+    """Fills one slot from its file, for a load that may end earlier. begun: the directory's index
+    expects `end_load`."""
 
     load: LoadJob | None = None
     begun: bool = False

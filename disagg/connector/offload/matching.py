@@ -1,4 +1,4 @@
-"""How much of a prompt the tiers hold, and where. Changes nothing."""
+"""How much of a prompt the tiers hold, and where. Without side effects on the tiers' content."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupChunks:
-    """Of one KV cache group: the keys of the chunks from number `first` on."""
+    """For one KV cache group: the keys of its chunks, from number `first` on."""
 
     group: int
     first: int
@@ -27,10 +27,10 @@ class GroupChunks:
 
 @dataclass(frozen=True)
 class Match:
-    """What is to be loaded, so that the chunks before number `stop` are computed. Keys that are
+    """The chunks to load, after which all chunks before number `stop` are computed. Keys that are
     not `in_files` are in host memory.
 
-    `computed`: tokens that the engine's own cache holds.
+    computed: tokens in the engine's own cache.
     """
 
     computed: int
@@ -44,18 +44,18 @@ class Match:
 
 
 class Matcher:
-    """Over both tiers; `directory` may be none."""
+    """Searches both tiers. directory: None if there is no such tier."""
 
     def __init__(self, host: HostIndex, directory: DirectoryIndex | None, chunks: Chunks) -> None:
         self._host, self._directory, self._chunks = host, directory, chunks
 
     def find(self, request: Request, computed: int) -> tuple[Match, bool]:
-        """What the tiers hold, and whether it may be more in a moment."""
+        """The longest match, and whether it may soon be longer."""
         return _Search(self._host, self._directory, self._chunks, request, computed).result()
 
 
 class _Search:
-    """One question. `later`: something is not known yet, and counts as not there."""
+    """One search. later: some key is not known yet, and counts as missing."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Search:
         return stop
 
     def _present(self, keys: list[Key]) -> set[Key]:
-        """Those of the keys that are there, each for itself."""
+        """The keys that are in a tier, each looked up separately."""
         there, missing = set[Key](), list[Key]()
         for key in keys:
             presence = self._host.lookup(key)
@@ -163,7 +163,7 @@ class _Search:
         return Match(self._computed, stop, tuple(parts), frozenset(in_files))
 
     def _excess(self, match: Match) -> int:
-        """How many slots too few are free or idle, for what must be read from files."""
+        """How many slots are lacking for reads from files: free or idle slots minus the keys."""
         if not match.in_files:
             return 0
         stats = self._host.stats

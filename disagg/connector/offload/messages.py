@@ -1,4 +1,4 @@
-"""What the two halves tell each other, once per engine step.
+"""Messages between the scheduler and the worker half, one each way per engine step.
 
 Pickled by vLLM between its own processes, so these are plain dataclasses.
 """
@@ -17,9 +17,9 @@ from disagg.store.base import Key, Slot
 
 @dataclass(frozen=True)
 class Store:
-    """Scheduler -> worker: copy blocks into slots, as many for each slot as a chunk has.
+    """Scheduler -> worker: copy blocks into slots, a chunk's blocks per slot.
 
-    The null block stands at a chunk's beginning for blocks that are not kept.
+    Null blocks at a chunk's beginning stand for blocks that are not stored.
     """
 
     job: int
@@ -29,8 +29,8 @@ class Store:
 
 @dataclass(frozen=True)
 class Filling:
-    """Of one KV cache group: `block_ids`, to be filled from slots in prompt order. `skip`: blocks
-    of the first slot that are not wanted."""
+    """For one KV cache group: fill `block_ids` from slots, in prompt order. skip: the first slot's
+    blocks to skip."""
 
     slots: list[Slot]
     skip: int
@@ -39,8 +39,8 @@ class Filling:
 
 @dataclass(frozen=True)
 class TierLoad:
-    """Scheduler -> worker: fill blocks of all groups. `from_files`: slots to be read from the
-    directory before."""
+    """Scheduler -> worker: fill blocks of all groups. from_files: slots to read from the directory
+    first."""
 
     job: int
     request_id: str
@@ -58,10 +58,10 @@ class Write:
 
 @dataclass
 class OffloadWork(KVConnectorMetadata):
-    """Everything the scheduler half wants done in this step.
+    """Scheduler -> worker: everything to do in this step.
 
-    `flush`: stores whose blocks are about to be overwritten, and must be done before. `touched`:
-    keys of which files, if there are any, were of use.
+    flush: stores to finish before the step, as it overwrites their blocks. touched: keys that were
+    used; their files, if any, are marked as used.
     """
 
     stores: list[Store] = field(default_factory=list)
@@ -73,10 +73,10 @@ class OffloadWork(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class Done:
-    """Worker -> scheduler: how one rank's job, or one slot's read, ended.
+    """Worker -> scheduler: one rank's job ended.
 
-    `medium`: `GPU_to_CPU` and its like, vLLM's `transfer_type`. `failed`: the keys that did not
-    arrive. `reason` of the first of them.
+    medium: vLLM's `transfer_type`, such as `GPU_to_CPU`. failed: the keys that were not moved.
+    reason: of the first of them.
     """
 
     job: int
@@ -89,7 +89,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Read:
-    """Worker -> scheduler: one rank has read one slot's file, or could not."""
+    """Worker -> scheduler: one rank's read of one slot's file ended."""
 
     job: int
     slot: Slot
@@ -105,8 +105,8 @@ class Read:
 
 @dataclass
 class OffloadReport(KVConnectorWorkerMetadata):
-    """What ended since the last step, over all ranks. `evicted`: files that this engine removed to
-    make room."""
+    """What ended since the last step, over all ranks. evicted: files that this engine removed to
+    free space."""
 
     done: list[Done] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)

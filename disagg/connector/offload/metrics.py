@@ -1,7 +1,7 @@
 """Counters of the tiers, from the scheduler half to vLLM's own Prometheus endpoint.
 
-What moved is told under the names of vLLM's own offloading connector, with its label; what the
-tiers hold, under ours.
+Moved bytes use the metric names and the label of vLLM's own offloading connector, the tiers'
+content uses ours.
 """
 
 from __future__ import annotations
@@ -9,18 +9,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-    PromMetric,
-    PromMetricT,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from disagg.connector.prom_metrics import PromMetrics
 from disagg.store.base import IndexStats
 
 _SIZES = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
-# Of `IndexStats`, what only grows, and what is of now.
+# Fields of `IndexStats`: counters, and gauges.
 _COUNTS = (
     "hits",
     "misses",
@@ -30,14 +25,14 @@ _COUNTS = (
     "loads_failed",
     "evictions",
 )
-_NOW = ("used", "in_use", "capacity")
+_GAUGES = ("used", "in_use", "capacity")
 
 
 class OffloadStats(KVConnectorStats):
-    """Counts since the last step; plain and serializable, and empty when nothing was.
+    """Counts since the last step; plain and serializable, empty if nothing happened.
 
     moved: medium -> [[bytes, seconds], ...]; failures: "medium|reason" -> count;
-    tiers: tier -> its `IndexStats` since it began, of which the last one counts.
+    tiers: tier -> its `IndexStats` since the start; the last one counts.
     """
 
     def reset(self) -> None:
@@ -54,7 +49,7 @@ class OffloadStats(KVConnectorStats):
             failures[label] = failures.get(label, 0) + 1
 
     def set_tier(self, tier: str, stats: IndexStats) -> None:
-        """What a tier has counted since it began."""
+        """A tier's counts since the start."""
         self.data.setdefault("tiers", {})[tier] = asdict(stats)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -85,57 +80,43 @@ class OffloadStats(KVConnectorStats):
         return not self.data
 
 
-class OffloadPromMetrics(KVConnectorPromMetrics):
+class OffloadPromMetrics(PromMetrics):
     """`vllm:kv_offload_*` and `disagg_tier_*` families in the engine's `/metrics`."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter: Any = self._counter_cls
-        gauge: Any = self._gauge_cls
-        histogram: Any = self._histogram_cls
-        medium, tier = [*labelnames, "transfer_type"], [*labelnames, "tier"]
-        self._bytes = counter(
-            name="vllm:kv_offload_total_bytes",
-            documentation="Bytes moved between the accelerator, host memory and files.",
-            labelnames=medium,
+    def declare(self) -> None:
+        medium = "transfer_type"
+        self._bytes = self.counter(
+            "vllm:kv_offload_total_bytes",
+            "Bytes moved between the accelerator, host memory and files.",
+            medium,
         )
-        self._time = counter(
-            name="vllm:kv_offload_total_time",
-            documentation="Seconds that moving them took, all ranks together.",
-            labelnames=medium,
+        self._time = self.counter(
+            "vllm:kv_offload_total_time",
+            "Seconds that moving them took, all ranks together.",
+            medium,
         )
-        self._size = histogram(
-            name="vllm:kv_offload_size",
-            documentation="Bytes of one job of one rank.",
-            labelnames=medium,
-            buckets=_SIZES,
+        self._size = self.histogram(
+            "vllm:kv_offload_size", "Bytes of one job of one rank.", medium, buckets=_SIZES
         )
-        self._failures = counter(
-            name="disagg_tier_failures",
-            documentation="Jobs that failed: prompts are computed, stores forgotten.",
-            labelnames=[*medium, "reason"],
+        self._failures = self.counter(
+            "disagg_tier_failures",
+            "Jobs that failed: prompts are computed, stores forgotten.",
+            medium,
+            "reason",
         )
         self._counts = {
-            name: counter(
-                name=f"disagg_tier_{name}",
-                documentation=f"Chunks of a tier: {name.replace('_', ' ')}.",
-                labelnames=tier,
+            name: self.counter(
+                f"disagg_tier_{name}", f"Chunks of a tier: {name.replace('_', ' ')}.", "tier"
             )
             for name in _COUNTS
         }
-        self._now = {
-            name: gauge(
-                name=f"disagg_tier_{name}_chunks",
-                documentation=f"Chunks of a tier: {name.replace('_', ' ')} now.",
-                labelnames=tier,
+        self._gauges = {
+            name: self.gauge(
+                f"disagg_tier_{name}_chunks",
+                f"Chunks of a tier: {name.replace('_', ' ')} now.",
+                "tier",
             )
-            for name in _NOW
+            for name in _GAUGES
         }
         self._seen: dict[tuple[int, str, str], int] = {}
 
@@ -153,5 +134,5 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
                 seen = (engine_idx, tier, name)
                 metric.labels(*engine, tier).inc(stats[name] - self._seen.get(seen, 0))
                 self._seen[seen] = stats[name]
-            for name, metric in self._now.items():
+            for name, metric in self._gauges.items():
                 metric.labels(*engine, tier).set(stats[name])

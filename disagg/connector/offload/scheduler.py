@@ -94,12 +94,12 @@ class OffloadScheduler:
         self._unwritten: OrderedDict[Key, None] = OrderedDict()
         self._writing = 0
         self._stats = OffloadStats()
-        self._told: dict[str, IndexStats] = {}
+        self._reported: dict[str, IndexStats] = {}
 
     # ---- loading ---------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """A request has come."""
+        """A request arrived."""
         self._tracked[request.request_id] = _Tracked(request)
 
     def num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
@@ -122,9 +122,9 @@ class OffloadScheduler:
         return now - tracked.asked > self._settings.lookup_deadline_s
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Blocks are allocated: begin the load that was answered."""
+        """vLLM allocated the blocks: begin the load that `num_new_matched_tokens` announced."""
         for of_group in blocks.blocks:
-            # What has no hash is new, and will be written to by whoever loads it.
+            # Blocks without a hash are new, and the load will write to them.
             self._allocated.update(block.block_id for block in of_group if block.block_hash is None)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
@@ -137,7 +137,7 @@ class OffloadScheduler:
         to_read = self._host.prepare_store([key for key in match.keys if key in match.in_files])
         slots = {slot.key: slot for slot in (*held, *to_read)}
         if len(slots) < len(match.keys):
-            # Not to be, as all this is one moment of the scheduler's; if so, the load fails.
+            # Cannot happen within one scheduler step; if it does, the load fails.
             self._host.complete_store(to_read, False)
             slots, to_read = {}, []
         number = self._new_job(LoadJob(self._world_size, held, request_id=request.request_id))
@@ -146,7 +146,7 @@ class OffloadScheduler:
         stop = begin + external // self._chunks.block_size
         fillings = []
         for part, table in zip(match.parts, blocks.get_block_ids(), strict=True):
-            skip, ids = self._chunks.wanted(part.first, table, begin, stop)
+            skip, ids = self._chunks.to_fill(part.first, table, begin, stop)
             fillings.append(Filling([slots[key] for key in part.keys if slots], skip, ids))
         from_files = frozenset(slot.key for slot in to_read)
         self._work.loads.append(TierLoad(number, request.request_id, fillings, from_files))
@@ -162,7 +162,7 @@ class OffloadScheduler:
             self._reads[number, slot.key] = job
 
     def _touch(self, keys: list[Key]) -> None:
-        """A prompt came again: what it needs is worth keeping, wherever it is taken from."""
+        """A prompt was used again: keep its chunks in all tiers, wherever it is loaded from."""
         self._host.touch(keys)
         if self._directory is not None:
             self._work.touched += keys
@@ -170,7 +170,7 @@ class OffloadScheduler:
     # ---- storing ---------------------------------------------------------------------------
 
     def step_work(self, output: SchedulerOutput) -> OffloadWork:
-        """What the workers shall do in this step."""
+        """What the workers have to do in this step."""
         self._allocated |= _newly_written(output, self._chunks.block_size)
         # Before this step's own stores: they copy what this step writes.
         self._work.flush = {
@@ -194,7 +194,7 @@ class OffloadScheduler:
         return work
 
     def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
-        """Store what it has computed since; its blocks are about to be freed.
+        """Store what the request has computed since; its blocks are about to be freed.
 
         tables: its block ids, by KV cache group.
         """
@@ -203,7 +203,7 @@ class OffloadScheduler:
             return
         computed = min(tracked.computed, request.num_computed_tokens)
         if request.status is not RequestStatus.FINISHED_ABORTED:
-            # The last token was sampled and never computed.
+            # The last token was sampled, but not computed.
             computed = min(computed, max(request.num_prompt_tokens, request.num_tokens - 1))
         tracked.computed = computed
         self._store_filled(tracked, tables)
@@ -218,10 +218,10 @@ class OffloadScheduler:
     def _states_behind_blocks(
         self, request: Request, count: int, blocks: KVConnectorBlockState
     ) -> dict[Key, list[int]]:
-        """States behind whole blocks: that with which a step of so many tokens begins and that with
-        which it ends, each in the block of its last token, and what vLLM keeps in between.
+        """States after whole blocks: at the begin and at the end of a step of `count` tokens, each
+        in the block of its last token, and the states that vLLM keeps in between.
 
-        Where a step ends, the last token may not be known yet; it is when the next one begins.
+        At a step's end the last token may not be known yet; it is when the next step begins.
         """
         begin, size = request.num_computed_tokens, self._chunks.block_size
         behind = list(blocks.boundary_state_offloads.get(request.request_id, ()))
@@ -250,15 +250,15 @@ class OffloadScheduler:
         self._jobs[number] = job
         return number
 
-    # ---- what became of it -----------------------------------------------------------------
+    # ---- reports of the workers -----------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine must go on stepping, though no request is to be served."""
+        """Whether the engine has to keep stepping, even without requests."""
         return bool(self._jobs or self._reads)
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Take in what the workers report."""
+        """Process the workers' reports."""
         report = output.kv_connector_worker_meta
         if not isinstance(report, OffloadReport):
             return
@@ -279,7 +279,7 @@ class OffloadScheduler:
             return
         del self._reads[read.job, read.slot.key]
         ok = not job.failed
-        # Nobody may have the slot while it is copied into blocks, cleared or not.
+        # Keep the slot while it is copied into blocks, even if it was cleared.
         copied = job.load is not None and job.load.waiting > 0
         pinned = self._host.complete_store(job.slots, ok, pin=copied)
         if job.load is not None:
@@ -312,15 +312,15 @@ class OffloadScheduler:
         self._host.complete_store(ok, True)
         self._host.complete_store([slot for slot in job.slots if slot.key in job.failed], False)
         if self._directory is not None:
-            # Once, also if it was evicted and stored again before it was written.
+            # Once per key, even if it was evicted and stored again before it was written.
             self._unwritten.update((slot.key, None) for slot in ok)
             while len(self._unwritten) > _MOST_UNWRITTEN:
                 self._unwritten.popitem(last=False)
             self._write(self._directory)
 
     def _write(self, directory: DirectoryIndex) -> None:
-        """Have files written of what was stored, as long as they leave half of the slots alone:
-        a slow disk must not take them all. What is evicted meanwhile is not written."""
+        """Let stored chunks be written to files. Writes pin at most half of the slots, so that a
+        slow disk does not block them all. Chunks evicted before their write are not written."""
         slots = list[Slot]()
         while self._unwritten and self._writing + len(slots) < max(
             1, self._host.stats.capacity // 2
@@ -351,37 +351,38 @@ class OffloadScheduler:
         self._directory.complete_store([key for key in keys if key in job.failed], False)
         self._write(self._directory)
 
-    # ---- what others are told --------------------------------------------------------------
+    # ---- events and counters --------------------------------------------------------------
 
     def take_events(self) -> Iterable[BlockEvent]:
-        """Chunks that came to a tier, or left it, since the last call."""
+        """Chunks that were stored in a tier, or removed, since the last call."""
         yield from self._host.take_events()
         if self._directory is not None:
             yield from self._directory.take_events()
 
     def take_stats(self) -> OffloadStats:
-        """Counts since the last call; of the tiers, only where something changed."""
+        """Counts since the last call; for the tiers, only those that changed."""
         tiers = {"host": self._host.stats}
         if self._directory is not None:
             tiers["directory"] = self._directory.stats
         for name, now in tiers.items():
-            if self._told.get(name) != now:
-                self._told[name] = now
+            if self._reported.get(name) != now:
+                self._reported[name] = now
                 self._stats.set_tier(name, now)
         stats, self._stats = self._stats, OffloadStats()
         return stats
 
     def shutdown(self) -> None:
-        """Stop looking at the directory."""
+        """Stop the directory's lookup threads."""
         if self._directory is not None:
             self._directory.close()
 
     def reset(self) -> bool:
-        """Forget the host tier's content. Of files nothing is used either, unless weights never
-        change here: this is all that is heard of it. They stay, as they are others' too."""
+        """Clear the host tier, since the weights may have changed; vLLM gives no more detail. Files
+        are not used either after this, unless the settings say that weights never change. They
+        stay, because other engines share them."""
         self._host.clear()
         for tracked in self._tracked.values():
-            tracked.considered = _NEVER  # what it has was computed before
+            tracked.considered = _NEVER  # its blocks were computed before the reset
         if self._directory is not None and not self._settings.reset_keeps_files:
             self._chunks.begin_anew()
         return True

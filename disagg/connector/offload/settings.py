@@ -1,13 +1,13 @@
-"""What `kv_connector_extra_config` of `DisaggOffloadConnector` may say."""
+"""The keys of `kv_connector_extra_config` of `DisaggOffloadConnector`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from disagg.errors import ConfigError
+from disagg.connector.extra_config import parse
 
 
 class OffloadSettings(BaseModel):
@@ -32,15 +32,5 @@ class OffloadSettings(BaseModel):
 
 
 def read_settings(extra_config: dict[str, Any]) -> OffloadSettings:
-    """Parse the extra config; raises `ConfigError` with one line per wrong key."""
-    try:
-        return OffloadSettings.model_validate(extra_config)
-    except ValidationError as error:
-        raise ConfigError(
-            [
-                f"kv_connector_extra_config.{'.'.join(map(str, problem['loc']))}: "
-                f"{problem['input']!r} — {problem['msg']}; keys: "
-                f"{', '.join(OffloadSettings.model_fields)}"
-                for problem in error.errors()
-            ]
-        ) from error
+    """Parse the extra config; raises `ConfigError`."""
+    return parse(OffloadSettings, extra_config)

@@ -1,4 +1,4 @@
-"""From vLLM's configuration to the tiers of one engine; refuses at start what cannot be kept."""
+"""Makes an engine's tiers from vLLM's configuration; refuses unsupported engines at start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig, stage: int = 0) -> None:
-    """Raise `ConfigError` for engines whose blocks cannot be kept. `stage`: whose cache it is."""
+    """Raise `ConfigError` for engines whose blocks the tiers cannot keep. stage: the cache's."""
     kv_cache_layout.check_supported(config, kv_cache)
     layers = stages(config)
     if layers and not _are_alike(kv_cache, layers[stage]):
@@ -49,14 +49,14 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig, stage: int = 0)
 
 
 def ranks(config: VllmConfig) -> int:
-    """How many worker ranks keep each chunk, of one pipeline stage after the other."""
+    """How many worker ranks hold a part of each chunk."""
     parallel = config.parallel_config
     return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 def stages(config: VllmConfig) -> list[int]:
-    """How many layers each pipeline stage has; empty if there is one. All processes of an engine
-    must come to the same slots and fingerprint, and each knows only its own layers."""
+    """How many layers each pipeline stage has; empty for one stage. All processes of an engine must
+    compute the same slots and fingerprint, although each one knows only its own layers."""
     size = config.parallel_config.pipeline_parallel_size
     if size == 1:
         return []
@@ -71,9 +71,8 @@ def _are_alike(kv_cache: KVCacheConfig, layers: int) -> bool:
 
 
 def block_bytes(kv_cache: KVCacheConfig, stages: Sequence[int] = ()) -> int:
-    """Bytes of one block over all layers, of one rank; of the largest stage if there are several.
-    The layers of several groups share the same memory, in which each block belongs to one group
-    at a time."""
+    """Bytes of one block over all layers of one rank; with several stages, of the largest one.
+    Layers of several groups share memory, in which each block belongs to one group at a time."""
     if stages:
         return max(stages) * int(kv_cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
     return max(
@@ -83,11 +82,11 @@ def block_bytes(kv_cache: KVCacheConfig, stages: Sequence[int] = ()) -> int:
 
 
 def chunks(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> Chunks:
-    """How prompts are cut, in each group. Raises `ConfigError` where states end amid chunks."""
+    """How prompts are divided in each group. Raises `ConfigError` if states end within chunks."""
     if settings.blocks_per_chunk > 1 and state_groups(kv_cache):
         raise ConfigError(
             f"kv_connector_extra_config.blocks_per_chunk: {settings.blocks_per_chunk} — a state "
-            "stands behind the end of a block, of any in a chunk; set 1"
+            "may follow any block of a chunk; set 1"
         )
     per, block_size = settings.blocks_per_chunk, config.cache_config.block_size
     hash_bytes = len(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)(b""))
@@ -100,7 +99,8 @@ def slots(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig
     if settings.host_bytes < chunk:
         raise ConfigError(
             f"kv_connector_extra_config.host_bytes: {settings.host_bytes} — a chunk of "
-            f"{settings.blocks_per_chunk} blocks takes {chunk} bytes; give more, best some hundreds"
+            f"{settings.blocks_per_chunk} blocks takes {chunk} bytes; "
+            "set some hundred times as much"
         )
     return settings.host_bytes // chunk
 
@@ -133,8 +133,8 @@ def directory(
     rank: int,
     on_evicted: Callable[[list[Key]], None],
 ) -> Directory | None:
-    """A worker's half of the directory tier, if there is one. `on_evicted` is called by a thread
-    of its own."""
+    """A worker's half of the directory tier, if there is one. on_evicted: called in another
+    thread."""
     if settings.directory is None:
         return None
     identity = fingerprint(settings, config, kv_cache)
@@ -155,7 +155,7 @@ def directory(
 def fingerprint(
     settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig
 ) -> Fingerprint:
-    """What the bytes of a chunk hang on. Raises `ConfigError` where no two engines agree on it."""
+    """What determines a chunk's bytes. Raises `ConfigError` if no two engines could share it."""
     model, caching = config.model_config, config.cache_config
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
     fields = {
@@ -178,7 +178,7 @@ def fingerprint(
 
 
 def _described(kv_cache: KVCacheConfig, stages: Sequence[int]) -> dict[str, str]:
-    """One group under the name that it always had, so that its folders are found again."""
+    """A single group keeps its old field name, so that existing folders are found again."""
     described = [
         f"{sum(stages) or len(group.layer_names)} {type(group.kv_cache_spec).__name__} "
         f"{group.kv_cache_spec.page_size_bytes}"

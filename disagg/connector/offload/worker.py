@@ -1,8 +1,8 @@
 """The worker half of one rank: copies between blocks and slots, and between slots and files.
 
-vLLM calls in from its model loop; nothing here blocks it but the copies of blocks that are about
-to be overwritten. Whatever is read from a file lands in a slot first and is copied into blocks by
-whoever waits for it: a read that comes too late can never touch a block.
+vLLM calls in from its model loop, which waits only for copies of blocks that are about to be
+overwritten. A file is read into a slot first; the load that waits for it then copies the slot into
+blocks. So a read that finishes too late never writes to a block.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 TO_HOST, FROM_HOST = "GPU_to_CPU", "CPU_to_GPU"
 TO_FILE, FROM_FILE = "CPU_to_STORAGE", "STORAGE_to_CPU"
 _READERS = 4
-# What one call copies, while the next is made ready; of less, one thread is done sooner than two.
+# Bytes per copy call; the next is prepared meanwhile. Below this one thread is faster than two.
 _COPY_BYTES = 16 << 20
-# A device's copy takes milliseconds, once what the model does before it is done.
+# A device copy takes milliseconds, once the model's earlier work is done.
 _STORE_S = 60.0
-# What is stored now is wanted later: it must not take a core from what is computed now.
+# Stores are not urgent, and must not take a core from the model.
 _NICE = 10
 OnEvicted: TypeAlias = Callable[[list[Key]], None]
 
@@ -112,14 +112,14 @@ class OffloadWorker:
             sends=True,
             receives=True,
             blocks=per,
-            pinned=False,  # the tiers' own memory is
+            pinned=False,  # the tiers' own memory is pinned
             setting="kv_connector_extra_config.staging_bytes",
         )
         if self._staging is not None:
             self._keeper = OffloadCopier(self._staging, cache, per)
 
     def shutdown(self) -> None:
-        """What was not stored by now is forgotten."""
+        """Cancel all jobs; what is not stored by now is lost."""
         self._closed.set()
         pools = (self._store_pool, self._write_pool, self._load_pool, self._read_pool)
         for pool in (*pools, self._copy_pool):
@@ -130,8 +130,8 @@ class OffloadWorker:
     # ---- each step -------------------------------------------------------------------------
 
     def before_step(self, work: OffloadWork) -> None:
-        """Begin the stores of the step before, which has sampled by now; wait for those whose
-        blocks this step overwrites."""
+        """Begin the stores of the previous step, which has sampled by now; wait for the stores
+        whose blocks this step overwrites."""
         begin = [*self._deferred, *(store for store in work.stores if store.job in work.flush)]
         self._deferred = [store for store in work.stores if store.job not in work.flush]
         after = self._fence() if begin else None
@@ -143,7 +143,7 @@ class OffloadWorker:
 
     def start(self, work: OffloadWork) -> None:
         """Begin loads and writes."""
-        # Steps before this one may still write to blocks that were given to loads since.
+        # Earlier steps may still write to blocks that vLLM has since given to loads.
         after = self._fence() if work.loads else None
         for load in work.loads:
             self._loads[load.job] = load.request_id
@@ -154,7 +154,7 @@ class OffloadWorker:
             self._write_pool.submit(self._files.touch, work.touched)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Request ids whose load ended since the last call, and those of them that failed."""
+        """Request ids whose load ended since the last call, and those whose load failed."""
         received, failed = set(), set()
         while not self._ended.empty():
             ended = self._ended.get_nowait()
@@ -170,7 +170,7 @@ class OffloadWorker:
         return received, failed
 
     def take_report(self) -> OffloadReport | None:
-        """What the scheduler half is to hear of, if anything."""
+        """What ended since the last report; None if nothing did."""
         while not self._evicted.empty():
             self._report.evicted += self._evicted.get_nowait()
         if not (self._report.done or self._report.reads or self._report.evicted):
@@ -179,7 +179,7 @@ class OffloadWorker:
         return report
 
     def _fence(self) -> Event | None:
-        """On a device: an event behind all that was launched on the model's stream by now."""
+        """On a device: an event after all work launched on the model's stream so far."""
         return None if self._staging is None else self._staging.device.model_fence()
 
     @property
@@ -199,7 +199,7 @@ class OffloadWorker:
     def _bytes(self, slot: Slot) -> Bytes:
         return np.frombuffer(self._view(slot), np.uint8)
 
-    # ---- in threads of ours ----------------------------------------------------------------
+    # ---- in background threads ----------------------------------------------------------------
 
     def _store(self, store: Store, after: Event | None) -> None:
         """Always reports exactly once: the scheduler half keeps the slots until then."""
@@ -246,16 +246,16 @@ class OffloadWorker:
         self._ended.put(Done(load.job, FROM_HOST, copies.num_bytes, seconds, gone, reason))
 
     def _chunks(self, load: TierLoad) -> Iterator[tuple[Slot, int, list[int]]]:
-        """Slots, how many of their first blocks are not wanted, and where the others go."""
+        """Per slot: how many of its first blocks to skip, and the blocks that the others fill."""
         per = self._settings.blocks_per_chunk
         for filling in load.fillings:
-            skip, wanted = filling.skip, filling.block_ids
-            if wanted and not 0 <= skip < per:
-                raise TransferError("other blocks are to be filled than were looked for", "gone")
-            if len(filling.slots) * per < skip + len(wanted):
-                raise TransferError("what was to be loaded is not there any more", "gone")
+            skip, targets = filling.skip, filling.block_ids
+            if targets and not 0 <= skip < per:
+                raise TransferError("vLLM allocated other blocks than the lookup was for", "gone")
+            if len(filling.slots) * per < skip + len(targets):
+                raise TransferError("the chunks to load are not in the tiers any more", "gone")
             for number, slot in enumerate(filling.slots):
-                ids = wanted[max(0, number * per - skip) : (number + 1) * per - skip]
+                ids = targets[max(0, number * per - skip) : (number + 1) * per - skip]
                 if ids:
                     yield slot, 0 if number else skip, ids
 
@@ -310,8 +310,8 @@ class OffloadWorker:
     def _into_blocks(
         self, slot: Slot, skip: int, block_ids: Sequence[int], pairs: list[Any]
     ) -> int:
-        """What is to be copied for the reverse, without the first `skip` blocks of the slot, goes
-        to `pairs`. Returns the bytes."""
+        """Append to `pairs` the copies from a slot, without its first `skip` blocks, to blocks.
+        Returns their bytes."""
         if self._keeper is not None:
             pairs.append(OffloadCopy(self._address(slot), skip, block_ids))
         else:

@@ -1,7 +1,7 @@
-"""Where a worker listens: one address, given as an address, a host name or a network interface.
+"""The one address a worker listens on, given as an address, a host name or a network interface.
 
-It never listens on all addresses: what moves KV blocks is reached over the network that was
-named, and the same string tells a peer where to connect.
+It never listens on all addresses: KV blocks move only over the configured network, and peers
+connect to the same address.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from disagg.errors import ConfigError
 def resolve_host(host: str) -> str:
     """The one numeric address that `host` means, link-local ones with their `%interface`.
 
-    An interface's IPv4 address comes before its IPv6 ones. Raises `ConfigError` for a name that
-    nobody knows, and for a wildcard.
+    An interface's IPv4 address comes before its IPv6 ones. Raises `ConfigError` for an unknown name
+    and for a wildcard.
     """
     address = _of_interface(host) or _of_name(host)
     if not _is_one_address(address):
@@ -41,7 +41,7 @@ def listen(host: str, port: int) -> socket.socket:
 def _of_interface(name: str) -> str | None:
     if name not in (known for _, known in socket.if_nameindex()):
         return None
-    # Not needed where addresses are given as such, so it need not be installed there.
+    # Only needed for interface names, so it need not be installed otherwise.
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)

@@ -2,8 +2,8 @@
 
 On accept the server sends a greeting and a nonce, the client a nonce. Keys for each direction
 are derived from the deployment's secret and both nonces. A frame is its length, a keyed hash
-over its number and body, and the body; nothing of a body is looked at before its hash agreed,
-so recorded frames are worthless on another connection, or twice on the same. Never pickle.
+over its number and body, and the body. A body is parsed only after its hash was verified, so
+recorded frames cannot be replayed, neither on another connection nor on the same. Never pickle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AHEAD = 1 << 16
 class Channel:
     """One end of a connection. Used by one thread at a time; raises `PeerLost`, `PeerRefused`.
 
-    `ahead`: it may read more than the frame that was asked for, where frames are all there is.
+    ahead: it may read past the requested frame; only for connections that carry nothing but frames.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Channel:
 
     @property
     def sock(self) -> socket.socket:
-        """The connection, for what goes over it between frames."""
+        """The socket, for bytes that are sent between frames."""
         if self._least:
-            raise ValueError("some of what comes between frames may have been read already")
+            raise ValueError("bytes between frames may have been read already")
         return self._sock
 
     @property
     def holds_more(self) -> bool:
-        """Whether another whole frame has come already, and waits for `receive`."""
+        """Whether another whole frame has arrived, for `receive` to return."""
         if len(self._read) < _HEADER.size:
             return False
         length: int = _HEADER.unpack_from(self._read)[0]
@@ -95,7 +95,7 @@ class Channel:
         self.send_all([body], deadline)
 
     def send_all(self, bodies: Sequence[bytes], deadline: Deadline) -> None:
-        """Send a frame for each, together."""
+        """Send one frame per body, in one call."""
         frames = bytearray()
         for body in bodies:
             frames += _HEADER.pack(len(body), _mac(self._send_key, self._sent, body)) + body
@@ -103,11 +103,11 @@ class Channel:
         _send(self._sock, frames, deadline)
 
     def receive(self, deadline: Deadline | None) -> bytes:
-        """One frame's body; without a deadline it waits until the peer speaks or goes."""
+        """One frame's body; without a deadline, waits until the peer sends one or disconnects."""
         length, mac = _HEADER.unpack(self._take(_HEADER.size, deadline))
         if length > MAX_FRAME:
             raise PeerRefused(f"frame of {length} bytes is over the limit of {MAX_FRAME}")
-        # The header has come, so the rest is on its way: it gets a deadline in any case.
+        # The header has arrived, so the rest is on its way: it always has a deadline.
         body = self._take(length, deadline or Deadline.after(10))
         if not hmac.compare_digest(mac, _mac(self._receive_key, self._received, body)):
             raise PeerRefused("frame not signed with this deployment's secret", reason="secret")
@@ -122,23 +122,23 @@ class Channel:
         return taken
 
     def close(self) -> None:
-        """Close the socket; a thread that waits in `receive` gets `PeerLost`."""
+        """Close the socket; a thread that waits in `receive` raises `PeerLost`."""
         shut(self._sock)
         self._sock.close()
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay for small frames; a host that vanished is noticed."""
+    """Send small frames without delay; detect a vanished host by keepalives."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keepalive.watch(sock)
 
 
 def shut(sock: socket.socket) -> None:
-    """Cut a connection under the thread that waits on it, which then closes it."""
+    """Shut down a connection that another thread waits on; that thread then closes it."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # the peer was first
+        pass  # the peer has closed it
 
 
 def is_quiet(sock: socket.socket) -> bool:
@@ -150,11 +150,11 @@ def is_quiet(sock: socket.socket) -> bool:
         return True
     except OSError:
         return False
-    return False  # its end, or bytes that nobody asked for
+    return False  # closed, or unexpected bytes
 
 
 def has_ended(sock: socket.socket) -> bool:
-    """Whether the peer closed this connection, whatever it said before."""
+    """Whether the peer closed this connection; unread bytes do not count as closed."""
     try:
         sock.settimeout(0)
         return not sock.recv(1, socket.MSG_PEEK)

@@ -1,4 +1,4 @@
-"""Small messages of transports, and secrets for connections of their own."""
+"""Messages and secrets for the transports' own connections."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def secret_for(purpose: bytes, secret: bytes) -> bytes:
-    """What connections of one purpose are signed with, so that none passes for another."""
+    """The key for connections of one purpose; it does not open connections of another."""
     return hashlib.blake2b(purpose, key=hashlib.sha256(secret).digest()).digest()

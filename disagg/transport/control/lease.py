@@ -1,12 +1,13 @@
 """Leases: the producer's promise to keep a finished request's blocks.
 
-A lease is granted by the scheduler half, kept here by each worker rank, and ends once: released
-by its consumer, or past its deadline while nobody uses it. Blocks are handed back to vLLM only
-through `take_ended`, and never while a connection uses the lease. Ids ascend within one life of
-the worker, so that an id not yet heard of can be told from one that is gone.
+The scheduler half grants a lease, and each worker rank keeps it here. It ends once: its consumer
+releases it, or its deadline passes while no connection uses it. vLLM gets the blocks back only
+through `take_ended`, and never while the lease is in use. Lease numbers ascend within one life of
+the worker, so a lease that is not granted yet differs from one that is gone.
 
-All that may be taken into use are on a board, too, where they are read without a word; who does so
-leaves a sign there meanwhile, and counts as one that uses the lease.
+All leases that can be acquired are also on the lease board (`one_sided/lease_board.py`), where
+consumers on this host read them without asking. Such a reader names the lease in its hazard slot,
+and counts as a user of the lease while it does.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Lease:
     users: int = 0
     fetched: int = 0
     outcome: str | None = None
-    kept_until: float | None = None  # it is over, and is read still
+    kept_until: float | None = None  # set when it has ended and is still being read
 
 
 class EndedLease(NamedTuple):
@@ -52,8 +53,8 @@ class EndedLease(NamedTuple):
 
 
 class LeaseTable:
-    """All leases of one worker rank. Safe for use from any thread. `read_limit_s`: how long one
-    that is over is kept for who reads it without a word."""
+    """All leases of one worker rank. Safe for use from any thread. read_limit_s: how long an ended
+    lease is kept for a consumer that reads it directly."""
 
     def __init__(self, read_limit_s: float) -> None:
         self._read_limit_s = read_limit_s
@@ -74,20 +75,20 @@ class LeaseTable:
     def acquire(self, lease: int, deadline: Deadline) -> Lease:
         """Take a lease into use; `done_using` must follow. Raises `LeaseGone`."""
         with self._changed:
-            # The answer of the prefill engine reaches the consumer before the grant reaches the
-            # workers, by about one engine step, which may be a long one.
+            # The prefill engine's answer may reach the consumer before the grant reaches the
+            # workers: by about one engine step, which may be long.
             self._changed.wait_for(lambda: self._highest >= lease, timeout=deadline.left())
             held = self._leases.get(lease)
             if held is None or held.outcome or self._is_over(held):
-                raise LeaseGone(f"lease {lease} was released, has expired or never was")
+                raise LeaseGone(f"lease {lease} was released, has expired or never existed")
             held.users += 1
             return held
 
     def done_using(self, lease: int, *, left: bool = False) -> None:
         """The counterpart of `acquire`. The lease lives on unless it was released.
 
-        `left`: its user went without a word. The lease then serves for a moment more, in case
-        that the request is tried again somewhere.
+        left: the user's connection ended before it released the lease. The lease then lives for
+        2 s at most, in case the request is retried.
         """
         with self._changed:
             held = self._leases[lease]
@@ -96,16 +97,16 @@ class LeaseTable:
                 self._lost(held)
 
     def lost_reader(self, lease: int) -> None:
-        """As `done_using` of one that left, of who read without a word."""
+        """As `done_using(left=True)`, for a consumer that was reading directly."""
         with self._changed:
             held = self._leases.get(lease)
             if held is not None:
                 self._lost(held)
 
     def release(self, lease: int, outcome: str, readers: int = 1) -> None:
-        """End a lease; unknown and ended ones are left alone. Blocks in use stay until unused.
+        """End a lease; does nothing if it is unknown or has ended. Blocks in use stay until unused.
 
-        "fetched" ends it only when it was said `readers` times.
+        With outcome "fetched", it ends at the `readers`-th call.
         """
         with self._changed:
             held = self._leases.get(lease)
@@ -116,14 +117,14 @@ class LeaseTable:
                 self._end(held, outcome)
 
     def revoke(self, below: int) -> None:
-        """End all leases with a lower number: what their blocks hold counts no more."""
+        """End all leases with a lower number: their blocks' content is no longer valid."""
         with self._changed:
             for held in self._leases.values():
                 if held.id < below and held.outcome is None:
                     self._end(held, ABORTED)
 
     def renew(self, leases: Sequence[int]) -> None:
-        """Start the leases' time anew; those that ended stay ended."""
+        """Restart the leases' time; ended ones stay ended."""
         with self._changed:
             for lease in leases:
                 held = self._leases.get(lease)
@@ -131,19 +132,19 @@ class LeaseTable:
                     held.deadline, held.kept_until = time.monotonic() + held.seconds, None
 
     def take_ended(self) -> list[EndedLease]:
-        """Forget and return the leases that ended and are in no use."""
+        """Remove and return the leases that have ended and are not in use."""
         with self._changed:
             ended = []
             for held in list(self._leases.values()):
                 if not self._is_over(held):
                     continue
-                self.board.take_off(held.id)
+                self.board.remove(held.id)
                 if not self._is_over(held):
-                    continue  # somebody had just looked it up
+                    continue  # a reader had just looked it up
                 if held.kept_until is not None and self.board.is_read(held.id):
                     logger.warning(
-                        "lease %d: its blocks are free %.0f s after its end; its consumer did not "
-                        "say that it reads them no more, and has to drop what it read",
+                        "lease %d: its blocks are freed %.0f s after its end, although a consumer "
+                        "still marks them as being read; it has to discard what it read",
                         held.id,
                         self._read_limit_s,
                     )
@@ -157,7 +158,7 @@ class LeaseTable:
             return len(self._leases)
 
     def check_integrity(self) -> None:
-        """Assert what must hold at any time."""
+        """Assert the invariants."""
         with self._changed:
             for number, held in self._leases.items():
                 assert number == held.id <= self._highest
@@ -167,14 +168,14 @@ class LeaseTable:
 
     def _end(self, held: Lease, outcome: str) -> None:
         held.outcome = outcome
-        self.board.take_off(held.id)
+        self.board.remove(held.id)
 
     @staticmethod
     def _lost(held: Lease) -> None:
         held.deadline = min(held.deadline, time.monotonic() + _AFTER_LOSS_S)
 
     def _is_over(self, held: Lease) -> bool:
-        """Whether it ended, or ran out, and nobody uses it."""
+        """Whether it ended or expired, and is not in use."""
         now = time.monotonic()
         if held.users or (held.outcome is None and now <= held.deadline):
             return False

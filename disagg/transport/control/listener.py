@@ -1,7 +1,7 @@
-"""Accepts connections on one address and serves each in a thread of its own.
+"""Accepts connections on one address and serves each in its own thread.
 
-What a peer does ends at most its own connection; what this host lacks (threads, descriptors)
-refuses connections and is tried again.
+A peer's errors end at most its own connection. If this host runs out of threads or descriptors,
+connections are refused, and accepting is retried.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _RETRY_S = 0.1
 class Listener:
     """Calls `serve` with each connection; closes the connection when `serve` returns.
 
-    `name` is that of its threads and of its log lines. Connections that have not said
-    hello yet count towards its limit. `host` becomes one numeric address. Raises
-    `ConfigError` for a host that is not one address, `OSError` if it cannot be bound.
+    name: for its threads and log lines. Its limit of connections includes those before hello.
+    `host` becomes one numeric address. Raises `ConfigError` for a host that is not one address,
+    `OSError` if it cannot be bound.
     """
 
     def __init__(

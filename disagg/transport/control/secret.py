@@ -1,4 +1,4 @@
-"""The secret that an engine's tickets are signed with, and its control channel asks for.
+"""The deployment's secret: it signs tickets, and authenticates the control channel.
 
 It comes from `DISAGG_SECRET`, or else from a file that this user's engines on this host share.
 """
@@ -16,7 +16,7 @@ SECRET_VARIABLE = "DISAGG_SECRET"
 
 
 def read_secret() -> bytes:
-    """The deployment's secret; made once per user and host where none is configured."""
+    """The secret; if none is configured, generated once per user and host."""
     configured = os.environ.get(SECRET_VARIABLE)
     if configured:
         return configured.encode()
@@ -25,7 +25,7 @@ def read_secret() -> bytes:
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(
-            f"{folder} can be written by others, so its secret proves nothing; remove it, or set "
+            f"{folder} can be written by other users, so its secret is not safe; remove it, or set "
             f"{SECRET_VARIABLE}"
         )
     path = folder / "secret"

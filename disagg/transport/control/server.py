@@ -1,8 +1,8 @@
 """The producer's end of the control channel: one listening port per worker rank.
 
 A thread per connection (one per handoff in flight) answers requests in order. Whatever a peer
-sends, the worst it gets is an error and a closed connection: ids are checked against the lease,
-sizes against limits. A connection that ends gives back what it had in use.
+sends, it gets at worst an error and a closed connection: ids are checked against the lease, sizes
+against limits. When a connection ends, the lease that it had in use is no longer in use.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from disagg.transport.one_sided.hazard_pointers import NO_SLOT
 
 logger = logging.getLogger(__name__)
 
-# A machine that stands for some seconds under load is no reason to turn a peer away.
+# Long enough for a machine that stalls for some seconds under load.
 _HELLO_S = 10.0
 _AT_ONCE = 16
 
 
 class ControlServer:
-    """Serves leases of one worker. `use_limit_s` bounds the silence of a consumer that has one."""
+    """Serves the leases of one worker. use_limit_s: the longest silence of a consumer."""
 
     def __init__(
         self,
@@ -89,14 +89,14 @@ class _Session:
             while True:
                 wait = Deadline.after(self._server._use_limit_s) if self._lease else None
                 answers = [self._next(wait)]
-                # Who asked several things at once waits for all the answers.
+                # A peer that sent several requests at once waits for all the answers.
                 while self._channel.holds_more and len(answers) < _AT_ONCE:
                     answers.append(self._next(wait))
                 self._channel.send_all(answers, Deadline.after(_HELLO_S))
         finally:
             if self._lease is not None:
                 logger.warning(
-                    "consumer %s left amid its fetch of request %s",
+                    "consumer %s disconnected during its fetch of request %s",
                     self._consumer,
                     self._lease.request_id,
                 )
@@ -142,17 +142,17 @@ class _Session:
                         self._server._leases.renew(request.leases)
                     return p.Done()
                 case p.Hello():
-                    return p.Failed("protocol", "hello was said already")
+                    return p.Failed("protocol", "Hello was sent before")
         except TransferError as error:
             return p.Failed(error.reason, str(error))
 
     def _acquire(self, request: p.Acquire) -> p.Answer:
         if not self._may_fetch:
-            return p.Failed("protocol", "a peer without a cache may only release")
+            return p.Failed("protocol", "a peer without a cache may only release leases")
         if self._lease is not None:
             return p.Failed("protocol", "this connection has a lease in use")
         if request.generation != self._server._welcome.generation:
-            return p.Failed("lease_gone", "the lease was given by an earlier life of this engine")
+            return p.Failed("lease_gone", "the lease was granted by an earlier life of this engine")
         deadline = Deadline.after(self._server._use_limit_s)
         self._lease = self._server._leases.acquire(request.lease, deadline)
         return p.Acquired(len(self._lease.block_ids))
@@ -188,7 +188,9 @@ class _Session:
     def _give_back_slot(self) -> None:
         reading = self._server._leases.board.give_back(self._slot)
         if reading is not None:
-            logger.warning("consumer %s left as it read lease %d", self._consumer, reading)
+            logger.warning(
+                "consumer %s disconnected while it read lease %d", self._consumer, reading
+            )
             self._server._leases.lost_reader(reading)
 
     def _give_back(self, *, left: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""A ticket: what the producer tells about one lease, signed, for whoever shall fetch it.
+"""A ticket: the producer's signed description of one lease, for the consumer.
 
 It travels through routers and clients as one opaque string: a msgpack `Handoff` behind a keyed
-hash of the deployment's secret. Nothing in it can be made up or changed, and no address is
-ever called that was not in one.
+hash of the deployment's secret. It cannot be forged or changed, and a consumer connects only to
+addresses from tickets.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ _MAC = 16
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True):
-    """One lease, as the consumer learns of it.
+    """One lease, as the consumer sees it.
 
-    endpoints: one for each producer rank, of one pipeline stage after the other.
-    layers: how many regions the cache of each pipeline stage has.
-    digests: `DIGEST` bytes for each full block of the prompt, chained, then `DIGEST` bytes for
-    the tokens after the last full block.
+    endpoints: one per producer rank, one pipeline stage after the other. layers: how many regions
+    each pipeline stage's cache has. digests: `DIGEST` bytes per full block of the prompt, chained,
+    then `DIGEST` bytes for the tokens after the last full block.
     """
 
     engine: str

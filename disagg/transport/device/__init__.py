@@ -1,4 +1,4 @@
-"""Device memory: what transports need of a GPU, without naming CUDA.
+"""Device memory: the transports' use of a GPU, without naming CUDA.
 
-`base.py` says what that is, `cuda.py` does it through cupy and is imported by `open_device` alone.
+`base.py` is the contract; `cuda.py` implements it with cupy, and only `open_device` imports it.
 """

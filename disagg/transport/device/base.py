@@ -1,7 +1,7 @@
-"""What transports need of a GPU: memory, streams, events, and one kernel.
+"""The contract of a device: memory, streams, events, and one kernel.
 
 Every call that touches the device may raise `TransferError` with reason "device". All work is on
-streams of the transport's own; nothing here uses the default stream or waits for the whole device.
+the transport's own streams; nothing here uses the default stream or waits for the whole device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from disagg.transport.blocks import Bytes
 from disagg.transport.deadline import Deadline, Event
 from disagg.transport.device.copy_plan import Chunk, Move
 
-# What a wait sleeps at most between two looks.
+# The longest sleep of a wait between two checks.
 _LONGEST_NAP_S = 0.0005
 
 
@@ -31,54 +31,54 @@ class DeviceMemory(Protocol):
         """In bytes."""
 
     def free(self) -> None:
-        """Give it back. Nothing on any stream may use it any more."""
+        """Free it. No work on any stream may use it after this."""
 
 
 class Pinned(Protocol):
-    """Host memory that the device copies from and to without help."""
+    """Page-locked host memory, which the device copies from and to directly."""
 
     array: Bytes
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """The address of its first byte."""
 
     def free(self) -> None:
-        """Give it back."""
+        """Free it."""
 
 
 class DeviceStream(Protocol):
-    """An ordered row of work on the device. Used by one thread at a time."""
+    """An ordered queue of work on the device. Used by one thread at a time."""
 
     @property
     def handle(self) -> int:
         """The cudaStream_t, for NCCL."""
 
     def load(self, move: Move) -> None:
-        """Use the tables of this move from here on."""
+        """Use this move's tables for the next launches."""
 
     def launch(self, chunk: Chunk, from_shift: int = 0, to_shift: int = 0) -> None:
         """Copy the chunk's rows of the loaded move.
 
-        Shifts are added to the addresses of a side: of a chunk in a buffer, `buffer - chunk.at`.
+        Shifts are added to one side's addresses; for a chunk in a buffer, `buffer - chunk.at`.
         """
 
     def copy(self, to: int, source: int, size: int) -> None:
         """Copy bytes between any two addresses of device and pinned memory."""
 
     def record(self) -> Event:
-        """An event behind all work so far."""
+        """An event after all work so far."""
 
     def wait(self, event: Event) -> None:
-        """Later work on this stream begins after the event."""
+        """Let later work on this stream begin after the event."""
 
     def close(self) -> None:
-        """Give it and its tables back. All its work must be done."""
+        """Free it and its tables. All its work must be done."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A device allocation that another process can open, and where in it an address lies."""
+    """A device allocation that another process can open, and an address's offset in it."""
 
     handle: bytes
     offset: int
@@ -86,19 +86,19 @@ class Exported:
 
 
 def look_at_nothing() -> None:
-    """No one else can end this wait."""
+    """The default: nothing ends the wait early."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """How long the host may wait for something. `look` is called meanwhile, again and again, to
-    raise what ends it early."""
+    """A bounded wait of the host. look: called again and again meanwhile; it ends the wait early by
+    raising."""
 
     deadline: Deadline
     look: Callable[[], None] = look_at_nothing
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Look until it is done, with short naps. Raises `PeerLost` at the deadline."""
+        """Poll until it is done, with short sleeps. Raises `PeerLost` at the deadline."""
         nap = 0.0
         while not done():
             self.look()
@@ -108,10 +108,10 @@ class Wait:
 
 
 class Communicator(Protocol):
-    """This process and one other, joined: NCCL's contract, with every call bounded by a deadline.
+    """Joins this process and one other: NCCL's contract, with a deadline for every call.
 
-    Sends of one side meet receives of the other in the order in which they were asked for. Used by
-    one thread at a time, `abort` by any.
+    Sends of one side match receives of the other in order. Used by one thread at a time, except
+    `abort`.
     """
 
     def send(self, address: int, size: int, stream: DeviceStream, wait: Wait) -> None:
@@ -121,24 +121,24 @@ class Communicator(Protocol):
         """Put a receive on the stream."""
 
     def check(self) -> None:
-        """Raise `TransferError` (reason "nccl") for what went wrong meanwhile."""
+        """Raise `TransferError` (reason "nccl") if an operation has failed meanwhile."""
 
     def abort(self) -> None:
-        """End it, and what it still has on streams, whatever the peer does. Never raises."""
+        """End it and its work on streams, whatever the peer does. Never raises."""
 
 
 class Communicators(Protocol):
-    """Makes communicators of two."""
+    """Makes communicators between two processes."""
 
     @property
     def version(self) -> str:
-        """Both sides must have the same."""
+        """NCCL's version; both sides must have the same."""
 
     def new_id(self) -> bytes:
-        """Names a communicator to be; the process that asks for it becomes rank 0."""
+        """The id of a new communicator; the calling process becomes rank 0."""
 
     def join(self, identity: bytes, rank: int, wait: Wait, *, bounded: bool = True) -> Communicator:
-        """Join the one so named; `bounded`: it takes no more of the GPU than a transport may.
+        """Join the communicator with this id. bounded: limit its share of the GPU.
 
         Raises `TransferError` (reason "nccl"), `PeerLost`.
         """
@@ -148,29 +148,29 @@ class Device(Protocol):
     """One GPU, as this process sees it."""
 
     def use(self) -> None:
-        """Make it the current one of the calling thread, which must do so before all else."""
+        """Make it the calling thread's current device; required before other calls."""
 
     def memory(self, size: int) -> DeviceMemory:
-        """Allocate outside of every pool."""
+        """Allocate outside of memory pools."""
 
     def pinned(self, size: int) -> Pinned:
         """Allocate page-locked memory."""
 
     def stream(self, launches: bool = True) -> DeviceStream:
-        """A stream of our own; `launches`: whether it ever loads and launches moves."""
+        """A new stream. launches: whether it will load and launch moves."""
 
     def export(self, address: int) -> Exported:
         """Name the allocation that holds this address.
 
-        Raises `TransferError` (reason "device") for what cannot be shared: expandable segments,
-        memory of a pool.
+        Raises `TransferError` (reason "device") for memory that cannot be shared: expandable
+        segments, memory of a pool.
         """
 
     def open(self, handle: bytes) -> DeviceMemory:
         """Map another process's allocation; `free` unmaps it."""
 
     def communicators(self) -> Communicators:
-        """How this device is joined with those of other processes."""
+        """Joins this device with those of other processes."""
 
     def model_fence(self) -> Event:
-        """An event behind all that the model's stream of this thread was given so far."""
+        """An event after all work so far on the model's stream of this thread."""

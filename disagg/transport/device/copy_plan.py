@@ -1,8 +1,8 @@
-"""What one launch of the kernel copies: its tables, and the chunks of a fetch.
+"""Plans the kernel's copies: its tables, and the chunks of a fetch.
 
 A selection's rows are numbered region by region, unit by unit: row = region * units + unit. Their
-bytes in this order are the wire order that all transports share. Pure arithmetic: nothing here
-touches memory, so it holds on any machine.
+bytes in this order are the wire order that all transports share. Pure arithmetic: it accesses no
+blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from disagg.transport.blocks import BlockCache, Ints, Selection
 
-# Of the kernel's table, int64 [regions, COLUMNS]: base, block, unit, outer and inner stride of the
-# side that is read, the same of the side that is written, pieces of an inner axis, bytes of a
-# piece, bytes of a row.
+# The kernel's table, int64 [regions, COLUMNS]: base, block, unit, outer and inner stride of the
+# read side, the same of the written side, pieces per inner axis, bytes per piece, bytes per row.
 COLUMNS = 13
 WORDS = (16, 8, 4, 2, 1)
 _MAX_UNITS = 2**31 - 1
@@ -29,7 +28,7 @@ Units = npt.NDArray[np.int32]
 
 
 class Chunk(NamedTuple):
-    """Rows [first, first + rows), which are the bytes [at, at + size) of the wire."""
+    """Rows [first, first + rows): the bytes [at, at + size) of the wire."""
 
     first: int
     rows: int
@@ -40,8 +39,8 @@ class Chunk(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Move:
     """Rows from one side to the other. A side is a cache, or a chunk whose address comes with the
-    launch. `table`: int64 [regions, COLUMNS]; `from_units`, `to_units`: int32 [units, 2], None for
-    a chunk; `row_bytes`: int64 [regions]; `word`: bytes that may be copied at once."""
+    launch. table: int64 [regions, COLUMNS]; from_units, to_units: int32 [units, 2], None for a
+    chunk; row_bytes: int64 [regions]; word: bytes that one thread copies at once."""
 
     table: Ints
     from_units: Units | None
@@ -52,16 +51,16 @@ class Move:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Bytes in total."""
         return int(self.row_bytes.sum()) * self.units
 
     @property
     def whole(self) -> Chunk:
-        """Everything at once."""
+        """All rows as one chunk."""
         return Chunk(0, self.units * len(self.row_bytes), 0, self.size)
 
     def chunks(self, limit: int) -> list[Chunk]:
-        """All rows, in order, as many at a time as `limit` bytes hold.
+        """All rows in order, in chunks of at most `limit` bytes.
 
         Raises `ValueError` if a single row is larger.
         """
@@ -88,7 +87,7 @@ class Move:
 
 @dataclass(frozen=True)
 class _Side:
-    """Where each region's rows lie: its first byte, strides of blocks, units, heads and tokens."""
+    """Per region: the address of its first row, and strides of blocks, units, heads and tokens."""
 
     base: list[int]
     strides: list[tuple[int, int, int, int]]
@@ -96,8 +95,8 @@ class _Side:
 
 @dataclass(frozen=True, eq=False)
 class _Route:
-    """A move of any blocks: all but its units. `wire`: the column of a chunk's bases, which are
-    those of one unit of each region; None between two caches."""
+    """A move without its units, for any blocks. wire: the table's column of a chunk's bases, which
+    are given for one unit per region; None between two caches."""
 
     table: Ints
     wire: int | None
@@ -114,7 +113,7 @@ class _Route:
         return Move(table, from_units, to_units, count, self.row_bytes, self.word)
 
 
-# Worked out once for a cache: to look at each region takes longer than to copy some of its blocks.
+# Cached per cache: computing a route takes longer than copying some blocks.
 _routes: weakref.WeakKeyDictionary[BlockCache, dict[Hashable, _Route]] = weakref.WeakKeyDictionary()
 _MOST_ROUTES = 64
 
@@ -174,12 +173,12 @@ def _known(cache: BlockCache, key: Hashable, make: Callable[[], _Route]) -> _Rou
 
 
 def _kind(selection: Selection) -> tuple[Hashable, ...]:
-    """Of a selection, what its route depends on."""
+    """The part of a selection that its route depends on."""
     return selection.unit, selection.heads, selection.regions
 
 
 def _units(cache: BlockCache, selection: Selection) -> Units:
-    """In which block, and where in it, each unit lies."""
+    """int32 [units, 2]: each unit's block, and its number within the block."""
     per_block = cache.block_size // selection.unit
     ids = np.asarray(selection.block_ids, dtype=np.int32)
     found = np.zeros((selection.count, 2), np.int32)
@@ -192,7 +191,7 @@ def _units(cache: BlockCache, selection: Selection) -> Units:
 
 
 def _rows(cache: BlockCache, selection: Selection) -> list[int]:
-    """Bytes of a row of each covered region."""
+    """Bytes per row of each covered region."""
     return [cache.row_bytes(index, selection) for index in cache.covered(selection)]
 
 
@@ -211,7 +210,7 @@ def _of_cache(
 
 
 def _of_wire(cache: BlockCache, selection: Selection) -> _Side:
-    """Row after row from the wire's byte 0 on, as if each region had one."""
+    """Consecutive rows from the wire's byte 0 on, as if each region had one row."""
     base, strides, at = [], [], 0
     for index in cache.covered(selection):
         region = cache.regions[index]
@@ -234,12 +233,15 @@ def _route(
     table = np.zeros((len(rows), COLUMNS), np.int64)
     for number, index in enumerate(cache.covered(selection)):
         region, heads = cache.regions[index], cache.head_count(index, selection)
-        axes = [(heads, 2), (selection.unit, 3)]  # and which of a side's strides is theirs
+        axes = [
+            (heads, 2),
+            (selection.unit, 3),
+        ]  # size, and index of its stride in a side's strides
         if region.is_token_major:
             axes.reverse()
         piece = region.memory.shape[3]
         sides = (source.strides[number], target.strides[number])
-        # An axis whose pieces follow one another on both sides is one longer piece.
+        # An axis whose pieces are adjacent on both sides becomes one longer piece.
         while axes and (axes[-1][0] == 1 or all(side[axes[-1][1]] == piece for side in sides)):
             piece *= axes.pop()[0]
         axes = [(1, -1)] * (2 - len(axes)) + axes

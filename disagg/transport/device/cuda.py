@@ -1,6 +1,6 @@
-"""The device as CUDA, through cupy: memory outside of every pool, our own streams, our one kernel.
+"""The device through CUDA, by cupy: memory outside of pools, our own streams, our one kernel.
 
-cupy's errors leave as `TransferError`, so that a broken GPU ends a fetch and not the worker.
+cupy's errors become `TransferError`, so that a broken GPU ends a fetch and not the worker.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from disagg.transport.device.copy_plan import WORDS, Chunk, Move
 
 _KERNEL = Path(__file__).with_name("move.cu")
 _THREADS = 512
-# One thread block's part of a row: all its threads, four words each.
+# The part of a row that one thread block copies: four words per thread.
 _PART_BYTES = _THREADS * 16 * 4
-# Tables of 15,000 blocks and 100 layers: fetches larger than that are few.
+# Enough for 15,000 blocks and 100 layers; larger fetches are rare.
 _TABLE_BYTES = 256 << 10
 _LAZY_PEER_ACCESS = 1
 _PORTABLE = 1
@@ -40,7 +40,7 @@ _SUCCESS, _NOT_READY = 0, 600
 
 @contextlib.contextmanager
 def _checked(what: str) -> Iterator[None]:
-    """CUDA's errors as ours."""
+    """Raise CUDA's errors as `TransferError`."""
     compiling = _cupy().cuda.compiler.CompileException
     try:
         yield
@@ -49,7 +49,7 @@ def _checked(what: str) -> Iterator[None]:
 
 
 class CudaDevice:
-    """GPU `index` of those this process sees."""
+    """GPU `index` of those visible to this process."""
 
     def __init__(self, index: int) -> None:
         self._index = index

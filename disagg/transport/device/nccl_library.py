@@ -1,11 +1,10 @@
-"""NCCL's communicators of two, without waits that nobody can end.
+"""NCCL communicators between two processes, in which every wait can be ended.
 
 cupy's `NcclCommunicator` blocks until the peer has joined, and in its first send until the peer
-receives: a peer that is stopped keeps that thread for ever. NCCL's own way out, communicators that
-do not block (`ncclConfig_t.blocking`), cannot be asked for through cupy, nor can a bound on the
-channels, whose buffers NCCL takes from the engine's memory. So these few functions are called
-directly, in the library that cupy and torch have loaded. Follows NCCL's user guide, "Fault
-Tolerance" and "ncclConfig_t".
+receives; a stopped peer blocks the thread forever. NCCL's solution is non-blocking communicators
+(`ncclConfig_t.blocking`). cupy cannot request them, nor limit the number of channels, whose buffers
+NCCL allocates from the engine's memory. So a few functions are called directly, in the library that
+cupy and torch have loaded. It follows NCCL's user guide, "Fault Tolerance" and "ncclConfig_t".
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from disagg.transport.device.base import Communicator, Device, DeviceStream, Wai
 
 logger = logging.getLogger(__name__)
 
-# Each has buffers of some 10 MB in either direction. Four carry what a network card can;
-# NCCL_MAX_CTAS overrides it.
+# Each has buffers of about 10 MB per direction. Four saturate a network card; NCCL_MAX_CTAS
+# overrides it.
 CHANNELS = 4
 _IN_PROGRESS = 7
 _UINT8 = 1
 _ABORT_S = 10.0
 _UNDEFINED = -(2**31)
-# Of the struct below; NCCL takes what a newer version added from its own defaults.
+# The version of the struct below; NCCL uses its defaults for fields of later versions.
 _CONFIG_VERSION = 21800
 _MAGIC = 0xCAFEBEEF
 
@@ -99,7 +98,7 @@ class _NcclCommunicator:
     def __init__(self, nccl: Any, handle: ctypes.c_void_p, peer: int) -> None:
         self._nccl, self._peer = nccl, peer
         self._handle: ctypes.c_void_p | None = handle
-        # NCCL frees what the handle names: nobody may be inside of a call with it then.
+        # NCCL frees the handle's object, so no thread may be inside a call with it then.
         self._calling = threading.Lock()
 
     def send(self, address: int, size: int, stream: DeviceStream, wait: Wait) -> None:

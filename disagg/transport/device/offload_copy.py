@@ -1,8 +1,8 @@
-"""Copies between blocks on a device and slots of pinned host memory, where tiers keep them.
+"""Copies between blocks on a device and the slots of pinned host memory in which tiers keep them.
 
-A slot holds some blocks, region after region and of each region block after block. As many slots
-as a chunk of staging memory holds are gathered or scattered by one launch, for all regions, and
-each of them is one copy between chunk and slot; a slot larger than a chunk goes in several parts.
+A slot holds some blocks: region by region, and within a region block by block. One launch gathers
+or scatters as many slots as fit into a chunk of staging memory, for all regions; each slot is then
+one copy between chunk and slot. A slot larger than a chunk is copied in several parts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from disagg.transport.device.base import Wait
 from disagg.transport.device.copy_plan import Chunk, Move, Units
 from disagg.transport.device.staging import DEPTH, Slot, Staging
 
-# Of a move's table: the stride between slots, of the side that is read and of the one written.
+# Columns of a move's table: the stride between slots, on the read and on the written side.
 _FROM_SLOT, _TO_SLOT = 2, 7
 
 
 class OffloadCopy(NamedTuple):
-    """The address of a slot, and the blocks that belong to it after its first `skip`."""
+    """A slot's address, and the blocks that belong to it after its first `skip`."""
 
     address: int
     skip: int
@@ -35,8 +35,8 @@ class OffloadCopy(NamedTuple):
 
 
 class OffloadCopier:
-    """Copies for one cache, whose slots hold `blocks` blocks each; a chunk of the staging memory
-    has room for that many of any layer. Safe for use from any thread."""
+    """Copies for one cache, with `blocks` blocks per slot. A chunk of the staging memory holds at
+    least that many blocks of any layer. Safe for use from any thread."""
 
     def __init__(self, staging: Staging, cache: BlockCache, blocks: int) -> None:
         self._staging = staging
@@ -50,9 +50,9 @@ class OffloadCopier:
     def store(
         self, kept: Sequence[OffloadCopy], deadline: Deadline, after: Event | None = None
     ) -> None:
-        """Copy blocks into their slots, behind `after`.
+        """Copy blocks into their slots, after the event `after`.
 
-        All is there when it returns; when it raises (`TransferError`), nothing more will come.
+        Complete when it returns; if it raises `TransferError`, nothing is written after that.
         """
         with self._staging.sending.take(deadline) as slot:
             for chunk, memory, group in self._parts(slot, self._out, kept, deadline, after):
@@ -64,7 +64,7 @@ class OffloadCopier:
     def load(
         self, kept: Sequence[OffloadCopy], deadline: Deadline, after: Event | None = None
     ) -> None:
-        """The reverse, under the same terms."""
+        """Copy slots into their blocks, likewise."""
         with self._staging.receiving.take(deadline) as slot:
             for chunk, memory, group in self._parts(slot, self._back, kept, deadline, after):
                 for number, one in enumerate(group):
@@ -80,10 +80,10 @@ class OffloadCopier:
         deadline: Deadline,
         after: Event | None,
     ) -> Iterator[tuple[Chunk, int, Sequence[OffloadCopy]]]:
-        """What is to be put on the stream: rows of the loaded move, the address of a chunk for
-        them, and the slots whose bytes from `Chunk.at` on they are. Ends when all is done."""
+        """The parts to put on the stream: rows of the loaded move, the address of a chunk for them,
+        and the slots whose bytes from `Chunk.at` on they are. Ends when all work is done."""
         wait = Wait(deadline)
-        # Here, not on the stream: what waits there can't be taken back at the deadline.
+        # Not on the stream: work that waits there cannot be cancelled at the deadline.
         if after is not None:
             wait.until(after.is_done)
         memory, under_way = itertools.cycle(slot.chunks), deque[Event]()
@@ -103,7 +103,7 @@ class OffloadCopier:
 
 
 class _Span(NamedTuple):
-    """Regions [first, end) of a slot, which are its bytes [at, at + size)."""
+    """Regions [first, end) of a slot: its bytes [at, at + size)."""
 
     regions: tuple[int, int]
     at: int
@@ -111,7 +111,7 @@ class _Span(NamedTuple):
 
 
 def _spans(region_bytes: Sequence[int], limit: int) -> list[_Span]:
-    """All regions of a slot, as many at a time as `limit` bytes hold."""
+    """All regions of a slot, in spans of at most `limit` bytes."""
     spans: list[_Span] = []
     first = at = size = 0
     for region, more in enumerate(region_bytes):
@@ -124,14 +124,14 @@ def _spans(region_bytes: Sequence[int], limit: int) -> list[_Span]:
 
 
 def _of_slots(move: Move, column: int) -> Move:
-    """A move from or to one slot, as one of several that follow one another in a chunk."""
+    """A move of one slot, changed to move several consecutive slots of a chunk."""
     table = move.table.copy()
     table[:, column] = move.size
     return replace(move, table=table)
 
 
 def _with_units(move: Move, kept: Sequence[OffloadCopy]) -> Move:
-    """The same move of other blocks: whatever of it does not depend on them is worked out once."""
+    """The same move for other blocks; everything that does not depend on them is reused."""
     cache = [(block, 0) for one in kept for block in one.block_ids]
     slots = [
         (one.skip + place, number)

@@ -1,4 +1,4 @@
-"""Opens the device of a cache; the one place that knows which kind it is."""
+"""Opens the device of a cache; the only module that knows its kind."""
 
 from __future__ import annotations
 

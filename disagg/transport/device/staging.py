@@ -1,9 +1,9 @@
-"""Bounded memory between blocks on a device and a wire: chunks that are filled while others leave.
+"""Bounded staging memory between blocks on a device and the wire: one chunk fills, one leaves.
 
-All there is was allocated at the start, so transfers cannot take memory from the engine later. A
-fetch borrows one slot: a stream, chunks on the device, and pinned chunks where the wire wants host
-memory. Sending and receiving have slots of their own: two workers that send to each other at once
-would otherwise wait for each other's.
+All of it is allocated at the start, so transfers never take memory from the engine later. A fetch
+borrows one slot: a stream, chunks on the device, and pinned chunks if the wire needs host memory.
+Sending and receiving have separate slots, so that two workers that send to each other cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from disagg.transport.device.open import open_device
 logger = logging.getLogger(__name__)
 
 DEPTH = 2
-# Of more a launch and a copy gain nothing; of less, they begin to count.
+# Larger chunks gain nothing; with smaller ones the cost of launches and copies shows.
 _LARGEST_CHUNK = 8 << 20
 SETTING = "transfer.staging_bytes"
 _SETTLE_S = 10.0
@@ -42,8 +42,8 @@ _LOOK_S = 0.05
 
 @dataclass
 class Slot:
-    """What one fetch uses: DEPTH `chunks` of device memory, and as many `pinned` ones if fetches
-    go through host memory."""
+    """One fetch's share: DEPTH `chunks` of device memory, and as many `pinned` ones if fetches pass
+    through host memory."""
 
     stream: DeviceStream
     chunks: list[DeviceMemory]
@@ -57,15 +57,15 @@ class Slot:
         Wait(Deadline.after(_SETTLE_S)).until(self.stream.record().is_done)
 
     def free(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         chunks, pinned = [one.free for one in self.chunks], [one.free for one in self.pinned]
         for give_back in (self.stream.close, *chunks, *pinned):
-            with contextlib.suppress(TransferError):  # of a device that failed, nothing can be had
+            with contextlib.suppress(TransferError):  # a failed device frees nothing
                 give_back()
 
 
 class Slots:
-    """Slots of one direction, given out in the order in which they were asked for."""
+    """The slots of one direction, given out in the order of requests."""
 
     def __init__(self, device: Device, slots: list[Slot]) -> None:
         self._device, self._free = device, list(slots)
@@ -80,10 +80,10 @@ class Slots:
     def take(
         self, deadline: Deadline, look: Callable[[], None] = look_at_nothing
     ) -> Iterator[Slot]:
-        """A slot for the time of the block; what it did is done when the block is left.
+        """A slot, for the context; its work is done when the context ends.
 
-        Makes the device current for this thread. `look` may end the wait for a slot by raising.
-        Raises `PeerLost` at the deadline, `TransferError` (reason "device") if there will be none.
+        Makes the device current for this thread. look: may end the wait for a slot by raising.
+        Raises `PeerLost` at the deadline, `TransferError` (reason "device") if no slot is left.
         """
         self._device.use()
         slot = self._next(Wait(deadline, look))
@@ -93,7 +93,7 @@ class Slots:
             self._give_back(slot)
 
     def close(self) -> None:
-        """Free all that is not in use; the rest is freed when it is given back."""
+        """Free the idle slots; the others are freed after use."""
         with self._changed:
             self._closed = True
             slots, self._free = self._free, []
@@ -118,8 +118,8 @@ class Slots:
                 self._changed.notify_all()
 
     def _give_back(self, slot: Slot) -> None:
-        with contextlib.suppress(TransferError):  # which the slot's own work will tell, too
-            self._device.use()  # an iterator that nobody closed may end in any thread
+        with contextlib.suppress(TransferError):  # the slot's own work reports that, too
+            self._device.use()  # an iterator that was not closed may end in any thread
         usable = self._is_at_rest(slot)
         with self._changed:
             closed = self._closed
@@ -132,12 +132,12 @@ class Slots:
             slot.free()
 
     def _is_at_rest(self, slot: Slot) -> bool:
-        """Wait until nothing of the slot's is under way; whether another fetch can have it."""
+        """Wait until the slot is idle; returns whether another fetch can use it."""
         while True:
             try:
                 slot.settle()
             except PeerLost:
-                # Blocks that it may still write to are freed next: to go on would be wrong.
+                # It may still write to blocks that vLLM frees next, so keep waiting.
                 logger.error("a transfer's work on the device has not ended in %.0f s", _SETTLE_S)
             except TransferError as error:
                 logger.error("a transfer's work on the device failed: %s", error)
@@ -146,7 +146,7 @@ class Slots:
                 return True
 
     def _renew(self, slot: Slot) -> bool:
-        """A stream that failed does nothing any more: a new one, if the device has it."""
+        """Replace a failed stream, which does no further work; returns whether that worked."""
         failed = slot.stream
         try:
             slot.stream = self._device.stream()
@@ -157,14 +157,14 @@ class Slots:
 
 
 class Staging:
-    """The slots of one worker: `staging_bytes` of device memory, and as much `pinned`.
+    """The slots of one worker: `staging_bytes` of device memory, and as much pinned memory.
 
-    All is allocated here, for CUDA may wait for all that runs on the device to allocate or free
-    something: amid fetches that can be NCCL, which waits for a peer that waits likewise.
+    All of it is allocated here, because CUDA may synchronize the whole device to allocate or free.
+    During fetches that could wait for NCCL, which waits for a peer that waits the same way.
 
-    Raises `ConfigError`, which names the `setting`, if that is less than two chunks for each
-    direction, `TransferError` if there is less. A chunk holds at least so many `blocks` of any
-    layer, so every row of the cache.
+    A chunk holds at least `blocks` blocks of any layer, so every row of the cache. Raises
+    `ConfigError`, which names the `setting`, if staging_bytes is less than two chunks per
+    direction; `TransferError` if the memory cannot be allocated.
     """
 
     def __init__(
@@ -199,11 +199,11 @@ class Staging:
 
     @property
     def device_bytes(self) -> int:
-        """What is allocated on the device."""
+        """Bytes allocated on the device."""
         return (self.sending.count + self.receiving.count) * DEPTH * self.chunk_bytes
 
     def close(self) -> None:
-        """Free all that is not in use."""
+        """Free the idle slots."""
         self.sending.close()
         self.receiving.close()
 
@@ -216,9 +216,9 @@ class Staging:
     ) -> Generator[Bytes, None, None]:
         """The bytes of a selection in wire order, in pieces of host memory.
 
-        Each piece is valid until the next is asked for, which is copied meanwhile. To be closed
-        if it is not read to its end; nothing of the cache is read after that. `look` is called
-        during waits, to raise what ends them.
+        A piece is valid until the next one is requested, which is copied meanwhile. Close the
+        iterator if you do not exhaust it; the cache is not read after that. look: called during
+        waits; it ends them by raising.
         """
         move, wait = copy_plan.gather(cache, blocks), Wait(deadline, look)
         with self.sending.take(deadline, look) as slot:
@@ -243,9 +243,9 @@ class Staging:
     ) -> Generator[Bytes, None, None]:
         """Pieces of host memory to be filled with the bytes of a selection, in wire order.
 
-        What was filled is copied into the blocks when the next piece is asked for, behind `after`;
-        when the iterator has ended, all of it is there. To be closed if it is not read to its end;
-        nothing is written to the blocks after that.
+        A filled piece is copied into the blocks when the next one is requested, after the event
+        `after`; when the iterator has ended, all blocks are complete. Close it if you do not
+        exhaust it; the blocks are not written to after that.
         """
         move, wait = copy_plan.scatter(cache, blocks), Wait(deadline)
         with self.receiving.take(deadline) as slot:
@@ -256,7 +256,7 @@ class Staging:
                     wait.until(copied.popleft().is_done)
                 memory, host = slot.chunks[number % DEPTH], slot.pinned[number % DEPTH]
                 yield host.array[: chunk.size]
-                # Here, not on the stream: what waits there can't be taken back at the deadline.
+                # Not on the stream: work that waits there cannot be cancelled at the deadline.
                 if after is not None:
                     wait.until(after.is_done)
                 slot.stream.copy(memory.address, host.address, chunk.size)
@@ -292,9 +292,9 @@ def open_staging(
     pinned: bool = True,
     setting: str = SETTING,
 ) -> Staging | None:
-    """The slots of a worker whose cache is on a device; None for one in host memory.
+    """The slots of a worker whose cache is on a device; None for a cache in host memory.
 
-    Raises `ConfigError` for what has to be changed before this worker can move blocks.
+    Raises `ConfigError` if the memory cannot be allocated.
     """
     if cache.on_host:
         return None
@@ -311,7 +311,7 @@ def open_staging(
         )
     except TransferError as error:
         raise ConfigError(
-            f"{setting}: {staging_bytes} — cannot be had: {error}; cupy comes with `pip install "
+            f"{setting}: {staging_bytes} — not available: {error}; cupy comes with `pip install "
             "disagg[gpu]`, memory of the GPU with a lower gpu_memory_utilization, pinned memory of "
             f"the host with a lower {setting}"
         ) from error

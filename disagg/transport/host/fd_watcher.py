@@ -1,4 +1,4 @@
-"""Waits for many file descriptors in one thread, which sleeps in the kernel until one has news."""
+"""Watches many file descriptors in one thread, which sleeps until one of them is readable."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class FdWatcher:
-    """Calls back once, in its own thread, when a descriptor can be read or has ended.
+    """Calls a callback once, in its own thread, when a descriptor is readable or has ended.
 
-    The thread is started with the first descriptor. A descriptor must stay open until it was
-    removed or its callback has run.
+    The first `add` starts the thread. A descriptor must stay open until it is removed or its
+    callback has run.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,7 +27,7 @@ class FdWatcher:
         self._closed = False
 
     def add(self, descriptor: int, callback: Callable[[], None]) -> None:
-        """Begin to watch it."""
+        """Start to watch a descriptor."""
         with self._lock:
             if self._closed:
                 return
@@ -36,24 +36,24 @@ class FdWatcher:
                 self._wake = os.pipe()
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
-        self._stir()
+        self._wake_up()
 
     def remove(self, descriptor: int) -> bool:
-        """Stop watching it; False if its callback runs, has run, or it was never added."""
+        """Stop watching; False if the callback runs or has run, or the descriptor is unknown."""
         with self._lock:
             found = self._callbacks.pop(descriptor, None) is not None
-        # The thread looks at a copy of the list: without this it would go on with this descriptor.
-        self._stir()
+        # The thread polls a copy of the list; wake it, or it would keep polling this descriptor.
+        self._wake_up()
         return found
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching everything."""
         with self._lock:
             self._closed = True
             self._callbacks.clear()
-        self._stir()
+        self._wake_up()
 
-    def _stir(self) -> None:
+    def _wake_up(self) -> None:
         with self._lock:
             if self._wake is not None:
                 with contextlib.suppress(OSError):
@@ -81,11 +81,11 @@ class FdWatcher:
 
     def _call(self, descriptor: int, callback: Callable[[], None]) -> None:
         with self._lock:
-            # Removed meanwhile, its number may be another's by now.
+            # It was removed meanwhile, and another file may have its number.
             if self._callbacks.get(descriptor) is not callback:
                 return
             del self._callbacks[descriptor]
         try:
             callback()
         except Exception:
-            logger.exception("%s: what follows an end failed", self._name)
+            logger.exception("%s: a callback failed", self._name)

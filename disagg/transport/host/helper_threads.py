@@ -1,9 +1,8 @@
-"""Threads that help the one that calls them, each time on other cores than its own.
+"""Helper threads that never run on the core of the thread that calls them.
 
-On virtual machines a thread that is woken after a pause was seen to run beside its waker, where
-both share a core for milliseconds while another one idles; most likely since a core that sleeps
-there looks like one that was taken away. So helpers are kept off the caller's core, if there is
-another.
+Observed on virtual machines: a thread that wakes after a pause runs on its waker's core, and both
+share it for milliseconds while another core idles; probably because a sleeping virtual core looks
+unavailable. So helpers are kept off the caller's core, if there is another core.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _current_core: Any = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 
 def cores() -> int:
-    """How many this thread may run on."""
+    """How many cores this thread may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
@@ -34,12 +33,12 @@ class HelperThreads:
         self._pool = ThreadPoolExecutor(most, name, initializer=self._begins)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run it beside the caller."""
+        """Run the work in a helper."""
         self._keep_off()
         return self._pool.submit(work)
 
     def close(self) -> None:
-        """Begin nothing any more."""
+        """Cancel queued work; none is started after this."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _begins(self) -> None:

@@ -1,7 +1,7 @@
-"""What host memory needs so that blocks move fast: huge pages, where the system leaves it to us.
+"""Huge pages for host memory, so that blocks move fast.
 
-A copy between processes looks up every page it touches, and the first write to one is a fault:
-of 4 KiB pages there are 512 times as many.
+A copy between processes looks up every page it touches, and the first write to a page is a page
+fault. With 4 KiB pages there are 512 times as many as with 2 MiB pages.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NICE = 10
 
 
 def prefer_huge_pages(memories: Iterable[Bytes]) -> bool:
-    """Advise the kernel to back these with huge pages; whether it agreed.
+    """Advise the kernel to back this memory with huge pages; returns whether it accepted.
 
-    Content and addresses stay. Helps at once only before the memory is written to for the first
-    time; for what was, see `collapse`.
+    Content and addresses stay. It takes effect only where the memory was not written to yet; for
+    the rest see `collapse`.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -43,10 +43,10 @@ def prefer_huge_pages(memories: Iterable[Bytes]) -> bool:
 
 
 def collapse(memories: Iterable[Bytes]) -> threading.Thread:
-    """`prefer_huge_pages`, and move into them what is in small ones already, in a thread.
+    """`prefer_huge_pages`, and in a thread move existing small pages into huge ones.
 
-    Content and addresses stay, and the memory may be used meanwhile. vLLM has written to all of
-    its cache when a connector first sees it.
+    Content and addresses stay, and the memory may be used meanwhile. vLLM has written to all of its
+    cache before a connector gets it.
     """
     kept = list(memories)
     prefer_huge_pages(kept)
@@ -67,4 +67,4 @@ def _collapse(memories: list[Bytes]) -> None:
         for at in range(begin, end, _STEP):
             failed = madvise(at, min(_STEP, end - at), _COLLAPSE)
             if failed and ctypes.get_errno() == errno.EINVAL:
-                return  # an older kernel, or none wanted here
+                return  # the kernel is older, or has huge pages disabled

@@ -1,4 +1,4 @@
-"""A folder in the temporary one that belongs to this user alone."""
+"""The default folder for this user's files, in the system's temporary folder."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def default_folder(temporary: str) -> Path:
-    """This user's own folder in the system's temporary one."""
+    """This user's folder in `temporary`."""
     return Path(temporary) / f"disagg-{os.getuid()}"

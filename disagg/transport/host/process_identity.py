@@ -1,4 +1,4 @@
-"""Telling hosts and processes apart, also from others that have got their numbers since."""
+"""Identities of hosts and processes that stay unique when pids are reused."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def start_time(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """The same for all processes of one host, and no other host, until it boots again."""
+    """Identifies one boot of one host; the same for all its processes."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def pid_namespace() -> int:
-    """Processes know each other's pids if they are in the same one."""
+    """Processes in the same pid namespace see the same pids."""
     return Path("/proc/self/ns/pid").stat().st_ino

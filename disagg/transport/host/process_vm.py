@@ -1,6 +1,6 @@
-"""`process_vm_readv` over pieces of memory of any number and size: batches, short reads, errors.
+"""`process_vm_readv` over any number of memory pieces: batches, short reads, errors.
 
-Knows addresses and lengths, and nothing of blocks, leases or offers.
+Deals in addresses and lengths; leases and offers are not its concern.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TwoIovecs = ctypes.c_uint64 * 4
 
 
 class Pieces:
-    """Pieces of memory that make up a selection, in wire order, as one stream.
+    """The memory pieces of a selection, in wire order, as one stream of bytes.
 
-    `addresses`: of each. `lengths`: of each, or one number if they are all of one length.
+    addresses: one per piece. lengths: one per piece, or one number if all are equal.
     """
 
     def __init__(self, addresses: Ints, lengths: Ints | int, per_region: list[int]) -> None:
@@ -44,7 +44,7 @@ class Pieces:
     def of(cls, cache: BlockCache, addresses: Ints, blocks: Selection) -> Pieces:
         """The selection's pieces, with the cache's regions at these addresses."""
         addresses = addresses[slice(*(blocks.regions or (None,)))]
-        # Most of what is ever moved. A call of numpy's that is seldom made takes 10 to 20 us.
+        # The common case, with few numpy calls: each takes 10 to 20 us when cold.
         if (alike := cache.alike(blocks)) is not None:
             each = len(alike.begins) * alike.length
             every = (addresses[:, None] + alike.begins).reshape(-1)
@@ -99,7 +99,7 @@ def read_span(
 
 def peek(pid: int, at: int, length: int) -> bytes:
     """These bytes of process `pid`, all of them. Raises `TransferError`."""
-    # Not by numpy: cold, that takes as long as the rest.
+    # Without numpy, whose cold call takes as long as all the rest.
     found = ctypes.create_string_buffer(length)
     iovecs = _TwoIovecs(ctypes.addressof(found), length, at, length)
     near = ctypes.addressof(iovecs)
@@ -109,12 +109,12 @@ def peek(pid: int, at: int, length: int) -> bytes:
 
 
 def is_supported() -> bool:
-    """Whether this system has the call at all."""
+    """Whether this system has `process_vm_readv`."""
     return _readv is not None
 
 
 def libc_function(name: str, returns: type, *takes: type) -> Callable[..., int] | None:
-    # CDLL, not PyDLL: it lets go of the GIL for the time of a call.
+    # CDLL, not PyDLL: it releases the GIL during a call.
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:
         function.restype, function.argtypes = returns, takes
@@ -133,7 +133,7 @@ def read(pid: int, near: Iovecs, far: Iovecs) -> int:
 
 
 def _read(pid: int, near: tuple[int, int], far: tuple[int, int]) -> int:
-    """Of both: where the iovecs are, and how many."""
+    """near, far: address and number of the iovecs."""
     if _readv is None:
         raise TransferError("this system has no process_vm_readv", reason="process_memory")
     count = _readv(pid, *near, *far, 0)

@@ -1,9 +1,9 @@
-"""Lets processes of this user read our memory where Yama, a Linux security module, would not.
+"""Lets this user's processes read our memory where Yama, a Linux security module, forbids it.
 
-Where its ptrace_scope is 1, a process may be read by its ancestors and by one other that it names.
-We name PR_SET_PTRACER_ANY: consumers are not known before they read, and there are several at once.
-This gives this one process, while a transport needs it, what scope 0 gives to all; other users stay
-shut out. Scopes 2 and 3 are left as they are: reads fail there, and who reads takes another way.
+With ptrace_scope 1, only a process's ancestors and one process that it names may read it. We name
+PR_SET_PTRACER_ANY, because consumers are not known in advance and there are several. This process
+then behaves as under scope 0 while a transport needs it; other users still cannot read it. Scopes 2
+and 3 are not changed: reads fail there, and consumers use another transport.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class AllowedReaders:
-    """Named from here until `close`, where that makes a difference."""
+    """Allows all readers from construction until `close`, if the scope requires it."""
 
     def __init__(self) -> None:
-        self._named = _scope() == 1 and _name()
+        self._permitted = _scope() == 1 and _permit()
 
     def close(self) -> None:
-        """Name nobody any more."""
-        if self._named:
-            self._named = False
+        """Withdraw the permission."""
+        if self._permitted:
+            self._permitted = False
             _prctl(_PR_SET_PTRACER, ctypes.c_ulong(0))
 
 
-def _name() -> bool:
+def _permit() -> bool:
     if _prctl(_PR_SET_PTRACER, _ANY) == 0:
         return True
-    logger.info("cannot name readers to Yama: %s", os.strerror(ctypes.get_errno()))
+    logger.info("cannot permit readers under Yama: %s", os.strerror(ctypes.get_errno()))
     return False
 
 

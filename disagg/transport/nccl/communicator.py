@@ -1,11 +1,11 @@
 """Two workers joined by NCCL: a communicator, and the connection that orders its use.
 
-The consumer asks for one fetch at a time, and both sides put the same chunks on their streams in
-the same order: so no two requests of a pair can wait for each other. The connection is also how
-each side learns at once that the other is gone; NCCL itself would wait for ever.
+The consumer requests one fetch at a time, and both sides put the same chunks on their streams in
+the same order, so no two fetches of a pair can deadlock. The connection also shows each side at
+once that the other has ended; NCCL itself would wait forever.
 
-After any error a lane is good for nothing: the communicator is aborted, which ends what is on the
-streams, and the connection closed, which tells the peer. Nothing here starts again by itself.
+After any error both are closed: aborting the communicator ends the work on the streams, and closing
+the connection informs the peer. Nothing here rejoins by itself.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ logger = logging.getLogger(__name__)
 
 HELLO = "disagg-nccl/1"
 STALLED = "nccl_stalled"
-# Chunks given to the device ahead of what it has done: enough that it never waits for the host,
-# few enough that the host never waits in CUDA's own queue.
+# Chunks queued on the device: enough that the device never waits for the host, few enough that the
+# host never blocks on CUDA's own queue.
 _AHEAD = 2 * DEPTH
 _TOKEN = 16
 _SETTLE_S = 5.0
-# What waits for a peer takes a part of the GPU, and CUDA may have the model's own work wait behind
-# it. A chunk takes milliseconds. The producer waits twice as long: the consumer is to know why.
+# An NCCL kernel that waits for its peer occupies a part of the GPU, and CUDA may queue the model's
+# work behind it. A chunk takes milliseconds. The producer waits twice as long, so that the consumer
+# fails first and reports the reason.
 _STALL_S = 3.0
 
 _Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
-    """The consumer would like to be joined. `chunk`: the most that it can take at once."""
+    """The consumer asks to be joined. chunk: the most bytes that it can receive at once."""
 
     hello: str
     version: str
@@ -54,7 +55,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True):
-    """The communicator's name; `token` comes over it first; `chunk` is what both sides use."""
+    """identity: NCCL's id of the communicator. token: the first bytes sent over it. chunk: bytes
+    per chunk, for both sides."""
 
     identity: bytes
     token: bytes
@@ -62,7 +64,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Joined(msgspec.Struct, frozen=True, array_like=True):
-    """The consumer is, and waits for the token."""
+    """The consumer has joined, and waits for the token."""
 
 
 class NcclPull(msgspec.Struct, frozen=True, array_like=True):
@@ -72,13 +74,13 @@ class NcclPull(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sending(msgspec.Struct, frozen=True, array_like=True):
-    """So many bytes follow over NCCL; None if there is no such fetch (any more)."""
+    """size: how many bytes follow over NCCL; None if there is no such fetch (any more)."""
 
     size: int | None
 
 
 class PeerCommunicator:
-    """One end. Used by one thread at a time; `cut` by any."""
+    """One end. Used by one thread at a time, except `cut`."""
 
     def __init__(
         self, staging: Staging, channel: Channel, communicator: Communicator, chunk: int
@@ -105,13 +107,13 @@ class PeerCommunicator:
         identity, token = communicators.new_id(), secrets.token_bytes(_TOKEN)
         invite = Invite(identity, token, min(asked.chunk, staging.chunk_bytes))
         channel.send(encode(invite), deadline)
-        lane = cls._joined(staging, channel, communicators, invite, 0, deadline)
-        with lane._or_close():
+        peer = cls._joined(staging, channel, communicators, invite, 0, deadline)
+        with peer._or_close():
             decode(channel.receive(deadline), Joined)
-            wait = Wait(deadline, lane._look_for_end)
+            wait = Wait(deadline, peer._look_for_end)
             with staging.sending.take(deadline, wait.look) as slot:
-                lane._exchange(slot, token, wait, sends=True)
-        return lane
+                peer._exchange(slot, token, wait, sends=True)
+        return peer
 
     @classmethod
     def join(
@@ -121,15 +123,15 @@ class PeerCommunicator:
         channel.send(encode(Join(HELLO, communicators.version, staging.chunk_bytes)), deadline)
         invite = decode(channel.receive(deadline), Invite)
         if invite.chunk > staging.chunk_bytes or len(invite.token) != _TOKEN:
-            raise PeerRefused("an invitation that makes no sense", reason="protocol")
-        lane = cls._joined(staging, channel, communicators, invite, 1, deadline)
-        wait = Wait(deadline, lane._look)
+            raise PeerRefused("an implausible invitation", reason="protocol")
+        peer = cls._joined(staging, channel, communicators, invite, 1, deadline)
+        wait = Wait(deadline, peer._look)
         # As in a fetch, the consumer has its slot before the producer takes one.
-        with lane._or_close(), staging.receiving.take(deadline, wait.look) as slot:
+        with peer._or_close(), staging.receiving.take(deadline, wait.look) as slot:
             channel.send(encode(Joined()), deadline)
-            if lane._exchange(slot, invite.token, wait, sends=False) != invite.token:
-                raise DataCorrupt("the first bytes over NCCL were others", reason="nccl")
-        return lane
+            if peer._exchange(slot, invite.token, wait, sends=False) != invite.token:
+                raise DataCorrupt("the first bytes over NCCL were wrong", reason="nccl")
+        return peer
 
     @classmethod
     def _joined(
@@ -142,9 +144,9 @@ class PeerCommunicator:
         deadline: Deadline,
     ) -> PeerCommunicator:
         def look() -> None:
-            # Not more: the consumer may have joined, and say so, before we have.
+            # Only that: the consumer may join, and report it, before we have.
             if has_ended(channel.sock):
-                raise PeerLost("the peer left while NCCL was joining")
+                raise PeerLost("the peer disconnected while NCCL was joining")
 
         communicator = communicators.join(invite.identity, rank, Wait(deadline, look))
         try:
@@ -154,7 +156,7 @@ class PeerCommunicator:
             raise
 
     def _exchange(self, slot: Slot, token: bytes, wait: Wait, *, sends: bool) -> bytes:
-        """The first bytes: they show that the way works, and make NCCL connect."""
+        """Move the token: it proves that the pair works, and makes NCCL connect."""
         memory, host = slot.chunks[0].address, slot.pinned[0]
         with self._using(slot):
             if sends:
@@ -183,7 +185,7 @@ class PeerCommunicator:
                 self._wire.wait(slot.stream.record())
                 self._communicator.send(at, chunk.size, self._wire, wait)
                 sent.append(self._wire.record())
-            # NCCL's work ends without bytes when it fails; only its state tells.
+            # NCCL's work also ends when it fails; only its state shows that.
             self._communicator.check()
 
     def receive(self, slot: Slot, move: Move, deadline: Deadline) -> None:
@@ -199,16 +201,16 @@ class PeerCommunicator:
                 slot.stream.wait(self._wire.record())
                 slot.stream.launch(chunk, from_shift=at - chunk.at)
                 filled.append(slot.stream.record())
-            self._look()  # the same, and whether the producer was there to the end
+            self._look()  # the same, and that the producer stayed connected to the end
 
     def _chunks(
         self, slot: Slot, move: Move, done: list[Event], wait: Wait, patience: float
     ) -> Iterator[tuple[Chunk, int]]:
-        """Each chunk and the address of its buffer, once few enough are under way; ends when
-        all of them are done."""
+        """Each chunk and the address of its buffer, with at most `_AHEAD` chunks under way; returns
+        when all of them are done."""
         if move.row_bytes.max() > self.chunk:
             raise TransferError(
-                f"a row of {move.row_bytes.max()} bytes is more than the {self.chunk} that both "
+                f"a row of {move.row_bytes.max()} bytes exceeds the {self.chunk} bytes that both "
                 "sides stage; raise the smaller transfer.staging_bytes",
                 reason="nccl_chunk",
             )
@@ -221,7 +223,7 @@ class PeerCommunicator:
 
     @contextlib.contextmanager
     def _using(self, slot: Slot) -> Iterator[None]:
-        """After an error the communicator ends before the slot is believed to be at rest."""
+        """After an error, end the communicator before the slot counts as idle."""
         try:
             yield
         except BaseException:
@@ -234,23 +236,23 @@ class PeerCommunicator:
 
     @property
     def is_open(self) -> bool:
-        """Whether an idle lane can be used."""
+        """Whether it can be used for the next fetch."""
         return not self._closed and is_quiet(self.channel.sock)
 
     def _look(self) -> None:
-        """The peer has nothing to say while a fetch is under way: if it does, it ended."""
+        """For the consumer. The producer sends no message during a fetch, so news is its end."""
         if self._closed or not is_quiet(self.channel.sock):
-            raise PeerLost("the peer left amid the blocks")
+            raise PeerLost("the peer disconnected during the transfer")
         self._communicator.check()
 
     def _look_for_end(self) -> None:
-        """The producer's: its consumer may have all, and ask for the next, before we know."""
+        """For the producer. Its consumer may request the next fetch before this one is done."""
         if self._closed or has_ended(self.channel.sock):
-            raise PeerLost("the peer left amid the blocks")
+            raise PeerLost("the peer disconnected during the transfer")
         self._communicator.check()
 
     def cut(self) -> None:
-        """End whatever is under way, on this side and the other; for any thread."""
+        """End what is under way on both sides. Any thread may call it."""
         with self._closing:
             if self._closed:
                 return
@@ -260,11 +262,11 @@ class PeerCommunicator:
         shut(self.channel.sock)
 
     def _quieten(self) -> None:
-        """Wait until nothing of this lane's is on its stream."""
+        """Wait until its stream is idle."""
         try:
             Wait(Deadline.after(_SETTLE_S)).until(self._wire.record().is_done)
         except TransferError as error:
-            logger.error("nccl: a lane's work on the device does not end: %s", error)
+            logger.error("nccl: work of a communicator on the device does not end: %s", error)
 
     @contextlib.contextmanager
     def _or_close(self) -> Iterator[None]:
@@ -275,7 +277,7 @@ class PeerCommunicator:
             raise
 
     def close(self) -> None:
-        """End it and give everything back."""
+        """End it and free everything."""
         self.cut()
         self._quieten()
         self._wire.close()
@@ -283,11 +285,11 @@ class PeerCommunicator:
 
 
 def _await(chunk: Event, wait: Wait, patience: float) -> None:
-    """Wait for a chunk. Raises `TransferError` (reason STALLED) if it takes longer than that."""
+    """Wait for a chunk. Raises `TransferError` (reason STALLED) after `patience` seconds."""
     soon = Deadline(min(wait.deadline.at, time.monotonic() + patience))
     try:
         Wait(soon, wait.look).until(chunk.is_done)
     except PeerLost as error:
         if error.reason != "deadline" or soon.at == wait.deadline.at:
             raise
-        raise TransferError(f"no block came or went for {patience:g} s", STALLED) from error
+        raise TransferError(f"no block was moved for {patience:g} s", STALLED) from error

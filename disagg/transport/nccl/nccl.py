@@ -1,15 +1,15 @@
 """NCCL between GPUs of any hosts, through one communicator for each pair of workers.
 
-A fetch is staged under a random key, told over the control channel, that works once. The consumer
-asks for it on the pair's own connection (`nccl_lane.py`), which was authenticated like the control
-channel but under another context; then both sides put its chunks on their streams: the producer
-gathers one while the one before is sent, the consumer receives one while the one before is
-scattered. What is gathered and scattered lies in the worker's staging memory, never in more.
+A fetch is registered under a random key that works once; the control channel carries the key. The
+consumer requests the fetch on the pair's own connection (`communicator.py`), which is authenticated
+like the control channel, with a key of its own. Then both sides put its chunks on their streams:
+the producer gathers one chunk while the previous one is sent, the consumer receives one while the
+previous one is scattered. Chunks lie in the worker's staging memory, and never need more.
 
-Joining takes some tenths of a second. It is done when two workers first meet, and again after an
-error; where it failed, or blocks stood still, later each time, and other transports are used. A
-side whose peer ends learns it by the connection, whether a fetch is under way or not, and gives the
-communicator's memory back.
+Joining takes some tenths of a second. It happens when two workers first meet, and again after an
+error. After failed joins and stalls, each further try comes later than the last, and meanwhile
+other transports are used. When a peer ends, the connection shows it at once, during and between
+fetches, and the communicator's memory is freed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from disagg.transport.device import copy_plan
 from disagg.transport.device.base import Communicators, Wait
 from disagg.transport.device.staging import Staging
 from disagg.transport.host.fd_watcher import FdWatcher
-from disagg.transport.nccl import communicator
-from disagg.transport.nccl.communicator import NcclPull, PeerCommunicator, Sending
+from disagg.transport.nccl.communicator import STALLED, NcclPull, PeerCommunicator, Sending
 
 NAME = "nccl"
 
@@ -45,15 +44,15 @@ logger = logging.getLogger(__name__)
 
 _JOIN_S = 15.0
 _MAX_STAGED = 4096
-# A fetch whose bytes have all arrived is released before its producer has looked.
+# A consumer may release a fetch before the producer has noticed that all bytes were sent.
 _GRACE_S = 0.5
 _LEAVE_S = 10.0
-# NCCL keeps a thread for each id of its own that nobody joins: it must not be asked too often.
+# NCCL keeps a thread for each id that is never joined, so joining must not be tried too often.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 3600.0
 
 
 class _NcclOffer(msgspec.Struct, frozen=True, array_like=True):
-    """Where lanes are joined, and what this life of the producer is called."""
+    """Where consumers join. life: identifies this life of the producer."""
 
     host: str
     port: int
@@ -61,7 +60,7 @@ class _NcclOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Staged(msgspec.Struct, frozen=True, array_like=True):
-    """What waits for the consumer."""
+    """A fetch that the consumer can request. size: in bytes."""
 
     at: _NcclOffer
     key: bytes
@@ -74,15 +73,15 @@ def _secret(secret: bytes) -> bytes:
 
 @dataclass
 class _Fetch:
-    """One staged fetch, and the lane that reads the cache for it now."""
+    """A staged fetch. communicator: the one that sends it now."""
 
     blocks: Selection
     deadline: Deadline
-    lane: PeerCommunicator | None = None
+    communicator: PeerCommunicator | None = None
 
 
 class NcclSender:
-    """Listens for lanes on exactly `host`; a thread for each, asleep between fetches.
+    """Listens for consumers on exactly `host`; one thread each, asleep between fetches.
 
     Without `staging` (a cache in host memory) it offers nothing. Raises `ConfigError` for a host
     that is not one address, `OSError` if it cannot be bound.
@@ -106,12 +105,12 @@ class NcclSender:
             self._offer = _NcclOffer(at.host, at.port, secrets.token_bytes(16))
 
     def offer(self) -> bytes:
-        """Empty where no lane could be joined."""
+        """Empty if no consumer could join."""
         return encode(self._offer) if self._offer else b""
 
     def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
         if self._offer is None:
-            raise TransferError("nothing is on offer", reason="no_transport")
+            raise TransferError("NCCL is not on offer", reason="no_transport")
         key = secrets.token_bytes(16)
         with self._changed:
             if self._closed or len(self._fetches) >= _MAX_STAGED:
@@ -134,62 +133,66 @@ class NcclSender:
             self._listener.join(_LEAVE_S)
 
     def _drop(self, key: bytes, grace: float) -> None:
-        """Forget a fetch; when it returns, no lane reads its blocks."""
+        """Drop a fetch; when it returns, no communicator reads its blocks."""
         with self._changed:
             fetch = self._fetches.pop(key, None)
-            if fetch is None or self._changed.wait_for(lambda: fetch.lane is None, grace):
+            if fetch is None or self._changed.wait_for(lambda: fetch.communicator is None, grace):
                 return
-            lane = fetch.lane
-        if lane is not None:
-            lane.cut()
+            communicator = fetch.communicator
+        if communicator is not None:
+            communicator.cut()
         with self._changed:
-            # The blocks are freed next: to give up here would break the promise.
-            while not self._changed.wait_for(lambda: fetch.lane is None, _LEAVE_S):
-                logger.error("nccl: a lane still reads blocks %.0f s after its end", _LEAVE_S)
+            # vLLM frees the blocks next, so this wait must not give up.
+            while not self._changed.wait_for(lambda: fetch.communicator is None, _LEAVE_S):
+                logger.error(
+                    "nccl: a communicator still reads blocks %.0f s after its end", _LEAVE_S
+                )
 
-    # ---- lanes -----------------------------------------------------------------------------
+    # ---- consumers -----------------------------------------------------------------------------
 
     def _serve(self, sock: socket.socket) -> None:
         assert self._staging is not None
         assert self._communicators is not None
-        lane: PeerCommunicator | None = None
+        communicator: PeerCommunicator | None = None
         try:
             tune(sock)
             opening = Deadline.after(_JOIN_S)
             channel = Channel.accept(sock, self._secret, opening)
             self._staging.device.use()
-            lane = PeerCommunicator.invite(self._staging, channel, self._communicators, opening)
+            communicator = PeerCommunicator.invite(
+                self._staging, channel, self._communicators, opening
+            )
             while True:
-                self._answer(lane, decode(channel.receive(None), NcclPull).key)
+                self._answer(communicator, decode(channel.receive(None), NcclPull).key)
         except PeerLost as gone:
-            logger.debug("a lane ended: %s", gone)
+            logger.debug("a communicator ended: %s", gone)
         except TransferError as error:
-            logger.warning("a lane broke: %s", error)
+            logger.warning("a communicator failed: %s", error)
         finally:
-            if lane is not None:
-                lane.close()
+            if communicator is not None:
+                communicator.close()
 
-    def _answer(self, lane: PeerCommunicator, key: bytes) -> None:
+    def _answer(self, communicator: PeerCommunicator, key: bytes) -> None:
         assert self._staging is not None
         with self._changed:
             fetch = self._fetches.get(key)
-            if fetch is not None and fetch.lane is None:
-                fetch.lane = lane
+            if fetch is not None and fetch.communicator is None:
+                fetch.communicator = communicator
             else:
                 fetch = None
         if fetch is None:
-            lane.channel.send(encode(Sending(None)), Deadline.after(_JOIN_S))
+            communicator.channel.send(encode(Sending(None)), Deadline.after(_JOIN_S))
             return
         try:
             with self._staging.sending.take(fetch.deadline, lambda: self._look(key)) as slot:
                 move = copy_plan.gather(self._cache, fetch.blocks)
-                lane.channel.send(encode(Sending(move.size)), fetch.deadline)
-                lane.send(slot, move, fetch.deadline)
+                communicator.channel.send(encode(Sending(move.size)), fetch.deadline)
+                communicator.send(slot, move, fetch.deadline)
         finally:
             with self._changed:
                 # A key works once.
                 self._fetches.pop(key, None)
-                fetch.lane = None
+                fetch.communicator = None
                 self._changed.notify_all()
 
     def _look(self, key: bytes) -> None:
@@ -198,7 +201,7 @@ class NcclSender:
 
 
 class NcclReceiver:
-    """Joins producers when it first meets them, and fetches from each one after the other."""
+    """Joins each producer at the first fetch; its fetches from one producer run one at a time."""
 
     name = NAME
 
@@ -215,9 +218,9 @@ class NcclReceiver:
             return None
         try:
             at = decode(offer, _NcclOffer)
-            if self._peer(at).lane is not None:
+            if self._peer(at).communicator is not None:
                 return self
-            with self._lane(at, Deadline.after(_JOIN_S)):
+            with self._joined(at, Deadline.after(_JOIN_S)):
                 return self
         except TransferError as error:
             logger.warning("cannot be joined over NCCL: %s", error)
@@ -227,29 +230,29 @@ class NcclReceiver:
         return b""
 
     def prepare(self, job: FetchJob) -> None:
-        """Nothing can be done without the answer."""
+        """Nothing to do without the answer."""
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
         staged = decode(answer, _Staged)
         move = copy_plan.scatter(self._cache, job.blocks)
         if staged.size != move.size:
-            raise DataCorrupt(f"{staged.size} bytes where {move.size} were due", reason="nccl_size")
+            raise DataCorrupt(f"{staged.size} bytes instead of {move.size}", reason="nccl_size")
         assert self._staging is not None
-        # First, so that no send or receive waits on either GPU for the end of a step of ours.
+        # First, so that no send or receive waits on a GPU for the end of one of our steps.
         if job.after is not None:
             Wait(job.deadline).until(job.after.is_done)
         with (
-            self._lane(staged.at, job.deadline) as lane,
-            # Before the producer takes its own: who sends then never waits for who receives.
+            self._joined(staged.at, job.deadline) as communicator,
+            # Before the producer takes its slot, so that the sender never waits for the receiver.
             self._staging.receiving.take(job.deadline) as slot,
         ):
-            lane.channel.send(encode(NcclPull(staged.key)), job.deadline)
-            sending = decode(lane.channel.receive(job.deadline), Sending).size
+            communicator.channel.send(encode(NcclPull(staged.key)), job.deadline)
+            sending = decode(communicator.channel.receive(job.deadline), Sending).size
             if sending is None:
                 raise _NoSuchFetch("the producer has no such fetch")
             if sending != move.size:
-                raise DataCorrupt(f"{sending} bytes where {move.size} were due", "nccl_size")
-            lane.receive(slot, move, job.deadline)
+                raise DataCorrupt(f"{sending} bytes instead of {move.size}", "nccl_size")
+            communicator.receive(slot, move, job.deadline)
         self._peer(staged.at).pauses = 0
         return move.size
 
@@ -260,36 +263,38 @@ class NcclReceiver:
             peers = list(self._peers.values())
             self._peers.clear()
         for peer in peers:
-            if peer.lane is not None:
-                peer.lane.cut()  # whoever uses it gives up
+            if peer.communicator is not None:
+                peer.communicator.cut()  # a fetch that uses it fails
             with peer.busy:
                 peer.close()
 
     @contextlib.contextmanager
-    def _lane(self, at: _NcclOffer, deadline: Deadline) -> Iterator[PeerCommunicator]:
-        """The lane to this producer, for one fetch; joined if there is none. An error ends it."""
+    def _joined(self, at: _NcclOffer, deadline: Deadline) -> Iterator[PeerCommunicator]:
+        """The communicator to this producer, for one fetch; joins if needed. Errors end it."""
         peer = self._peer(at)
         if not peer.busy.acquire(timeout=deadline.left()):
-            raise PeerLost("other fetches were first until the deadline", reason="deadline")
+            raise PeerLost(
+                "other fetches used the communicator until the deadline", reason="deadline"
+            )
         try:
-            lane = peer.lane
-            if lane is not None:
-                self._watch.remove(lane.channel.sock.fileno())
-            if lane is None or not lane.is_open:
+            communicator = peer.communicator
+            if communicator is not None:
+                self._watch.remove(communicator.channel.sock.fileno())
+            if communicator is None or not communicator.is_open:
                 peer.close()
-                lane = peer.lane = self._join(at, peer, deadline)
+                communicator = peer.communicator = self._join(at, peer, deadline)
             try:
-                yield lane
+                yield communicator
             except _NoSuchFetch:
                 raise
             except BaseException as error:
                 peer.close()
-                if isinstance(error, TransferError) and error.reason == communicator.STALLED:
+                if isinstance(error, TransferError) and error.reason == STALLED:
                     peer.pause()
                 raise
             finally:
-                if peer.lane is not None:
-                    self._rest(at, peer, lane)
+                if peer.communicator is not None:
+                    self._rest(at, peer, communicator)
         finally:
             peer.busy.release()
 
@@ -311,7 +316,9 @@ class NcclReceiver:
         try:
             channel = Channel.connect(at.host, at.port, self._secret, opening)
             try:
-                lane = PeerCommunicator.join(self._staging, channel, self._communicators, opening)
+                communicator = PeerCommunicator.join(
+                    self._staging, channel, self._communicators, opening
+                )
             except BaseException:
                 channel.close()
                 raise
@@ -319,47 +326,47 @@ class NcclReceiver:
             peer.pause()
             raise
         logger.info("joined %s:%d over NCCL", at.host, at.port)
-        return lane
+        return communicator
 
-    def _rest(self, at: _NcclOffer, peer: _Peer, lane: PeerCommunicator) -> None:
-        """Between fetches: if the producer ends, so does the lane, at once."""
+    def _rest(self, at: _NcclOffer, peer: _Peer, communicator: PeerCommunicator) -> None:
+        """Between fetches: end the communicator at once when the producer ends."""
 
         def left() -> None:
-            # Who has it in use finds out without us.
+            # A fetch that uses it finds out by itself.
             if peer.busy.acquire(blocking=False):
                 try:
-                    if peer.lane is lane and not lane.is_open:
+                    if peer.communicator is communicator and not communicator.is_open:
                         peer.close()
-                        logger.info("%s:%d left, and its NCCL lane ends", at.host, at.port)
+                        logger.info("%s:%d left; its NCCL communicator ends", at.host, at.port)
                 finally:
                     peer.busy.release()
 
-        self._watch.add(lane.channel.sock.fileno(), left)
+        self._watch.add(communicator.channel.sock.fileno(), left)
 
 
 class _Peer:
-    """One life of a producer: its lane, and when to try again if there is none."""
+    """One life of a producer: its communicator, or when to try to join again."""
 
     def __init__(self) -> None:
         self.busy = threading.Lock()
-        self.lane: PeerCommunicator | None = None
+        self.communicator: PeerCommunicator | None = None
         self.pauses = 0
-        self._not_before = time.monotonic()  # also its age: it is not forgotten while it is new
+        self._not_before = time.monotonic()  # also its age: new entries are kept
 
     def close(self) -> None:
-        """End the lane, if there is one."""
-        lane, self.lane = self.lane, None
-        if lane is not None:
-            lane.close()
+        """End the communicator, if any."""
+        communicator, self.communicator = self.communicator, None
+        if communicator is not None:
+            communicator.close()
 
     def pause(self) -> None:
-        """It failed: the next try comes later than the last one did."""
+        """After a failure: double the time until the next try."""
         seconds = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self.pauses)
         self.pauses += 1
         self._not_before = time.monotonic() + seconds
 
     def check_pause(self) -> None:
-        """Raise `TransferError` while it is too early."""
+        """Raise `TransferError` before the next try is due."""
         left = self._not_before - time.monotonic()
         if left > 0:
             raise TransferError(
@@ -368,13 +375,13 @@ class _Peer:
             )
 
     def is_forgotten(self) -> bool:
-        """Whether nothing is lost without it."""
+        """Whether it can be dropped: no communicator, and no recent failure to remember."""
         old = time.monotonic() > self._not_before + _LONGEST_PAUSE_S
-        return self.lane is None and old and not self.busy.locked()
+        return self.communicator is None and old and not self.busy.locked()
 
 
 class _NoSuchFetch(TransferError):
-    """The lane is as good as before."""
+    """The communicator can be used on."""
 
     reason = "nccl_gone"
 

@@ -74,7 +74,7 @@ class CudaIpcSender:
             self._take_back()
 
     def offer(self) -> bytes:
-        """Empty where nobody could read this cache: host memory, or what cannot be shared."""
+        """Empty for a cache that no process could read: in host memory, or not shareable."""
         return self._offer
 
     def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:

@@ -1,11 +1,12 @@
-"""Hazard pointers: which lease a consumer reads right now, where its producer sees it.
+"""Hazard pointers: they show the producer which leases consumers are reading right now.
 
-A slot for each control connection, in memory that both ends map. Who reads a lease without asking
-(board.py) writes its number into the slot first, and then looks the lease up; the producer takes a
-lease off the board first, and then looks whether a slot names it. Each writes before it looks, so
-at least one sees the other: the lease is not found, or its blocks are kept.
+Each control connection has a slot, in memory that both processes map. A consumer that reads a lease
+directly (`lease_board.py`) first writes the lease's number into its slot, then looks the lease up.
+The producer first removes a lease from the board, then checks whether a slot names it. Each side
+writes before it reads, so at least one sees the other: either the consumer does not find the lease,
+or the producer keeps its blocks.
 
-Slots say nothing of the blocks. Who writes nonsense into them keeps a lease for a while longer.
+Slots give no access to blocks. A consumer that writes garbage into them only delays a lease's end.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _SLOTS = 1024
 _SLOT_BYTES = 64  # a cache line each
 _TOKEN_BYTES = 16
 _LEASES = 1 << 62
-_BYTES = (1 + _SLOTS) * _SLOT_BYTES  # the first is the token's
+_BYTES = (1 + _SLOTS) * _SLOT_BYTES  # the first slot holds the token
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
 class HazardPointers:
-    """The producer's end. Safe for use from any thread. `fd` is for consumers to open by /proc."""
+    """The producer's end. Safe for use from any thread. Consumers open `fd` through /proc."""
 
     def __init__(self, token: bytes) -> None:
         self.fd = os.memfd_create("disagg-hazards", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -44,7 +45,7 @@ class HazardPointers:
         memory = mmap.mmap(self.fd, _BYTES)
         memory[:_TOKEN_BYTES] = token
         self._slots = _slots(memory)
-        # The one free for longest first: who lost its connection may not know it yet.
+        # Reuse the slot that is free for longest: its last reader may not have noticed its end.
         self._free = deque(range(_SLOTS))
         self._lock = threading.Lock()
 
@@ -54,7 +55,7 @@ class HazardPointers:
             return self._free.popleft() if self._free else NO_SLOT
 
     def give_back(self, slot: int) -> int | None:
-        """The counterpart of `take`. The lease that the slot still names: its reader is gone."""
+        """The counterpart of `take`. Returns the lease that the slot still names, if any."""
         if slot == NO_SLOT:
             return None
         with self._lock:
@@ -63,24 +64,24 @@ class HazardPointers:
             self._free.append(slot)
         return number - 1 if number else None
 
-    def name(self, lease: int) -> bool:
-        """Whether any slot does."""
+    def names(self, lease: int) -> bool:
+        """Whether any slot names this lease."""
         with self._lock:
             return lease + 1 in self._slots
 
     def close(self) -> None:
-        """Nobody can open it any more; who has it mapped may write on."""
+        """Consumers cannot open it after this; existing mappings stay writable."""
         self._close()
 
 
 class RemoteHazardPointers:
-    """A consumer's end: the slots of process `pid`. Raises `TransferError` if they are not there,
-    or not those of this token."""
+    """The consumer's end: the slots of process `pid`. Raises `TransferError` if they are missing or
+    have another token."""
 
     def __init__(self, pid: int, fd: int, token: bytes) -> None:
         try:
             with open(f"/proc/{pid}/fd/{fd}", "r+b", buffering=0) as file:
-                # Else it could shrink under us, which is a SIGBUS.
+                # An unsealed file could shrink, and then reading it would raise SIGBUS.
                 if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                     raise OSError("not sealed")
                 memory = mmap.mmap(file.fileno(), _BYTES)
@@ -92,13 +93,13 @@ class RemoteHazardPointers:
         self._lock = threading.Lock()
 
     def have(self, slot: int, lease: int) -> bool:
-        """Whether there is such a slot, and room in it for the number."""
+        """Whether the slot exists, and the lease's number fits into it."""
         return 0 <= slot < _SLOTS and 0 <= lease < _LEASES
 
     @contextlib.contextmanager
     def naming(self, slot: int, lease: int) -> Iterator[None]:
-        """Look the lease up, and read it, in here. One thread at a time has the slot."""
-        # To let go of a lock and take it again is a full fence: looking cannot come first.
+        """Name the lease in the slot. Look it up and read it within the context, in one thread."""
+        # Releasing and taking a lock is a full fence: the look-up cannot move before the write.
         with self._lock:
             self._slots[slot] = lease + 1
         with self._lock:
@@ -106,11 +107,11 @@ class RemoteHazardPointers:
         try:
             yield
         finally:
-            if self._slots[slot] == lease + 1:  # else it is another connection's by now
+            if self._slots[slot] == lease + 1:  # else the slot belongs to another connection now
                 self._slots[slot] = 0
 
 
 def _slots(memory: mmap.mmap) -> npt.NDArray[np.int64]:
-    """int64 [slots]: the lease + 1 that is read there, 0 for none."""
+    """int64 [slots]: lease + 1 that is being read, 0 for none."""
     rows = np.frombuffer(memory, np.int64).reshape(1 + _SLOTS, -1)
     return rows[1:, 0]

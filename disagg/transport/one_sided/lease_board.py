@@ -1,16 +1,16 @@
-"""Leases posted in memory, where consumers of the same host look them up without asking.
+"""The lease board: leases in the producer's memory, where consumers on this host look them up.
 
-A row for each lease: its number, how many block ids it has, a checksum, and the ids. The producer
-posts a lease when it is granted, takes it off before its blocks go back to vLLM, and never uses a
-number again; and the blocks do not go back while somebody says that it reads them (hazards.py). A
-consumer may be silent for so long that it is waited for no more. So the row is looked at again: who
-finds the same one before and after it read the blocks has read them while the lease kept them; like
-a seqlock, but nobody reads in a loop.
+Each lease has a row: its number, its count of block ids, a checksum, and the ids. The producer
+posts a lease when it is granted, removes it before its blocks go back to vLLM, and never reuses a
+number. The blocks do not go back while a hazard slot names the lease (`hazard_pointers.py`). But
+the producer waits for a silent consumer only up to a limit. So the consumer reads the row twice: if
+it is equal before and after the blocks were read, the lease kept the blocks in between. This is a
+seqlock without the retry loop.
 
-A row is read while it may be written: what makes no sense, or has another checksum, is taken for no
-row. The board's own token is part of the checksum, so that no other process is read for it. A lease
-that does not fit a row is not posted, and where two want the same row the later one has it: of the
-others the producer is asked.
+A row may be read while it is written: an implausible row, or one with a wrong checksum, counts as
+absent. The checksum covers the board's token, so that another process's memory is never taken for
+the board. A lease with too many blocks for a row is not posted, and of two leases with the same row
+the later one has it; consumers ask the producer for the others.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from disagg.transport.base import LeaseEntry
 from disagg.transport.one_sided.hazard_pointers import NO_SLOT, HazardPointers
 
 _ROWS = 1024
-_ROW_BYTES = 4096  # a page: of what was never posted nothing is taken
+_ROW_BYTES = 4096  # one page: rows that were never written take no memory
 _HEAD = struct.Struct("<qqq")
 _HEAD_BYTES = _HEAD.size
 _MOST_IDS = (_ROW_BYTES - _HEAD_BYTES) // 4
 
 Peek = Callable[[int, int], bytes]
-"""Bytes of the producer's memory: address and length. Raises `TransferError`."""
+"""Reads the producer's memory: (address, length) -> bytes. Raises `TransferError`."""
 
 
 class LeaseBoard:
-    """One worker's. Safe for use from any thread."""
+    """The board of one producer worker. Safe for use from any thread."""
 
     def __init__(self) -> None:
         self.token = secrets.token_bytes(16)
@@ -50,11 +50,11 @@ class LeaseBoard:
 
     @property
     def address(self) -> int:
-        """Of its first row."""
+        """The address of its first row."""
         return int(self._rows.ctypes.data)
 
     def post(self, lease: int, block_ids: Sequence[int]) -> None:
-        """From now on its blocks may be read."""
+        """Let consumers read these blocks from now on."""
         count = len(block_ids)
         if count > _MOST_IDS:
             return
@@ -69,28 +69,27 @@ class LeaseBoard:
             head[1:] = count, checksum
             head[0] = lease + 1
 
-    def take_off(self, lease: int) -> None:
-        """What is read of it from now on counts no more."""
+    def remove(self, lease: int) -> None:
+        """Blocks read after this are not valid."""
         with self._lock:
             head = self._heads[lease % _ROWS]
             if head[0] == lease + 1:
                 head[0] = 0
 
     def is_read(self, lease: int) -> bool:
-        """Whether a consumer says that it reads the blocks. Once the lease was taken off, nobody
-        begins to."""
-        return self.hazards is not None and self.hazards.name(lease)
+        """Whether a hazard slot names the lease. After `remove`, no further read begins."""
+        return self.hazards is not None and self.hazards.names(lease)
 
     def take_slot(self) -> int:
-        """For a connection, to say there what it reads; `NO_SLOT` if it cannot, and has to ask."""
+        """A hazard slot for a connection; `NO_SLOT` if there is none, so that it has to ask."""
         return NO_SLOT if self.hazards is None else self.hazards.take()
 
     def give_back(self, slot: int) -> int | None:
-        """Its connection ended. The lease that was being read, if any."""
+        """The connection ended. Returns the lease that it was reading, if any."""
         return None if self.hazards is None else self.hazards.give_back(slot)
 
     def close(self) -> None:
-        """Take all off; nothing is posted any more."""
+        """Remove all leases; nothing is posted after this."""
         with self._lock:
             self._closed = True
             self._heads[:, 0] = 0
@@ -98,13 +97,13 @@ class LeaseBoard:
             self.hazards.close()
 
     def posted(self) -> set[int]:
-        """The leases that are on it."""
+        """The leases on the board."""
         with self._lock:
             return {int(number) - 1 for number in self._heads[:, 0] if number}
 
 
 def look_up(peek: Peek, address: int, token: bytes, lease: int) -> LeaseEntry | None:
-    """The lease on the board of this address and token; None if it is not there."""
+    """The lease's entry on the board with this address and token; None if there is none."""
     at = address + lease % _ROWS * _ROW_BYTES
     row = peek(at, _ROW_BYTES)
     head, rest = row[:_HEAD_BYTES], row[_HEAD_BYTES:]
@@ -117,9 +116,9 @@ def look_up(peek: Peek, address: int, token: bytes, lease: int) -> LeaseEntry | 
     return LeaseEntry(head, at, np.frombuffer(ids, np.int32).tolist())
 
 
-def still_there(peek: Peek, posted: LeaseEntry) -> bool:
-    """Whether it has been on the board all the time since it was looked up."""
-    return peek(posted.at, _HEAD_BYTES) == posted.head
+def still_there(peek: Peek, entry: LeaseEntry) -> bool:
+    """Whether the entry has stayed on the board since it was looked up."""
+    return peek(entry.at, _HEAD_BYTES) == entry.head
 
 
 def _checksum(token: bytes, lease: int, ids: bytes) -> int:

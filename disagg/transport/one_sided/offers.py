@@ -1,8 +1,8 @@
-"""What one-sided transports share: whose memory is on offer, and answers that only name blocks.
+"""Shared by one-sided transports: the offer's origin, the cache's geometry, answers naming blocks.
 
-The consumer knows from the offer how the producer's cache is laid out, and works out all addresses
-itself. It must never let an answer pass that names anything outside of that cache: what lies there
-is read without asking the producer again.
+The consumer learns from the offer how the producer's cache is laid out, and computes all addresses
+itself. It must never accept an answer that names anything outside of that cache, as it reads the
+named blocks without asking again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Which process makes an offer; no other, not even with its pid, ever has its token."""
+    """The process that makes an offer. Its token is unique, even if its pid is reused."""
 
     boot: str
     pid_namespace: int
@@ -38,7 +38,7 @@ class Origin(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, **fields: Any) -> Self:
-        """An offer of this process; `fields` are the rest."""
+        """An offer of this process, with the subclass's other fields."""
         pid = os.getpid()
         return cls(
             boot=boot_id(),
@@ -49,7 +49,7 @@ class Origin(msgspec.Struct, frozen=True):
         )
 
     def is_alive(self) -> bool:
-        """Whether the process is still there."""
+        """Whether the process still exists."""
         return start_time(self.pid) == self.started
 
     def check_reachable(self) -> None:
@@ -91,8 +91,8 @@ def geometry(cache: BlockCache) -> Ints:
 
 
 def unbacked(rows: Ints) -> BlockCache:
-    """A cache of this geometry on meta tensors, which have shape and strides but no memory: the
-    very code that finds blocks in our cache finds them in theirs. Raises `ValueError`."""
+    """A cache of this geometry on meta tensors, which have shape and strides but no memory. So the
+    same code locates blocks in our cache and in theirs. Raises `ValueError`."""
     import torch
 
     def region(shape: list[int], strides: list[int]) -> Region:
@@ -105,7 +105,7 @@ def unbacked(rows: Ints) -> BlockCache:
 
 
 def extent(region: Region) -> int:
-    """Bytes from a region's first to its last, as numbers that do not overflow."""
+    """Bytes from a region's first to its last, in integers that cannot overflow."""
     shape, strides = region.memory.shape, region.memory.stride()
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
@@ -114,7 +114,7 @@ def extent(region: Region) -> int:
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """A selection of the producer whose offer had this token. `block_ids`: int32 [blocks]."""
+    """A selection in the cache of the producer with this token. block_ids: int32 [blocks]."""
 
     token: bytes
     block_ids: bytes
@@ -126,7 +126,7 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode(token: bytes, blocks: Selection) -> bytes:
-    """The answer that names these blocks."""
+    """An answer that names these blocks. Raises `TransferError` if they are too many."""
     ids = np.asarray(blocks.block_ids, np.int32).tobytes()
     if len(ids) > MAX_FRAME - _ANSWER_MARGIN:
         raise TransferError(f"{len(ids) // 4} blocks do not fit one answer", reason="too_large")
@@ -138,8 +138,8 @@ def encode(token: bytes, blocks: Selection) -> bytes:
 def decode(
     answer: bytes, token: bytes, theirs: BlockCache, ours: BlockCache, mine: Selection
 ) -> Selection:
-    """The producer's blocks that an answer names. All of them lie in its cache `theirs`, and hold
-    as many bytes per region as our own selection.
+    """The producer's blocks that an answer names. All of them lie in its cache `theirs`, and have
+    the same bytes per head and token as our own selection.
 
     token: of the producer's offer. Raises `DataCorrupt`.
     """
@@ -157,6 +157,6 @@ def decode(
 
 
 def compare(ours: BlockCache, mine: Selection, cache: BlockCache, theirs: Selection) -> None:
-    """Raise `DataCorrupt` unless what the two selections hold is of the same sizes."""
+    """Raise `DataCorrupt` unless both selections have the same bytes per head and token."""
     if ours.contents(mine) != cache.contents(theirs):
         raise DataCorrupt("the two sides do not mean the same selection", reason="range")

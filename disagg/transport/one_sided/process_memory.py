@@ -73,7 +73,7 @@ class ProcessMemorySender:
         self._readers = AllowedReaders() if cache.on_host else None
 
     def offer(self) -> bytes:
-        """Empty where nobody could read this cache: device memory, or no Linux."""
+        """Empty if no process could read this cache: device memory, or no Linux."""
         if not self._cache.on_host or not is_supported():
             return b""
         rows = np.column_stack([_addresses(self._cache), offers.geometry(self._cache)])

@@ -78,9 +78,8 @@ def open_board(transport: str, pid: int, at: LeaseBoardOffer | None) -> RemoteLe
 
 
 class BoardCache(ReadableCache):
-    """A producer's cache, opened beside our own. board: None if the producer has to be asked.
-
-    token: of its offer. Subclasses copy; here is which blocks.
+    """A producer's cache with its lease board. token: of its offer. board: None if the producer has
+    to be asked for leases. Subclasses copy the blocks that this class selects.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the two ends of the tcp transport say to each other, and with which secret.
+"""The messages between the two ends of the tcp transport, and the key of its connections.
 
 `TcpOffer`, `Request` and `Staged` travel over the control channel; `HELLO`, `TcpPull` and `Sending`
 are frames on a data connection, where `Sending` is followed by the bytes themselves and a frame
@@ -28,25 +28,25 @@ __all__ = [
 
 HELLO = b"disagg-tcp/1"
 
-# Of one fetch. More than any network card needs; a bound for what a peer may ask for.
+# Per fetch. More than any network card needs; it bounds what a peer may request.
 MAX_STREAMS = 16
 
 
 class TcpOffer(msgspec.Struct, frozen=True, array_like=True):
-    """Where data connections are taken."""
+    """Where the producer listens for data connections."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """How many streams the consumer would like."""
+    """How many streams the consumer requests."""
 
     streams: int
 
 
 class Staged(msgspec.Struct, frozen=True, array_like=True):
-    """What waits for the consumer: `size` bytes over all streams."""
+    """A fetch that the consumer can request. size: bytes over all streams."""
 
     at: TcpOffer
     key: bytes
@@ -55,18 +55,18 @@ class Staged(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TcpPull(msgspec.Struct, frozen=True, array_like=True):
-    """Send this stream of that fetch."""
+    """Request one stream of a fetch."""
 
     key: bytes
     stream: int
 
 
 class Sending(msgspec.Struct, frozen=True, array_like=True):
-    """So many bytes follow, then their checksum; None if there is no such stream (any more)."""
+    """size: bytes that follow, before their checksum; None if the stream does not exist."""
 
     size: int | None
 
 
 def data_secret(secret: bytes) -> bytes:
-    """What data connections are signed with, so that none passes for a control channel."""
+    """The key of data connections; it does not open a control channel."""
     return secret_for(b"disagg tcp data", secret)

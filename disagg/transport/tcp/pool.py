@@ -1,7 +1,7 @@
-"""The consumer's data connections: kept by the producer's address, several for one fetch.
+"""The consumer's data connections: pooled by the producer's address, several for one fetch.
 
-A connection carries one stream at a time. It is kept only after a stream that ended well, and
-given out only if its producer has not closed it since; nothing here retries.
+A connection carries one stream at a time. It returns to the pool only after a successful stream,
+and is reused only if its producer has not closed it since; nothing here retries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pool:
 
     @contextlib.contextmanager
     def connection(self, address: Address, deadline: Deadline) -> Iterator[Channel]:
-        """A connection for the time of the block; an error in the block closes it."""
+        """A connection, for the context; an error within closes it."""
         channel = self._take(address) or self._open(address, deadline)
         try:
             yield channel
@@ -47,7 +47,7 @@ class Pool:
         channel.close()
 
     def close(self) -> None:
-        """Close the idle connections; those in use are closed when they are given back."""
+        """Close the idle connections; those in use are closed afterwards."""
         with self._lock:
             self._closed = True
             idle = [channel for channels in self._idle.values() for channel in channels]
@@ -70,7 +70,7 @@ class Pool:
     def _open(self, address: Address, deadline: Deadline) -> Channel:
         channel = Channel.connect(*address, self._secret, deadline)
         try:
-            # Its answer tells that the producer has the same secret, before a fetch depends on it.
+            # The answer proves that the producer has the same secret, before a fetch depends on it.
             channel.send(w.HELLO, deadline)
             if channel.receive(deadline) != w.HELLO:
                 raise PeerRefused(
@@ -83,7 +83,7 @@ class Pool:
 
 
 class Streams:
-    """The streams of one fetch at work together: the first error cuts the others."""
+    """The streams of one fetch: the first error cuts the others."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
@@ -92,7 +92,7 @@ class Streams:
 
     def run(self, count: int, pull: Callable[[int, Streams], None]) -> None:
         """Call `pull(stream, self)` for each stream, the first in this thread; raise the first
-        error. When it returns, none of them touches the cache any more."""
+        error. When it returns, no stream accesses the cache any more."""
 
         def guarded(stream: int) -> None:
             try:
@@ -118,7 +118,7 @@ class Streams:
 
     @contextlib.contextmanager
     def using(self, sock: socket.socket) -> Iterator[None]:
-        """For the time of the block, the failure of another stream cuts this connection."""
+        """Within the context, the failure of another stream cuts this connection."""
         with self._lock:
             if self._error is not None:
                 raise PeerLost("another stream of this fetch failed")

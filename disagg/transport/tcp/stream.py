@@ -1,13 +1,13 @@
-"""Bytes of a selection through a connected socket, from and to the cache's own memory.
+"""Sends and receives a selection's bytes over a connected socket, from and to the cache's memory.
 
-Few and large system calls, each without the GIL: `sendmsg` and `recvmsg_into` over many pieces
-at once, on a socket that blocks in the kernel. A timeout of Python's would make the socket
-non-blocking, and every call as small as what just happens to lie in its buffer. The wait of
-each call is bounded by the kernel instead (SO_RCVTIMEO, SO_SNDTIMEO), by the time that is left.
+It uses few, large system calls without the GIL: `sendmsg` and `recvmsg_into` over many pieces at
+once, on a socket that blocks in the kernel. Python's socket timeout would make the socket
+non-blocking, and every call as small as the socket buffer's current content. So the kernel bounds
+each call instead (SO_RCVTIMEO, SO_SNDTIMEO), by the time left.
 
-It never allocates, never asks the kernel to read pages after a call returned (MSG_ZEROCOPY), and
-trusts nothing it received: the caller compares the checksums. Blocks on a device pass through the
-worker's staging memory, piece by piece.
+It never allocates, and never lets the kernel read pages after a call has returned (MSG_ZEROCOPY).
+It does not validate received bytes: the caller compares the checksums. Blocks on a device pass
+through the worker's staging memory, piece by piece.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from disagg.transport.blocks import BlockCache, Bytes, Selection
 from disagg.transport.deadline import Deadline
 from disagg.transport.device.staging import Staging
 
-# Large enough that calls and wake-ups do not count (on busy cores 4 MiB moved a third more than
-# 1 MiB), small enough to be hashed before it leaves the processor's cache; it also bounds what
-# is still read of the cache after a stream was cut. The sizes of socket buffers are left to the
-# kernel: to set them ends its own tuning, and it often allows less than it would have taken.
+# Large enough that calls and wake-ups cost little (on busy cores 4 MiB chunks moved a third more
+# than 1 MiB), small enough to be hashed while in the processor's cache. It also bounds how much of
+# the cache is still read after a stream was cut. The kernel sizes the socket buffers: setting them
+# would end its own tuning, and it often allows less than it would choose itself.
 CHUNK = 4 << 20
 _IOV_MAX = 1024  # of Linux and macOS
 _TIMEVAL = struct.Struct("@ll")
 
 
 def share(blocks: Selection, stream: int, streams: int) -> Selection:
-    """What stream `stream` of `streams` carries: as many units as the others, in one row."""
+    """The part that stream `stream` of `streams` carries: consecutive units, equally divided."""
     begin = blocks.count * stream // streams
     end = blocks.count * (stream + 1) // streams
     return replace(blocks, first=blocks.first + begin, count=end - begin)
@@ -53,8 +53,8 @@ def send_blocks(
 ) -> bytes:
     """Send a selection, region by region; returns the checksum (xxh3-128) of its bytes.
 
-    `look` is called while it waits for staging memory, to raise what ends that. Raises
-    `TransferError`. Nothing of the cache is read once it returned or raised.
+    look: called while it waits for staging memory; it ends the wait by raising. Raises
+    `TransferError`. The cache is not read after it returned or raised.
     """
     checksum = xxhash.xxh3_128()
     sock.settimeout(None)
@@ -70,7 +70,7 @@ def send_blocks(
     else:
         with contextlib.closing(staging.outgoing(cache, blocks, deadline, look)) as staged:
             for piece in staged:
-                send([piece])  # each by itself: it is overwritten when the next is asked for
+                send([piece])  # one at a time: the next piece overwrites it
     return checksum.digest()
 
 
@@ -94,11 +94,11 @@ def receive_blocks(sock: socket.socket, pieces: Iterable[list[Bytes]], deadline:
 def landing(
     cache: BlockCache, blocks: Selection, job: FetchJob, staging: Staging | None
 ) -> Iterator[Iterable[list[Bytes]]]:
-    """Memory for the bytes of a selection, in wire order, for the time of the block: lists of
-    pieces, each of which is full when the next is asked for. Nothing is written afterwards.
+    """Memory for the bytes of a selection, in wire order: lists of pieces. The caller fills each
+    list before it requests the next. Nothing is written after the context.
 
-    Waits for staging memory before the producer is asked to send, which then takes its own: so who
-    sends never waits for who receives, and no ring of workers waits for each other.
+    It waits for staging memory before the producer is asked to send and takes its own. So a sender
+    never waits for a receiver, and no cycle of workers can deadlock.
     """
     if staging is None:
         yield [list(itertools.chain.from_iterable(cache.views(blocks)))]
@@ -109,7 +109,7 @@ def landing(
 
 
 def _batches(pieces: Iterable[Bytes]) -> Iterator[list[memoryview]]:
-    """The same bytes in the same order, at most `CHUNK` of them and IOV_MAX pieces a time."""
+    """The same bytes in the same order, in batches of at most `CHUNK` bytes and IOV_MAX pieces."""
     batch: list[memoryview] = []
     room = CHUNK
     for piece in pieces:
@@ -134,7 +134,7 @@ def _all(
     batch: list[memoryview],
     deadline: Deadline,
 ) -> None:
-    """Repeat the call until it took the whole batch."""
+    """Repeat the call until the whole batch is done."""
     while batch:
         left = deadline.left()
         try:
@@ -143,14 +143,14 @@ def _all(
         except BlockingIOError as error:
             raise PeerLost("no progress before the deadline", reason="deadline") from error
         except OSError as error:
-            raise PeerLost(f"connection lost amid the blocks: {error}") from error
+            raise PeerLost(f"connection lost during the transfer: {error}") from error
         if count == 0:
-            raise PeerLost("connection closed by the peer amid the blocks")
+            raise PeerLost("connection closed by the peer during the transfer")
         batch = _rest(batch, count)
 
 
 def _rest(batch: list[memoryview], count: int) -> list[memoryview]:
-    """What remains of the pieces after their first `count` bytes."""
+    """The pieces without their first `count` bytes."""
     if count == sum(map(len, batch)):
         return []
     for index, piece in enumerate(batch):
@@ -161,6 +161,6 @@ def _rest(batch: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _timeval(seconds: float) -> bytes:
-    # Zero would mean no limit at all.
+    # Zero would mean no limit.
     whole, micros = divmod(max(1, int(seconds * 1e6)), 1_000_000)
     return _TIMEVAL.pack(whole, micros)

@@ -1,10 +1,10 @@
-"""TCP between any two hosts: the producer streams blocks to data connections of the consumer.
+"""TCP between any two hosts: the producer streams blocks over the consumer's data connections.
 
-A fetch is staged under a random key that is told over the control channel and works once per
-stream. The consumer asks for it on data connections of its own, authenticated like the control
-channel but under another context, and gets, for each stream, its size, the bytes straight from
-cache to cache, and their signed checksum. The checksum finds damage, not forgery: what is read
-off or bent on the wire by others is for the network to prevent.
+A fetch is registered under a random key that works once per stream; the control channel carries the
+key. The consumer requests the fetch on its own data connections, which are authenticated like the
+control channel, with a key of their own. Per stream it gets the size, the bytes straight from cache
+to cache, and their signed checksum. The checksum detects damage, not forgery: the network has to
+prevent eavesdropping and tampering.
 
 The producer reads blocks of a fetch only between `send` and the return of `finish`, which cuts
 the fetch's connections and waits until their threads have left the cache.
@@ -34,20 +34,21 @@ NAME = "tcp"
 
 logger = logging.getLogger(__name__)
 
-# A machine that stands for some seconds under load is no reason to turn a peer away.
+# Long enough for a machine that stalls for some seconds under load.
 _HELLO_S = 10.0
 _PROBE_S = 3.0
 _IDLE_S = 600.0
 _LEAVE_S = 10.0
 _MAX_STAGED = 4096
-# A thread and a connection of its own must be worth it.
+# A further stream takes a thread and a connection, so it pays only above this size.
 _STREAM_BYTES = 64 << 20
 _CORES_PER_STREAM = 4
 
 
 @dataclass
 class _Fetch:
-    """One staged fetch: streams nobody asked for yet, and connections that read the cache now."""
+    """A registered fetch. waiting: streams not requested yet. reading: connections that read the
+    cache now."""
 
     blocks: Selection
     streams: int
@@ -57,9 +58,9 @@ class _Fetch:
 
 
 class TcpSender:
-    """Listens for data connections on exactly `host`; a thread for each, asleep between streams.
+    """Listens for data connections on exactly `host`; one thread each, asleep between streams.
 
-    `staging`: for a cache on a device; then a fetch is one stream. Raises `ConfigError` for a host
+    staging: for a cache on a device; then a fetch has one stream. Raises `ConfigError` for a host
     that is not one address, `OSError` if it cannot be bound.
     """
 
@@ -85,10 +86,10 @@ class TcpSender:
         return w.encode(self._offer)
 
     def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
-        wanted = w.decode(detail, w.Request).streams
-        # Of staging memory there is little: a fetch that takes it twice keeps others waiting.
+        requested = w.decode(detail, w.Request).streams
+        # Staging memory is scarce: a fetch with two slots would delay others.
         most = w.MAX_STREAMS if self._staging is None else 1
-        streams = max(1, min(wanted, blocks.count, most))
+        streams = max(1, min(requested, blocks.count, most))
         key = secrets.token_bytes(16)
         with self._changed:
             if self._closed or len(self._fetches) >= _MAX_STAGED:
@@ -109,15 +110,15 @@ class TcpSender:
         self._listener.join(_LEAVE_S)
 
     def _drop(self, key: bytes) -> None:
-        """Forget a fetch; when it returns, no thread reads its blocks."""
+        """Drop a fetch; when it returns, no thread reads its blocks."""
         with self._changed:
             fetch = self._fetches.pop(key, None)
             if fetch is None:
                 return
             for sock in fetch.reading:
                 shut(sock)
-            # Cut off, a thread leaves within one chunk. The blocks are freed next: to give up
-            # here would break the promise, so it only complains.
+            # Once cut off, a thread ends within one chunk. vLLM frees the blocks next, so this wait
+            # must not give up: it only logs.
             while not self._changed.wait_for(lambda: not fetch.reading, _LEAVE_S):
                 logger.error("tcp: a stream still reads blocks %.0f s after its end", _LEAVE_S)
 
@@ -165,8 +166,8 @@ class TcpSender:
             with self._changed:
                 fetch.reading.remove(channel.sock)
                 self._changed.notify_all()
-        # Only now: a consumer that has the checksum may release the lease, and `finish` must
-        # not find, and cut, a connection that is done.
+        # Only now: a consumer with the checksum may release the lease, and `finish` must not cut a
+        # connection that is done.
         channel.send(checksum, fetch.deadline)
 
     def _look_for_end(self, key: bytes) -> None:
@@ -177,8 +178,8 @@ class TcpSender:
 class TcpReceiver:
     """Pulls fetches over pooled data connections, straight into a host cache.
 
-    `streams`: how many share one fetch; default by its size and the cores of this machine.
-    `staging`: for a cache on a device, which takes one stream for a fetch.
+    streams: how many share one fetch; by default, its size and this machine's cores decide.
+    staging: for a cache on a device; then a fetch has one stream.
     """
 
     name = NAME
@@ -209,13 +210,13 @@ class TcpReceiver:
         return w.encode(w.Request(self._streams or self._worthwhile(job.blocks)))
 
     def prepare(self, job: FetchJob) -> None:
-        """Nothing can be done without the answer."""
+        """Nothing to do without the answer."""
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
         staged = w.decode(answer, w.Staged)
         size = self._cache.num_bytes(job.blocks)
         if staged.size != size or not 1 <= staged.streams <= w.MAX_STREAMS:
-            raise DataCorrupt(f"{staged.size} bytes where {size} were due", reason="tcp_size")
+            raise DataCorrupt(f"{staged.size} bytes instead of {size}", reason="tcp_size")
         Streams().run(staged.streams, lambda *of: self._pull(job, staged, *of))
         return size
 
@@ -241,7 +242,7 @@ class TcpReceiver:
             if sending is None:
                 raise TransferError("the producer has no such fetch", reason="tcp_gone")
             if sending != size:
-                raise DataCorrupt(f"{sending} bytes where {size} were due", reason="tcp_size")
+                raise DataCorrupt(f"{sending} bytes instead of {size}", reason="tcp_size")
             checksum = receive_blocks(channel.sock, pieces, deadline)
             if channel.receive(deadline) != checksum:
                 raise DataCorrupt("checksum differs", reason="tcp_checksum")

@@ -11,7 +11,7 @@ import pytest
 
 from disagg.cluster import placing, pools
 from disagg.cluster.engines import NoRoom
-from disagg.cluster.placing import Ask, Node, choose, has_room, missing
+from disagg.cluster.placing import Node, ResourceRequest, choose, has_room, missing
 from disagg.config import Deployment
 from disagg.engine.spec import EngineSpec
 
@@ -25,8 +25,8 @@ def pool(cpus: float = 1, **labels: str) -> dict[str, Any]:
     return {"resources": {"num_cpus": cpus, "labels": labels}}
 
 
-def ask(cpus: float = 1, **labels: str) -> Ask:
-    return Ask.of(deployment(pool(cpus, **labels)), "decode")
+def ask(cpus: float = 1, **labels: str) -> ResourceRequest:
+    return ResourceRequest.of(deployment(pool(cpus, **labels)), "decode")
 
 
 def deployment(decode: dict[str, Any], **sections: Any) -> Deployment:
@@ -139,10 +139,10 @@ def test_nothing_is_started_on_a_node_that_does_not_answer(
 # ---- ranks on several nodes ------------------------------------------------------------------
 
 
-def spread(gpus: int, **more: Any) -> Ask:
+def spread(gpus: int, **more: Any) -> ResourceRequest:
     args = {"distributed_executor_backend": "ray", "pipeline_parallel_size": gpus}
     resources = {"num_cpus": 2, "num_gpus": gpus, **more}
-    return Ask.of(deployment({"resources": resources, "args": args}), "decode")
+    return ResourceRequest.of(deployment({"resources": resources, "args": args}), "decode")
 
 
 def gpus(name: str, free: float, cpus: float = 2, labels: dict[str, str] | None = None) -> Node:
@@ -169,8 +169,10 @@ def test_ranks_have_room_on_several_nodes_together() -> None:
 def test_says_that_ranks_may_be_on_several_nodes() -> None:
     decode = deployment({"resources": {"num_gpus": 3}})
     nodes = [gpus("1", 1), gpus("2", 2)]
-    assert "distributed_executor_backend: ray" in missing(Ask.of(decode, "decode"), "decode", nodes)
-    assert "ray" not in missing(Ask.of(decode, "decode"), "decode", nodes[:1])
+    assert "distributed_executor_backend: ray" in missing(
+        ResourceRequest.of(decode, "decode"), "decode", nodes
+    )
+    assert "ray" not in missing(ResourceRequest.of(decode, "decode"), "decode", nodes[:1])
 
 
 def test_says_what_ranks_are_missing() -> None:

@@ -41,8 +41,8 @@ def use(patch: pytest.MonkeyPatch) -> list[ModelDevice]:
         devices.append(ModelDevice())
         return devices[-1]
 
-    def on_device(*told: Any) -> BlockCache:
-        return OnDevice(list(block_cache(*told).regions))
+    def on_device(*args: Any) -> BlockCache:
+        return OnDevice(list(block_cache(*args).regions))
 
     patch.setattr(kv_cache_layout, "block_cache", on_device)
     patch.setattr(staging, "open_device", open_device)

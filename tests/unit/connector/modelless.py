@@ -228,10 +228,10 @@ class Engine:
             cache.view(torch.int64).numpy().view(np.uint64) for cache in self.caches.values()
         ]
         self.lifecycle: Any = Lifecycle(worker, self.config)
-        told = self.lifecycle.register(self.caches)
+        address = self.lifecycle.register(self.caches)
         assert self.connector is not None
-        if told is not None:
-            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        if address is not None:
+            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): address})
         self.known: dict[str, Known] = {}
         self.answers: dict[str, list[int]] = {}
         self.params: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""A connector that moves nothing: it writes down every call, and answers what it was told to."""
+"""A connector that moves nothing: it records every call, and returns configured values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 class Broken(Exception):
-    """What a forward pass, or the spy where it was told so, raises."""
+    """Raised by a forward pass, or by the spy if configured."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Answers:
-    """What the spy returns until it is told otherwise."""
+    """What the spy returns by default."""
 
     get_transfer_results: KVConnectorTransferResults = field(
         default_factory=KVConnectorTransferResults

@@ -1,4 +1,4 @@
-"""Loads that leave room for those before them: vLLM's scheduler with hardly a block to spare."""
+"""Loads leave enough blocks for earlier loads: vLLM's scheduler with hardly a block to spare."""
 
 from __future__ import annotations
 

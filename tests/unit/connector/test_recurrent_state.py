@@ -61,8 +61,8 @@ def config_of(**changed: Any) -> Any:
 def request(tokens: int, **params: Any) -> Request:
     """A prefill leg's."""
     init_none_hash(SHA)
-    told = {"do_remote_decode": True, **params}
-    sampling = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": told})
+    sent = {"do_remote_decode": True, **params}
+    sampling = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": sent})
     hasher = get_request_block_hasher(BLOCK, SHA)
     return Request("r", list(range(tokens)), sampling, None, block_hasher=hasher)
 
@@ -166,7 +166,7 @@ def test_states_that_are_not_moved() -> None:
     every = MambaSpec(block_size=BLOCK, mamba_cache_mode="all", **MODE)
     with pytest.raises(ConfigError, match="mamba_cache_mode: all — handoffs need align"):
         kv_cache_layout.check_supported(config_of(mamba_cache_mode="all"), cache_of(every, FULL))
-    with pytest.raises(ConfigError, match="model: m keeps recurrent state alone"):
+    with pytest.raises(ConfigError, match="model: m has only recurrent state"):
         kv_cache_layout.check_supported(config_of(), cache_of(ALIGNED))
 
 

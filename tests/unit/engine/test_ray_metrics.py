@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.engine import ray_metrics
-from disagg.engine.ray_metrics import RayMetrics, Shown, shown
+from disagg.engine.ray_metrics import RayMetrics, RaySample, ray_samples
 
 TAGS = {"deployment": "two", "engine": "decode-1", "role": "decode"}
 
@@ -32,9 +32,9 @@ def registry() -> CollectorRegistry:
     return registry
 
 
-def by_name(families: Iterable[Metric], tags: dict[str, str]) -> dict[str, list[Shown]]:
-    found: dict[str, list[Shown]] = {}
-    for sample in (sample for family in shown(families, tags) for sample in family):
+def by_name(families: Iterable[Metric], tags: dict[str, str]) -> dict[str, list[RaySample]]:
+    found: dict[str, list[RaySample]] = {}
+    for sample in (sample for family in ray_samples(families, tags) for sample in family):
         found.setdefault(sample.name, []).append(sample)
     return found
 
@@ -49,7 +49,7 @@ def test_names_labels_and_values_stay(registry: CollectorRegistry) -> None:
         "disagg_router_in_flight",
     }
     assert families["vllm_generation_tokens_total"] == [
-        Shown("vllm_generation_tokens_total", "Tokens.", {"model_name": "tiny", **TAGS}, 4)
+        RaySample("vllm_generation_tokens_total", "Tokens.", {"model_name": "tiny", **TAGS}, 4)
     ]
     buckets = families["disagg_handoff_seconds_bucket"]
     assert {sample.tags["le"]: sample.value for sample in buckets} == {
@@ -65,7 +65,7 @@ def test_the_routers_keep_the_roles_they_tell_of(registry: CollectorRegistry) ->
     text = generate_latest(registry).decode()
     families = by_name(text_string_to_metric_families(text), {"deployment": "two"})
     assert families["disagg_router_in_flight"] == [
-        Shown("disagg_router_in_flight", "Seats.", {"role": "prefill", "deployment": "two"}, 0)
+        RaySample("disagg_router_in_flight", "Seats.", {"role": "prefill", "deployment": "two"}, 0)
     ]
     assert families["vllm_generation_tokens_total"][0].tags["engine"] == "0"
 
@@ -86,7 +86,7 @@ def test_what_goes_wrong_is_logged_once_and_tried_again(
                 over.set()
             raise ConnectionResetError("the router's processes are ending")
 
-        await asyncio.wait_for(RayMetrics({}).keep(families, over), 10)
+        await asyncio.wait_for(RayMetrics({}).publish(families, over), 10)
 
     with caplog.at_level(logging.ERROR, ray_metrics.__name__):
         asyncio.run(go())

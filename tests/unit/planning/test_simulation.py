@@ -137,3 +137,18 @@ def test_nobody_helps_before_prefill_is_known_to_be_slow() -> None:
     at_once = [(0.0, 900, 8)] * 4
     routing = Routing(0, prefill_wait_share=0.0)
     assert simulate(load(at_once, routing=routing), 1, 1) == simulate(load(at_once), 1, 1)
+
+
+def test_a_request_alone_takes_what_its_parts_take() -> None:
+    of = speeds()
+    outcome = simulate(load([(0.0, 3500, 40)], of), 1, 1)
+    prefill = 0.004 + 4 * 0.01 + 3500e-4 + 1e-8 * 3500 * 3500 / 2
+    handoff = 0.005 + 3500 * 1000 / 1e8
+    step = 0.02 + 0.001 + 1e-6 * 3500
+    assert outcome.ttft_p50 == pytest.approx(0.001 + prefill + 0.003 + handoff + step)
+    assert outcome.ttft_p50 == pytest.approx(of.first_token_alone(3500, local=False))
+    local = simulate(load([(0.0, 3500, 40)], of), 0, 1)
+    assert local.ttft_p50 == pytest.approx(
+        0.001 + 0.003 + 4 * 0.02 + 3500 * 2e-4 + 2e-8 * 3500 * 3500 / 2
+    )
+    assert local.ttft_p50 == pytest.approx(of.first_token_alone(3500, local=True))

@@ -184,7 +184,7 @@ def test_several_spans_and_blocks_that_are_gone(pair: Pair) -> None:
     assert untouched(pair, but=[30, 31, 5])
     pair.grant(1, [7, 3, 9, -1, -1, 20])
     wanted = handoff.FetchRequest(pair.endpoint, 1, p.Part(4, ((1, 3), (4, 6))), LAYERS)
-    with pytest.raises(TransferError, match="given back") as error:
+    with pytest.raises(TransferError, match="was freed") as error:
         handoff.fetch(pair.peers, wanted, pair.job([1, 2, 3, 4]), [pair.receiver])
     assert error.value.reason == "window"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.cluster.supervisor.restarts import in_words, pause_s
+from disagg.cluster.supervisor.restarts import pause_s, pause_text
 
 
 def test_at_once_after_one_death_then_ever_later() -> None:
@@ -11,4 +11,4 @@ def test_at_once_after_one_death_then_ever_later() -> None:
 
 
 def test_a_pause_is_said_and_none_is_not() -> None:
-    assert [in_words(wait_s) for wait_s in (0, 0.5, 4)] == ["", " in 0.5 s", " in 4 s"]
+    assert [pause_text(wait_s) for wait_s in (0, 0.5, 4)] == ["", " in 0.5 s", " in 4 s"]

@@ -57,7 +57,7 @@ def start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     started: list[tuple[Engine, Device]] = []
     block_cache = kv_cache_layout.block_cache
     monkeypatch.setattr(
-        kv_cache_layout, "block_cache", lambda *told: OnDevice(list(block_cache(*told).regions))
+        kv_cache_layout, "block_cache", lambda *args: OnDevice(list(block_cache(*args).regions))
     )
 
     def start(role: str, device: Device, **extra: Any) -> tuple[Engine, Device]:

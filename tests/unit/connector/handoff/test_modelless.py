@@ -73,7 +73,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def held(engine: Engine) -> int:
-    """Leases that the worker half keeps."""
+    """Leases that the worker keeps."""
     producer = engine.lifecycle.connector.worker.producer
     if producer is None:
         return 0
@@ -82,7 +82,7 @@ def held(engine: Engine) -> int:
 
 
 def at_rest(*engines: Engine) -> bool:
-    """Whether no half of any engine has anything left to do."""
+    """Whether no engine has a load or a lease left."""
     return all(
         engine.is_idle()
         and held(engine) == 0
@@ -217,7 +217,7 @@ def test_loads_do_not_wait_for_each_other(start: Start) -> None:
 
 
 def test_a_producer_that_hangs_holds_up_no_other(start: Start) -> None:
-    """It is connected, and does not answer; more is wanted from it than loads run at once."""
+    """It is connected and does not answer; more loads wait for it than may run at once."""
     more = {"transports": ["tcp"]}
     hung, well = start("kv_producer", **more), start("kv_producer", **more)
     consumer = start("kv_consumer", load_threads=2, **more)
@@ -256,7 +256,7 @@ def test_a_lease_that_ran_out(start: Start) -> None:
 
 
 def test_what_strict_refuses_stays_refused(start: Start) -> None:
-    """Also beside a request that this lease does serve, and that ends it."""
+    """Also if another request, which this lease serves, ends the lease."""
     producer, consumer = start("kv_producer"), start("kv_consumer", strict=True)
     prompt, other = prompt_of(3 * BLOCK + 5, seed=60), prompt_of(3 * BLOCK + 5, seed=61)
     first = producer.add(prompt, 1, PREFILL)
@@ -269,7 +269,7 @@ def test_what_strict_refuses_stays_refused(start: Start) -> None:
 
 
 def reset(engine: Engine) -> bool:
-    """As after an update of weights: all that was computed before counts no more."""
+    """As after a weight update: everything computed before is invalid."""
     return bool(engine.scheduler.reset_prefix_cache(reset_connector=True))
 
 
@@ -296,7 +296,7 @@ def test_nobody_fetches_what_was_computed_before_a_reset(start: Start) -> None:
 
 @contextlib.contextmanager
 def loads_wait(consumer: Engine) -> Iterator[None]:
-    """Those that begin within the block, for its end."""
+    """Loads submitted within the context start at its end."""
     worker, waiting = consumer.lifecycle.connector.worker.consumer, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker._loads, "submit", lambda *work: waiting.append(work))
@@ -305,8 +305,8 @@ def loads_wait(consumer: Engine) -> Iterator[None]:
         worker._loads.submit(*work)
 
 
-def load_unheard(producer: Engine, consumer: Engine) -> None:
-    """Step the consumer once; its load is over then, and it does not know."""
+def load_without_report(producer: Engine, consumer: Engine) -> None:
+    """Step the consumer once; its load has ended then, without having been reported."""
     with loads_wait(consumer):
         consumer.step()
     run([producer], lambda: not consumer.lifecycle.connector.worker.consumer._ended.empty())
@@ -314,14 +314,14 @@ def load_unheard(producer: Engine, consumer: Engine) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_consumer_that_is_reset_takes_nothing_of_before(start: Start, steps: int) -> None:
-    """Neither what it waits for, nor what comes."""
+    """Neither queued loads nor loads under way."""
     producer, consumer = start("kv_producer"), start("kv_consumer")
     prompt = prompt_of(100, seed=5)
     first = producer.add(prompt, 1, PREFILL)
     run([producer], lambda: held(producer) == 1)
     second = consumer.add(prompt, 2, producer.params[first])
     if steps == 2:
-        load_unheard(producer, consumer)
+        load_without_report(producer, consumer)
     with loads_wait(consumer):
         if steps == 1:
             consumer.step()
@@ -338,7 +338,7 @@ def test_results_survive_a_forward_pass_that_raises(start: Start) -> None:
     first = producer.add(prompt, 1, PREFILL)
     run([producer], lambda: first in producer.finished)
     second = consumer.add(prompt, 2, producer.params[first])
-    load_unheard(producer, consumer)
+    load_without_report(producer, consumer)
     connector = consumer.lifecycle.connector
     scheduled = consumer.scheduler.schedule()
     with pytest.raises(ZeroDivisionError), consumer.lifecycle.step(scheduled) as step:

@@ -71,13 +71,13 @@ def test_alone_in_a_lane_they_are_in_order() -> None:
 
 
 def test_nothing_stays_of_a_key_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(per_peer_threads, "_LINGER_S", 0.05)
+    monkeypatch.setattr(per_peer_threads, "_IDLE_S", 0.05)
     made, done = PerPeerThreads("gone", 4), list[int]()
     for key in range(50):
         made.submit(key, lambda: done.append(1))
     until(lambda: len(done) == 50)
     until(lambda: threads("gone") == 0)
-    assert made._lanes == {}
+    assert made._peers == {}
     made.submit(3, lambda: done.append(1))
     until(lambda: len(done) == 51)
 
@@ -107,7 +107,7 @@ def test_closed() -> None:
     made, gate, done = PerPeerThreads("closed", 1), threading.Event(), list[int]()
     made.submit("a", lambda: done.append(gate.wait(10)))
     until(lambda: threads("closed") == 1)
-    until(lambda: not made._lanes["a"].waiting)
+    until(lambda: not made._peers["a"].waiting)
     made.submit("a", lambda: done.append(2))
     made.close()
     made.submit("a", lambda: done.append(3))

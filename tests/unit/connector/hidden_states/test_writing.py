@@ -375,7 +375,7 @@ def test_a_problem_found_before_reaches_the_reader(desk: Desk) -> None:
 def test_what_was_withdrawn_leaves_nothing(desk: Desk) -> None:
     path = desk.promise()
     desk.writer.withdraw(desk.number)
-    with pytest.raises(HiddenStatesFailed, match="is not there"):
+    with pytest.raises(HiddenStatesFailed, match="does not exist"):
         load_hidden_states(path, 1)
     assert [one.suffix for one in desk.folder.iterdir()] == [".lock"]
 

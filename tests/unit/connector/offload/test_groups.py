@@ -166,9 +166,9 @@ def test_events_name_the_group(model: Path) -> None:
         ask(engine, prompt_of(1, seed=5), 1)
     finally:
         engine.close()
-    told = publisher.events
-    stored = [(e.block_hashes[0], e.group_idx) for e in told if isinstance(e, BlockStored)]
-    removed = [(e.block_hashes[0], e.group_idx) for e in told if isinstance(e, BlockRemoved)]
+    events = publisher.events
+    stored = [(e.block_hashes[0], e.group_idx) for e in events if isinstance(e, BlockStored)]
+    removed = [(e.block_hashes[0], e.group_idx) for e in events if isinstance(e, BlockRemoved)]
     assert sorted(stored) == sorted(removed)
     assert [group for _, group in stored] == [0, 1, 0, 1]
     assert len({hash_ for hash_, _ in stored}) == 2

@@ -257,8 +257,8 @@ def test_the_key_of_one_group_is_the_hash() -> None:
         chunks = Chunks(groups, 2, BLOCK)
         keys = chunks.keys(prompt, len(groups) - 1, 0, 9)
         assert keys == [prompt.block_hashes[n] + suffix for n in (1, 3)]
-        assert chunks.told_apart(keys[0])[0] == prompt.block_hashes[1]
-        assert chunks.told_apart(keys[0])[1] == (1 if suffix else None)
+        assert chunks.split_key(keys[0])[0] == prompt.block_hashes[1]
+        assert chunks.split_key(keys[0])[1] == (1 if suffix else None)
 
 
 def test_the_key_says_which_weights_an_adapter_has(tmp_path: Path) -> None:
@@ -271,8 +271,8 @@ def test_the_key_says_which_weights_an_adapter_has(tmp_path: Path) -> None:
         for groups in ([Group()], [Group(), Group(window=3)]):
             chunks = Chunks(groups, 1, BLOCK)
             keys = chunks.keys(prompt, len(groups) - 1, 0, 2)
-            told = [chunks.told_apart(key) for key in keys]
-            assert told == [(key, 1 if len(groups) > 1 else None) for key in plain]
+            split = [chunks.split_key(key) for key in keys]
+            assert split == [(key, 1 if len(groups) > 1 else None) for key in plain]
             seen.update(keys)
     assert len({*plain} | seen) == 10
 

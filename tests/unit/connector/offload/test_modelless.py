@@ -294,19 +294,19 @@ class Recorder(EventPublisher):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[type, Any]] = []
+        self.seen: list[tuple[type, Any]] = []
 
     def publish(self, events: EventBatch) -> None:
         for event in events.events:
             if event.medium == "CPU":
-                self.told += [(type(event), hash_) for hash_ in event.block_hashes]
+                self.seen += [(type(event), hash_) for hash_ in event.block_hashes]
 
     def shutdown(self) -> None:
         """Nothing runs."""
 
     def take(self) -> list[tuple[type, Any]]:
-        told, self.told = self.told, []
-        return told
+        seen, self.seen = self.seen, []
+        return seen
 
 
 def test_events_tell_what_comes_and_goes(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Descriptors that end are told of once; none costs anything while it is quiet."""
+"""A descriptor that ends calls its callback once; idle descriptors cost nothing."""
 
 from __future__ import annotations
 

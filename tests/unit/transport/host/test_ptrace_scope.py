@@ -61,4 +61,4 @@ def test_named(
 def test_a_kernel_without_yama_refuses_and_that_is_fine() -> None:
     if ptrace_scope._SCOPE.exists():
         pytest.skip("this kernel has Yama")
-    assert ptrace_scope._name() is False
+    assert ptrace_scope._permit() is False

@@ -1,4 +1,4 @@
-"""NCCL's lanes over a stand-in for the GPU: order, ends, and what fails on purpose.
+"""NCCL's communicators over a stand-in for the GPU: order, ends, and what fails on purpose.
 
 What needs no second process; `tests/transport` has the rest, and the same over CUDA.
 """
@@ -57,7 +57,7 @@ def worker(tmp_path: Path) -> Iterator[MakeWorker]:
         one.close()
         assert device_of(one).memory_in_use == 0, "device memory is lost"
     assert HostCommunicators.open == 0, "communicators are left"
-    assert wait_until(lambda: not lane_threads(), 5), f"threads are left: {lane_threads()}"
+    assert wait_until(lambda: not nccl_threads(), 5), f"threads are left: {nccl_threads()}"
 
 
 def device_of(worker: Worker) -> HostDevice:
@@ -67,7 +67,7 @@ def device_of(worker: Worker) -> HostDevice:
     return device
 
 
-def lane_threads() -> list[str]:
+def nccl_threads() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name.startswith("disagg-nccl")]
 
 
@@ -111,7 +111,7 @@ def test_not_joined_while_a_transport_before_it_works(worker: MakeWorker) -> Non
 
 
 def test_a_producer_just_met_is_not_forgotten(worker: MakeWorker) -> None:
-    """Two first fetches at once share one lane, however long this host has been up."""
+    """Two first fetches at once share one communicator, however long this host has been up."""
     producer, consumer = worker(), worker(empty=True)
     at, receiver = sender_of(producer)._offer, receiver_of(consumer)
     assert at is not None
@@ -151,7 +151,7 @@ def test_three_workers_in_a_triangle(worker: MakeWorker) -> None:
 
 
 @pytest.mark.parametrize("sends", [0, 1, 7, 31])
-def test_a_send_that_breaks_ends_the_lane_and_the_next_transport_takes_over(
+def test_a_send_that_breaks_ends_the_communicator_and_the_next_transport_takes_over(
     worker: MakeWorker, sends: int
 ) -> None:
     producer, consumer = worker(also=("tcp",)), worker(empty=True, also=("tcp",))
@@ -163,7 +163,7 @@ def test_a_send_that_breaks_ends_the_lane_and_the_next_transport_takes_over(
     assert time.monotonic() - began < 5
     assert is_right(producer, consumer, everything)
     assert wait_until(lambda: HostCommunicators.open == 0, 2)
-    # A lane that broke says nothing of the next one.
+    # A communicator's failure does not count for the next one.
     assert fetch(producer, consumer, 2, everything) == "nccl"
 
 
@@ -196,7 +196,7 @@ def test_a_peer_that_does_not_join_in_time(
     assert is_right(producer, consumer, [1, 2])
 
 
-def test_a_producer_that_ends_ends_its_lane_between_fetches(worker: MakeWorker) -> None:
+def test_a_producer_that_ends_ends_its_communicator_between_fetches(worker: MakeWorker) -> None:
     producer, consumer = worker(), worker(empty=True)
     fetch(producer, consumer, 0, [1])
     assert HostCommunicators.open == 2
@@ -204,7 +204,7 @@ def test_a_producer_that_ends_ends_its_lane_between_fetches(worker: MakeWorker) 
     assert wait_until(lambda: HostCommunicators.open == 0, 2)
 
 
-def test_a_consumer_that_ends_ends_its_lane(worker: MakeWorker) -> None:
+def test_a_consumer_that_ends_ends_its_communicator(worker: MakeWorker) -> None:
     producer, consumer = worker(), worker(empty=True)
     fetch(producer, consumer, 0, [1])
     receiver_of(consumer).close()
@@ -231,21 +231,21 @@ def test_no_memory_is_lost_in_a_hundred_rounds(worker: MakeWorker) -> None:
 
 
 def test_finish_waits_until_nothing_reads_the_blocks(worker: MakeWorker) -> None:
-    """The lease's end cuts a lane whose consumer does not receive."""
+    """The lease's end cuts a communicator whose consumer does not receive."""
     # More than sockets' buffers take when nobody receives.
     large = {"shape": replace(SHAPE, tokens=512, content=256), "staging_bytes": 16 << 20}
     producer, consumer = worker(**large), worker(empty=True, **large)
     sender = sender_of(producer)
     assert receiver_of(consumer).open(sender.offer())
     (peer,) = receiver_of(consumer)._peers.values()
-    lane = peer.lane
-    assert lane is not None
+    pair = peer.communicator
+    assert pair is not None
     everything = producer.cache.whole(list(range(64)))
     staged = sender.send(everything, b"", Deadline.after(20))
     key = data_channel.decode(staged, nccl._Staged).key
-    receiver_of(consumer)._watch.remove(lane.channel.sock.fileno())
-    lane.channel.send(data_channel.encode(communicator.NcclPull(key)), Deadline.after(5))
-    sending = data_channel.decode(lane.channel.receive(Deadline.after(5)), communicator.Sending)
+    receiver_of(consumer)._watch.remove(pair.channel.sock.fileno())
+    pair.channel.send(data_channel.encode(communicator.NcclPull(key)), Deadline.after(5))
+    sending = data_channel.decode(pair.channel.receive(Deadline.after(5)), communicator.Sending)
     assert sending.size == producer.cache.num_bytes(everything)
     began = time.monotonic()
     sender.finish(staged)
@@ -267,7 +267,7 @@ def test_a_key_works_once_and_only_until_the_end(worker: MakeWorker) -> None:
         with pytest.raises(TransferError, match="no such fetch") as error:
             receiver.receive(job, gone)
         assert error.value.reason == "nccl_gone"
-    assert HostCommunicators.open == 2, "the lane is as good as before"
+    assert HostCommunicators.open == 2, "the communicator can be used on"
     assert fetch(producer, consumer, 1, [4]) == "nccl"
 
 
@@ -276,11 +276,11 @@ def test_answers_of_another_size(worker: MakeWorker) -> None:
     fetch(producer, consumer, 0, [1])
     staged = sender_of(producer).send(producer.cache.whole([2, 3]), b"", Deadline.after(5))
     job = FetchJob(consumer.cache.whole([2]), Deadline.after(5))
-    with pytest.raises(DataCorrupt, match="were due"):
+    with pytest.raises(DataCorrupt, match="bytes instead of"):
         receiver_of(consumer).receive(job, staged)
     answer = data_channel.decode(staged, nccl._Staged)
     lie = nccl._Staged(answer.at, answer.key, consumer.cache.num_bytes(job.blocks))
-    with pytest.raises(DataCorrupt, match="were due"):
+    with pytest.raises(DataCorrupt, match="bytes instead of"):
         receiver_of(consumer).receive(job, data_channel.encode(lie))
     assert caches.untouched(consumer.cache, but=[1])
     assert fetch(producer, consumer, 1, [4]) == "nccl"
@@ -318,12 +318,12 @@ def test_blocks_that_stand_still_go_another_way(
         return fetch(producer, consumer, lease, [2, 7], seconds=20)
 
     assert stalled(1) == "tcp"
-    assert (peer.lane, peer.pauses) == (None, 1)
+    assert (peer.communicator, peer.pauses) == (None, 1)
     assert fetch(producer, consumer, 2, [3]) == "tcp"
     peer._not_before = time.monotonic()
     assert receiver_of(consumer).open(sender_of(producer).offer())  # joined, not trusted yet
     assert stalled(3) == "tcp"
-    assert (peer.lane, peer.pauses) == (None, 2)
+    assert (peer.communicator, peer.pauses) == (None, 2)
     peer._not_before = time.monotonic()
     assert fetch(producer, consumer, 4, [4]) == "nccl"
     assert peer.pauses == 0
@@ -343,7 +343,7 @@ def test_nothing_is_asked_for_before_blocks_may_be_written(worker: MakeWorker) -
         receiving = pool.submit(receiver_of(consumer).receive, job, staged)
         time.sleep(0.2)
         assert not receiving.done()
-        assert [one.lane for one in sender._fetches.values()] == [None]
+        assert [one.communicator for one in sender._fetches.values()] == [None]
         assert not receiver_of(consumer)._peers[sender._offer].busy.locked()  # type: ignore[index]
         opened.set()
         assert receiving.result(5) == consumer.cache.num_bytes(job.blocks)
@@ -353,14 +353,14 @@ def test_nothing_is_asked_for_before_blocks_may_be_written(worker: MakeWorker) -
 
 def _wire_of(consumer: Worker) -> HostStream:
     (peer,) = receiver_of(consumer)._peers.values()
-    assert peer.lane is not None
-    wire = peer.lane._wire
+    assert peer.communicator is not None
+    wire = peer.communicator._wire
     assert isinstance(wire, HostStream)
     return wire
 
 
 def test_strangers(worker: MakeWorker) -> None:
-    """Another secret, another version, nonsense: refused, and the lanes of others go on."""
+    """Another secret, another version, nonsense: refused, and the communicators of others go on."""
     producer, consumer = worker(), worker(empty=True)
     fetch(producer, consumer, 0, [1])
     at = sender_of(producer)._offer

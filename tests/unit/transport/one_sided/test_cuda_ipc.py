@@ -128,7 +128,7 @@ def overwrite_token(producer: Producer, token: bytes) -> None:
 # ---- offers ----------------------------------------------------------------------------------
 
 
-def told(caplog: pytest.LogCaptureFixture) -> str:
+def logged(caplog: pytest.LogCaptureFixture) -> str:
     (record,) = (one for one in caplog.records if one.name.startswith("disagg"))
     assert record.levelno == logging.INFO
     return record.getMessage()
@@ -150,7 +150,7 @@ def test_no_offer_of_what_cannot_be_shared(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO):
         sender = CudaIpcSender(cache, staging)
         assert [sender.offer(), sender.offer()] == [b"", b""]
-    assert "cannot be shared" in told(caplog)
+    assert "cannot be shared" in logged(caplog)
     sender.close()
     assert device.memory_in_use == before
 
@@ -270,7 +270,7 @@ def test_not_usable(
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             assert not consumer.opens(offer)
-    assert re.search(why, told(caplog))
+    assert re.search(why, logged(caplog))
     assert consumer.device.opened == 0
     assert consumer.opens(producer.offer)
     assert consumer.device.opened == ALLOCATIONS

@@ -41,12 +41,12 @@ def test_a_lease_is_named_while_it_is_read() -> None:
     first, second = hazards.take(), hazards.take()
     ours, others = remote(hazards), remote(hazards)
     with ours.naming(first, 0), others.naming(second, 7):
-        assert [hazards.name(lease) for lease in (0, 7, 1, 8)] == [True, True, False, False]
-    assert not hazards.name(0)
-    assert not hazards.name(7)
+        assert [hazards.names(lease) for lease in (0, 7, 1, 8)] == [True, True, False, False]
+    assert not hazards.names(0)
+    assert not hazards.names(7)
     with pytest.raises(RuntimeError), ours.naming(first, 3):
         raise RuntimeError
-    assert not hazards.name(3)
+    assert not hazards.names(3)
 
 
 def test_who_leaves_names_nothing() -> None:
@@ -54,7 +54,7 @@ def test_who_leaves_names_nothing() -> None:
     slot = hazards.take()
     with remote(hazards).naming(slot, 5):
         assert hazards.give_back(slot) == 5
-        assert not hazards.name(5)
+        assert not hazards.names(5)
     assert hazards.give_back(hazards.take()) is None
 
 
@@ -79,8 +79,8 @@ def test_who_lost_its_connection_takes_no_sign_away() -> None:
         assert [hazards.take() for _ in range(1024)][-1] == slot, "the last to be used again"
         with other.naming(slot, 6):
             reading.close()
-            assert hazards.name(6)
-    assert not hazards.name(6)
+            assert hazards.names(6)
+    assert not hazards.names(6)
 
 
 @pytest.mark.parametrize(("slot", "lease"), [(-1, 0), (1024, 0), (0, -1), (0, 1 << 62)])
@@ -120,7 +120,7 @@ def test_no_file_stays_open() -> None:
 
 @pytest.mark.parametrize("outcome", ["fetched", "aborted", None])
 def test_what_is_read_is_kept(outcome: str | None) -> None:
-    """However it ends meanwhile; who reads it is told so by the board, if it was ended."""
+    """However the lease ends meanwhile; the board shows the reader that it has ended."""
     table = LeaseTable(20)
     table.grant(0, "r", [1, 2], 30 if outcome else 0.01)
     with reading(table, 0):

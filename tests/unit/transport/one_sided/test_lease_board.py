@@ -42,10 +42,10 @@ def test_posted_and_taken_off(ids: list[int]) -> None:
     assert posted is not None
     assert list(posted.block_ids) == ids
     assert still_there(peek, posted)
-    board.take_off(4)
-    board.take_off(5 + ROWS)
+    board.remove(4)
+    board.remove(5 + ROWS)
     assert still_there(peek, posted)
-    board.take_off(5)
+    board.remove(5)
     assert not still_there(peek, posted)
     assert found(board, 5) is None
 
@@ -58,7 +58,7 @@ def test_of_two_that_want_one_row_the_later_has_it() -> None:
     assert first is not None
     assert not still_there(peek, first)
     assert found(board, 1) is None
-    board.take_off(1)
+    board.remove(1)
     second = found(board, 1 + ROWS)
     assert second is not None
     assert list(second.block_ids) == [3]
@@ -70,7 +70,7 @@ def test_a_closed_board_has_nothing() -> None:
     posted = found(board, 1)
     board.close()
     board.post(2, [3])
-    board.take_off(1)
+    board.remove(1)
     assert posted is not None
     assert not still_there(peek, posted)
     assert board.posted() == set()

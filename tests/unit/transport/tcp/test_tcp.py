@@ -483,7 +483,7 @@ def test_finish_fails_the_receiver(make: Make, streams: int) -> None:
         proxy.blocked.clear()
         with pytest.raises(TransferError) as error:
             received.result(5)
-    # A stream that asked only after `finish` is told so; one that was running is cut.
+    # A stream requested after `finish` is refused; a running one is cut.
     assert error.value.reason in ("peer_lost", "tcp_gone")
     assert all(bool((each.memory != 2).all()) for each in pair.target.regions)
 

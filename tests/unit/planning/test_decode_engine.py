@@ -1,36 +1,20 @@
-"""The simulated engines against closed forms, and against steps taken one by one."""
+"""The simulated decode engine against closed forms, and against steps taken one by one."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.planning.loads import load, speeds
+from unit.planning.loads import speeds
 
 from disagg.planning.decode_engine import DecodeEngine
 from disagg.planning.events import Clock
 from disagg.planning.outcome import Gaps
-from disagg.planning.prefill_engine import PrefillEngine
-from disagg.planning.simulation import simulate
 from disagg.planning.speeds import Speeds
 
 Requests = Sequence[tuple[float, int, int]]
-
-
-def prefilled(of: Speeds, requests: Requests) -> list[float]:
-    """When one prefill engine has computed each prompt."""
-    clock, done = Clock(), dict[int, float]()
-    prompts = [prompt for _, prompt, _ in requests]
-    engine = PrefillEngine(
-        of.prefill, prompts, clock, lambda now, request: done.update({request: now})
-    )
-    for request, (at, _, _) in enumerate(requests):
-        clock.at(at, engine.add, request)
-    clock.run(float("inf"))
-    return [done[request] for request in range(len(requests))]
 
 
 class Watched:
@@ -127,48 +111,6 @@ def one_by_one(
     return first, last
 
 
-# ---- prefill -----------------------------------------------------------------------------------
-
-
-def test_a_prompt_alone_takes_its_steps_tokens_and_attention() -> None:
-    speed = speeds().prefill
-    (short,) = prefilled(speeds(), [(0.0, 800, 1)])
-    assert short == pytest.approx(0.01 + 800e-4 + 1e-8 * 800 * 800 / 2)
-    (long,) = prefilled(speeds(), [(0.0, 3500, 1)])  # in four steps of at most 1,000 tokens
-    assert long == pytest.approx(4 * 0.01 + 3500e-4 + 1e-8 * 3500 * 3500 / 2)
-    assert long == pytest.approx(speed.alone(3500) - speed.request_s)
-
-
-def test_prompts_share_steps_and_the_last_one_is_cut() -> None:
-    of = speeds({"token_context_s": 0.0})
-    # The first step starts at once with the first alone; then 400 + 400 + 200 of 400; then 200.
-    done = prefilled(of, [(0.0, 100, 1), (0.001, 400, 1), (0.002, 400, 1), (0.003, 400, 1)])
-    assert done == pytest.approx([0.02, 0.13, 0.13, 0.16])
-
-
-def test_at_most_so_many_prompts_in_a_step() -> None:
-    of = speeds({"token_context_s": 0.0, "max_num_seqs": 2})
-    assert prefilled(of, [(0.0, 100, 1)] * 4) == pytest.approx([0.03, 0.03, 0.06, 0.06])
-
-
-@pytest.mark.parametrize("busy", [0.5, 0.8])
-def test_waits_are_those_of_m_d_1(busy: float) -> None:
-    """One prompt a step, all of one length, Poisson: mean wait busy / (2 (1 - busy)) services."""
-    of = speeds({"max_num_batched_tokens": 500, "token_context_s": 0.0})
-    service = 0.01 + 500e-4
-    draw, at, requests = random.Random(1), 0.0, []
-    for _ in range(30_000):
-        requests.append((at, 500, 1))
-        at += draw.expovariate(busy / service)
-    done = prefilled(of, requests)
-    waits = [end - begin[0] - service for end, begin in zip(done, requests, strict=True)]
-    mean = sum(waits) / len(waits)
-    assert mean == pytest.approx(busy / (2 * (1 - busy)) * service, rel=0.05)
-
-
-# ---- decode ------------------------------------------------------------------------------------
-
-
 def test_a_batch_makes_a_token_a_step_each() -> None:
     of = speeds(handoff={"latency_s": 0.0, "bytes_per_s": 1e30, "parallel": 8})
     watched = Watched(of, [(0.0, 1000, 50)] * 4, [False] * 4)
@@ -243,21 +185,3 @@ def test_stretches_are_the_steps_that_they_stand_for(
     assert watched.last == pytest.approx(last)
     assert watched.gap_count == sum(output - 1 for _, _, output in given_requests)
     assert watched.gap_sum == pytest.approx(sum(last[r] - first[r] for r in first), abs=1e-9)
-
-
-# ---- both --------------------------------------------------------------------------------------
-
-
-def test_a_request_alone_takes_what_its_parts_take() -> None:
-    of = speeds()
-    outcome = simulate(load([(0.0, 3500, 40)], of), 1, 1)
-    prefill = 0.004 + 4 * 0.01 + 3500e-4 + 1e-8 * 3500 * 3500 / 2
-    handoff = 0.005 + 3500 * 1000 / 1e8
-    step = 0.02 + 0.001 + 1e-6 * 3500
-    assert outcome.ttft_p50 == pytest.approx(0.001 + prefill + 0.003 + handoff + step)
-    assert outcome.ttft_p50 == pytest.approx(of.first_token_alone(3500, local=False))
-    local = simulate(load([(0.0, 3500, 40)], of), 0, 1)
-    assert local.ttft_p50 == pytest.approx(
-        0.001 + 0.003 + 4 * 0.02 + 3500 * 2e-4 + 2e-8 * 3500 * 3500 / 2
-    )
-    assert local.ttft_p50 == pytest.approx(of.first_token_alone(3500, local=True))

@@ -1,0 +1,55 @@
+"""Unit tests mirror the package: X.py of a folder is tested by test_X.py of the same folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parents[1] / "disagg"
+
+# Tests of a feature that is more than one module, or of something outside the package.
+FEATURES = {
+    "connector/handoff/test_device_cache.py": "the connector with its cache on a device",
+    "connector/handoff/test_modelless.py": "handoffs under vLLM's schedulers, without a model",
+    "connector/hidden_states/test_writing.py": "writer and reader, and processes that are killed",
+    "connector/offload/test_copies.py": "the worker's copies of one load",
+    "connector/offload/test_device.py": "the tiers' worker with its cache on a device",
+    "connector/offload/test_modelless.py": "tiers under vLLM's schedulers, without a model",
+    "connector/test_example.py": "examples/without_vllm_engine.py",
+    "preflight/test_tiers.py": "`tiers:` of the YAML, from its checks to the engine's arguments",
+    "router/test_elsewhere.py": "failover to engines that are full or rest",
+    "router/test_examples.py": "the examples that talk to a router",
+    "router/test_fuzz.py": "generated and mutated requests",
+    "router/test_other_engines.py": "engines that change while the router serves",
+    "router/test_process.py": "`disagg router` as real processes",
+    "router/test_router.py": "the whole router over HTTP, with fake engines",
+    "store/test_directory_model.py": "directory and index together, against a model",
+    "store/test_processes.py": "several processes on one directory",
+    "test_docs.py": "the documentation",
+    "test_imports.py": "which package may import which",
+    "test_layout.py": "this rule",
+    "test_manifests.py": "the deployments and Kubernetes manifests that users copy",
+    "transport/control/test_opened_transports.py": "the client's transports, opened and retried",
+    "transport/device/test_kernel_compiles.py": "the CUDA kernel, compiled",
+    "transport/device/test_kernel_cuda.py": "the CUDA kernel on a GPU",
+    "transport/test_staged.py": "tcp and shared_storage with caches on devices",
+}
+FOUND = {str(file.relative_to(TESTS)) for file in TESTS.rglob("test_*.py")}
+
+
+@pytest.mark.parametrize("test", sorted(FOUND | set(FEATURES)))
+def test_a_test_mirrors_a_module_or_is_a_named_feature(test: str) -> None:
+    assert test in FOUND, "no such test; remove its line from FEATURES"
+    path = Path(test)
+    module = PACKAGE / path.with_name(path.name.removeprefix("test_"))
+    if test in FEATURES:
+        assert not module.exists(), f"mirrors {module.name}; remove its line from FEATURES"
+    else:
+        assert module.is_file(), "rename it as the module that it tests, or name it in FEATURES"
+
+
+def test_each_folder_is_a_folder_of_the_package() -> None:
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py")}
+    assert [str(one) for one in sorted(folders) if not (PACKAGE / one).is_dir()] == []
