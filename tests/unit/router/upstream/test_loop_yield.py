@@ -28,12 +28,12 @@ def yields(use: Callable[[LoopYield], object], slow: float = 0) -> int:
     return count
 
 
-def test_after_a_turn_with_several_connections() -> None:
+def test_it_yields_after_a_turn_with_several_connections() -> None:
     assert yields(lambda loop_yield: asyncio.run(a_turn(loop_yield, 3))) > 1
     assert yields(lambda loop_yield: asyncio.run(a_turn(loop_yield, 200))) > 1
 
 
-def test_not_after_few() -> None:
+def test_it_does_not_yield_after_few() -> None:
     async def many_turns(loop_yield: LoopYield) -> None:
         for _ in range(20):
             await a_turn(loop_yield, 2)
@@ -41,7 +41,7 @@ def test_not_after_few() -> None:
     assert yields(lambda loop_yield: asyncio.run(many_turns(loop_yield))) == 0
 
 
-def test_not_again_before_more_comes() -> None:
+def test_not_again_before_more_arrives() -> None:
     async def one_turn_and_quiet(loop_yield: LoopYield) -> None:
         await a_turn(loop_yield, 5)
         await asyncio.sleep(0.02)
