@@ -117,8 +117,8 @@ def test_on_gpus_the_block_size_is_left_to_vllm() -> None:
         (
             {"max_model_len": 4096},
             {"max_model_len": 2048},
-            "decode.args.max_model_len: 2048 — prefill.args.max_model_len: 4096: decode must accept "
-            "every prompt that prefill accepts; set 4096 or more",
+            "decode.args.max_model_len: 2048 — prefill.args.max_model_len: 4096: decode must "
+            "accept every prompt that prefill accepts; set 4096 or more",
         ),
     ],
 )
