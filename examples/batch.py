@@ -2,15 +2,15 @@
 
     .venv/bin/python examples/batch.py requests.jsonl answers.jsonl --concurrency 32
 
-A line of the input, whose `custom_id` must be its own:
+A line of the input; each `custom_id` must be unique:
 
     {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
      "body": {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}}
 
-Answers are written as they come, each with its `custom_id`. Run it again after an interruption,
-and it goes on: what is answered is not asked again. Busy servers (429), failing ones (500 and
-more) and lost connections are tried again with growing pauses; what still fails, or is refused,
-goes to `answers.jsonl.errors`, is tried again by the next run, and makes the exit status 1.
+Answers are written as they come, each with its `custom_id`. After an interruption, run it again: it
+asks only for answers that are missing. It retries after 429, after 500 and above, and after lost
+connections, with growing pauses. A request that still fails, or is refused, goes to
+`answers.jsonl.errors`; the exit status is then 1, and the next run tries it again.
 """
 
 from __future__ import annotations

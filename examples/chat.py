@@ -1,4 +1,4 @@
-"""Talk to a deployment with the official OpenAI client: a streamed chat, and what it used.
+"""Chat with a deployment by the official OpenAI client: a streamed answer, and the tokens used.
 
     make serve                        # in another terminal, until it says Ready
     .venv/bin/python examples/chat.py "Why is the sky blue?"

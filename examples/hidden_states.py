@@ -1,6 +1,6 @@
 """Hidden states of a real engine, one file per request, checked against plain transformers.
 
-Makes a small checkpoint of its own unless a model is named; runs on a CPU as on a GPU:
+Without `--model` it makes a small checkpoint. Runs on CPUs and GPUs:
 
     .venv/bin/python examples/hidden_states.py
     .venv/bin/python examples/hidden_states.py --model Qwen/Qwen3-0.6B --layers 1 14 27
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Of CPU engines; elsewhere vLLM reads none of them.
+# For CPU engines; vLLM ignores them elsewhere.
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 LENGTHS = (1, 40, 128, 300, 700)
 CHUNK = 512  # the longest prompt is computed in two steps

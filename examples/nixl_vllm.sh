@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Our router in front of two plain vLLM servers whose KV cache moves by vLLM's own NixlConnector.
-# No Ray, and of disagg the router alone. Ctrl-C ends all three.
+# No Ray; only the router is disagg's. Ctrl-C ends all three.
 #
 #   examples/nixl_vllm.sh MODEL [any option of vLLM's OpenAI server ...]
 #
 # NIXL must be installed beside vLLM: pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1. With GPUs,
-# say which engine has which by CUDA_VISIBLE_DEVICES in `engine` below. On CPU, with the small
+# give each engine its own by CUDA_VISIBLE_DEVICES in `engine` below. On CPU, with the small
 # checkpoint that `make serve` makes:
 #
 #   KV_BUFFER_DEVICE=cpu VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \

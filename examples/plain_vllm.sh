@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two plain vLLM servers that hand over to one another through our connector, and a router.
+# Two plain vLLM servers with our connector, prefill and decode, and a router in front of them.
 # No Ray. Ctrl-C ends all three.
 #
 #   examples/plain_vllm.sh MODEL [any option of vLLM's OpenAI server ...]

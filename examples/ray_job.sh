@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Serve on a Ray cluster that runs already: the job lives on its head node, the engines where
-# Ray finds the GPUs. `ray job logs` shows the progress, `ray job stop` ends it cleanly.
+# Serve on a running Ray cluster: the job runs on its head node, the engines where Ray finds the
+# GPUs. `ray job logs` shows the progress, `ray job stop` ends it cleanly.
 #
 #   RAY_ADDRESS=http://HEAD:8265 examples/ray_job.sh serve_configs/gpu-1p1d.yaml
 #

@@ -1,12 +1,12 @@
 """Ray Serve LLM's own app of prefill and decode, with our connector moving the KV cache.
 
-    pip install "ray[llm]==2.60.0" disagg        # and vLLM 0.32.0, which disagg is made for
+    pip install "ray[llm]==2.60.0" disagg        # and vLLM 0.32.0, which disagg supports
     python examples/ray_serve_llm.py Qwen/Qwen3-8B --prefill 1 --decode 1
     python examples/ray_serve_llm.py .cache/models/tiny --cpu
 
-Here Ray Serve starts, pairs and scales the engines, and its ingress speaks the OpenAI API on
-port 8000; of disagg there is the connector alone. Serve's orchestrator speaks NIXL's pull
-contract to connectors that it doesn't know, and so to ours.
+Ray Serve starts, pairs and scales the engines, and its ingress speaks the OpenAI API on port 8000.
+Only the connector is disagg's. Serve's orchestrator speaks NIXL's pull contract to connectors that
+it does not know, and so to ours.
 
 On several nodes, name the interface that engines reach each other by (--interface eth0), and
 export DISAGG_SECRET before `ray start` on each node; on one node its engines share a file.
@@ -18,7 +18,7 @@ import argparse
 import os
 from typing import Any
 
-# Of vLLM's CPU engines.
+# For vLLM's CPU engines.
 CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-# Of one connection, not of the message; the body is passed on as it comes.
+# Headers of one connection, not of the message. The body is passed on as it comes.
 HOP_BY_HOP = {"connection", "keep-alive", "host", "content-length", "transfer-encoding", "upgrade"}
 
 

@@ -1,7 +1,7 @@
 """Our connector without vLLM's engine: one handoff between two workers, in GB/s.
 
-Producer and consumer are two processes, each with a cache of its own and no model. What a
-scheduler half would decide is written down by hand; everything after that is the real thing.
+Producer and consumer are two processes, each with a cache and no model. The messages of the
+scheduler halves are written by hand; everything else is what runs in an engine.
 
     .venv/bin/python examples/without_vllm_engine.py --mib 256 --transport process_memory
 """

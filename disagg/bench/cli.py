@@ -51,18 +51,24 @@ def pages(
 
 @app.command()
 def handoff(
-    lengths: Annotated[str, typer.Option(help="Prompt lengths, by commas.")] = "1000,4000,8000",
-    repeats: Annotated[int, typer.Option(min=1, help="Prompts per length; medians count.")] = 3,
-    storage: Annotated[Path, typer.Option(help="Folder for files, ours and the peer's.")] = Path(
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens, separated by commas.")
+    ] = "1000,4000,8000",
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Prompts per length. The table has medians.")
+    ] = 3,
+    storage: Annotated[Path, typer.Option(help="Folder for files of ours and of the peer.")] = Path(
         "/dev/shm"
     ),
     transport: Annotated[str, typer.Option(help=f"Ours, of {PREFERENCE}.")] = "process_memory",
     peers: Annotated[
-        str, typer.Option(help="Of example, nixl; by commas, may be empty.")
+        str, typer.Option(help="example, nixl; separated by commas, may be empty.")
     ] = "example",
-    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Also write the figures into this file.")
+    ] = None,
 ) -> None:
-    """Decode's first token: handed over, from its own prefix cache, by peers, computed."""
+    """Time decode's first token: after a handoff, from its own cache, by peers, computed."""
     from disagg.bench.first_token import handoff as bench
 
     counts = [int(length) for length in lengths.split(",")]
@@ -75,21 +81,26 @@ def handoff(
 
 @app.command()
 def offload(
-    lengths: Annotated[str, typer.Option(help="Prompt lengths, by commas.")] = "1000,4000,8000",
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens, separated by commas.")
+    ] = "1000,4000,8000",
     repeats: Annotated[
         int,
-        typer.Option(min=1, help="Prompts per length, and four pairs of decodes for each."),
+        typer.Option(min=1, help="Prompts per length, with four pairs of decodes each."),
     ] = 3,
-    storage: Annotated[Path, typer.Option(help="Where the directory tier is made.")] = Path(
-        "/dev/shm"
-    ),
-    host_bytes: Annotated[int, typer.Option(min=1, help="The host memory tier.")] = 2 << 30,
+    storage: Annotated[
+        Path, typer.Option(help="Folder in which to make the directory tier.")
+    ] = Path("/dev/shm"),
+    host_bytes: Annotated[int, typer.Option(min=1, help="Bytes of the host memory tier.")] = 2
+    << 30,
     peers: Annotated[
-        str, typer.Option(help="vLLM's own: offloading, simple; by commas, may be empty.")
+        str, typer.Option(help="vLLM's own: offloading, simple; separated by commas, may be empty.")
     ] = "offloading,simple",
-    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Also write the figures into this file.")
+    ] = None,
 ) -> None:
-    """First token of a prompt in the engine's cache, in host memory, in files, and computed."""
+    """Time the first token of a prompt in the engine's cache, in each tier, and computed."""
     from disagg.bench.first_token import offload as bench
 
     counts, names = _numbers(lengths), [name for name in peers.split(",") if name]
@@ -102,21 +113,31 @@ def offload(
 def speeds(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("speeds.json"),
     lengths: Annotated[
-        str, typer.Option(help="Prompt lengths, by commas.")
+        str, typer.Option(help="Prompt lengths in tokens, separated by commas.")
     ] = "128,512,1000,2000,4000,6000",
-    batches: Annotated[str, typer.Option(help="Sequences that decode at once.")] = "1,4,8,16",
-    contexts: Annotated[str, typer.Option(help="Tokens of each of them.")] = "128,1000,4000",
-    repeats: Annotated[int, typer.Option(min=1, help="Of all; one more warms up.")] = 3,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Of both engines.")] = 2048,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Of both engines.")] = 64,
+    batches: Annotated[
+        str, typer.Option(help="How many sequences decode at once, separated by commas.")
+    ] = "1,4,8,16",
+    contexts: Annotated[
+        str, typer.Option(help="Tokens of each sequence, separated by commas.")
+    ] = "128,1000,4000",
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Repetitions of each measurement; one more warms up.")
+    ] = 3,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="vLLM's setting, for both engines.")
+    ] = 2048,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="vLLM's setting, for both engines.")
+    ] = 64,
     load_threads: Annotated[int, typer.Option(min=1, help="Handoffs at once.")] = 8,
     prefill: Annotated[str | None, typer.Option(help="URL of a prefill engine.")] = None,
     decode: Annotated[
         str | None, typer.Option(help="URL of a decode engine; without both, a pair is started.")
     ] = None,
-    note: Annotated[str, typer.Option(help="Goes into the file.")] = "",
+    note: Annotated[str, typer.Option(help="A note for the file.")] = "",
 ) -> None:
-    """How fast engines compute prompts, make tokens and hand over: the file of disagg plan."""
+    """Measure how fast engines compute prompts and tokens, and hand off: for disagg plan."""
     from disagg.bench.speeds import run as bench
 
     plan = bench.SpeedsPlan(
@@ -136,20 +157,25 @@ def speeds(
 
 @app.command()
 def predicted(
-    pairs: Annotated[str, typer.Option(help="Engines of each role, by commas.")] = "1,2",
+    pairs: Annotated[
+        str, typer.Option(help="Numbers of engines of each role, separated by commas.")
+    ] = "1,2",
     rate: Annotated[float, typer.Option(help="Requests a second.")] = 0.5,
-    duration: Annotated[float, typer.Option(help="Seconds of load on each.")] = 60,
+    duration: Annotated[float, typer.Option(help="Seconds of load on each deployment.")] = 60,
     mix: Annotated[
-        str, typer.Option(help="SHARE:PROMPT:OUTPUT in tokens, by commas.")
+        str, typer.Option(help="SHARE:PROMPT:OUTPUT in tokens, separated by commas.")
     ] = "0.6:128:64,0.4:2000:64",
     local_prefill_tokens: options.LocalPrefillTokens = 256,
     speeds: Annotated[
-        Path | None, typer.Option(help="Of an earlier run; without it they are measured first.")
+        Path | None,
+        typer.Option(help="Speeds file of an earlier run. Without it, speeds are measured first."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals, kinds and choices.")] = 1,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals, kinds and choices.")] = 1,
+    json: Annotated[
+        Path | None, typer.Option(help="Also write the figures into this file.")
+    ] = None,
 ) -> None:
-    """What disagg plan foretells of one load, and what real engines do with it: the error."""
+    """Compare what disagg plan predicts for a load with what real engines do."""
     from disagg.bench.serve.trace import parse_mix
     from disagg.bench.speeds import predicted as bench
     from disagg.bench.speeds.run import SpeedsPlan
@@ -183,17 +209,21 @@ def predicted(
 def soak(
     requests: Annotated[int, typer.Option(min=1)] = 2000,
     concurrency: Annotated[int, typer.Option(min=1)] = 16,
-    cancel: Annotated[float, typer.Option(help="Share of clients that leave early.")] = 0.2,
+    cancel: Annotated[float, typer.Option(help="Share of clients that disconnect early.")] = 0.2,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="YAML of a deployment in float32; a small one if none."),
+        typer.Option(
+            metavar="FILE", help="YAML of a deployment in float32. Without it: a small one."
+        ),
     ] = None,
     transports: Annotated[
         str | None, typer.Option(help=f"By commas; the YAML's, or {ON_CPU}.")
     ] = None,
-    sabotage: Annotated[bool, typer.Option(help="Cut sockets, stop workers all the while.")] = True,
+    sabotage: Annotated[
+        bool, typer.Option(help="Cut sockets and stop workers during the load.")
+    ] = True,
 ) -> None:
-    """Many requests with leaving clients: no wrong token, no lease, block or file left."""
+    """Send many requests under faults: no wrong token, no lease, block or file left."""
     from disagg.chaos import soak as bench
 
     wanted = transports or (None if config else ON_CPU)
@@ -206,11 +236,15 @@ def soak(
 
 @app.command()
 def heal(
-    clients: Annotated[int, typer.Option(min=1, help="That ask all the while.")] = 4,
-    rounds: Annotated[int, typer.Option(min=0, help="Each of four engines dies so often.")] = 1,
-    nodes: Annotated[int, typer.Option(help="Ray nodes; of three or more, one dies too.")] = 1,
+    clients: Annotated[
+        int, typer.Option(min=1, help="Clients that send requests all the time.")
+    ] = 4,
+    rounds: Annotated[int, typer.Option(min=0, help="How often each of four engines dies.")] = 1,
+    nodes: Annotated[
+        int, typer.Option(help="Ray nodes. With three or more, one node dies too.")
+    ] = 1,
 ) -> None:
-    """Kill engines and the router under load: who notices, and when all is whole again."""
+    """Kill engines and the router under load: what clients see, and when all serve again."""
     from disagg.chaos import heal as bench
 
     raise typer.Exit(bench.run(clients, rounds, nodes))
@@ -218,13 +252,18 @@ def heal(
 
 @app.command()
 def scale(
-    clients: Annotated[int, typer.Option(min=1, help="That ask all the while.")] = 2,
+    clients: Annotated[
+        int, typer.Option(min=1, help="Clients that send requests all the time.")
+    ] = 2,
     waves: Annotated[
-        int, typer.Option(min=0, help="So often they come and go; the autoscaler must follow.")
+        int,
+        typer.Option(min=0, help="How often the clients come and go; the autoscaler must follow."),
     ] = 0,
-    half: Annotated[float, typer.Option(help="Seconds that they stay, and stay away.")] = 100.0,
+    half: Annotated[
+        float, typer.Option(help="Seconds that the clients stay, and stay away.")
+    ] = 100.0,
 ) -> None:
-    """Scale up, down, and replace all engines under load: nobody may notice."""
+    """Scale up and down and replace all engines under load: no client may notice."""
     from disagg.chaos import scale as bench
 
     raise typer.Exit(bench.run_waves(clients, waves, half) if waves else bench.run(clients))
@@ -232,17 +271,29 @@ def scale(
 
 @app.command()
 def router(
-    requests: Annotated[int, typer.Option(help="Of each batch, at least 4 a client.")] = 400,
-    rounds: Annotated[int, typer.Option(help="Medians count; one more warms up.")] = 8,
-    clients: Annotated[str, typer.Option(help="Clients at once, by commas.")] = "1,16,64,256",
-    mode: Annotated[str, typer.Option(help="Answers as a stream, whole, or both.")] = "both",
+    requests: Annotated[
+        int, typer.Option(help="Requests of each batch, at least 4 a client.")
+    ] = 400,
+    rounds: Annotated[
+        int, typer.Option(help="Repetitions; one more warms up. The table has medians.")
+    ] = 8,
+    clients: Annotated[
+        str, typer.Option(help="Clients at once, separated by commas.")
+    ] = "1,16,64,256",
+    mode: Annotated[
+        str, typer.Option(help="Answers as a stream, in one piece (whole), or both.")
+    ] = "both",
     targets: Annotated[
-        str, typer.Option(help="By commas: ours is our router, in three settings.")
+        str, typer.Option(help="Separated by commas. Our router is in three settings.")
     ] = "direct,ours,ours-2-processes,ours-migration,vllm-router",
-    pace_ms: Annotated[float, typer.Option(help="Between two tokens of an answer.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+    pace_ms: Annotated[
+        float, typer.Option(help="Milliseconds between two tokens of an answer.")
+    ] = 0,
+    json: Annotated[
+        Path | None, typer.Option(help="Also write the figures into this file.")
+    ] = None,
 ) -> None:
-    """What a router costs: none, ours and vllm-router, in front of fake engines."""
+    """Measure what a router costs: no router, ours, vllm-router; with fake engines."""
     from disagg.bench.router import run as bench
 
     plan = bench.RouterBenchPlan(
@@ -261,12 +312,14 @@ def router_faults(
     requests: Annotated[
         int, typer.Option(min=1, help="All combinations of faults are 380.")
     ] = 10_000,
-    clients: Annotated[int, typer.Option(min=1, help="At once.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of the order, and of all that is random.")] = 1,
+    clients: Annotated[int, typer.Option(min=1, help="Clients at once.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 1,
     first_token: options.FirstToken = "decode",
-    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Also write the figures into this file.")
+    ] = None,
 ) -> None:
-    """The router in front of engines that fail on purpose: right, or one error, in time."""
+    """Run the router with engines that fail on purpose: right, or one error, in time."""
     from disagg.chaos import router_faults as bench
 
     raise typer.Exit(bench.run(requests, clients, seed, first_token, json_path=json))
@@ -274,19 +327,23 @@ def router_faults(
 
 @app.command()
 def serve(
-    rates: Annotated[str, typer.Option(help="Requests a second, by commas.")] = "0.5,1,1.5,2",
+    rates: Annotated[
+        str, typer.Option(help="Requests a second, separated by commas.")
+    ] = "0.5,1,1.5,2",
     duration: Annotated[float, typer.Option(help="Seconds of load at each rate.")] = 24,
     mix: Annotated[
-        str, typer.Option(help="SHARE:PROMPT:OUTPUT in tokens, by commas.")
+        str, typer.Option(help="SHARE:PROMPT:OUTPUT in tokens, separated by commas.")
     ] = "0.5:128:64,0.5:1500:64",
     repeat_share: Annotated[
-        float, typer.Option(help="Of requests that repeat an earlier prompt.")
+        float, typer.Option(help="Share of requests that repeat an earlier prompt.")
     ] = 0,
     ttft_target: Annotated[float, typer.Option(help="Seconds to the first token.")] = 2,
     itl_target: Annotated[float, typer.Option(help="Seconds between tokens.")] = 0.1,
     ways: Annotated[
         str,
-        typer.Option(help="Of colocated, apart, apart-all; by commas. Empty: write traces only."),
+        typer.Option(
+            help="colocated, apart, apart-all; separated by commas. Empty: write traces only."
+        ),
     ] = "colocated,apart",
     local_prefill_tokens: options.LocalPrefillTokens = 256,
     prefill_wait_share: options.PrefillWaitShare = None,
@@ -296,7 +353,7 @@ def serve(
         int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")
     ] = None,
     decode_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The same of the decode engine alone.")
+        int | None, typer.Option(min=1, help="The same for the decode engine only.")
     ] = None,
     prefill_seqs: Annotated[
         int | None, typer.Option(min=1, help="vLLM's max_num_seqs, of the prefill engine alone.")
@@ -308,9 +365,11 @@ def serve(
     write_trace: Annotated[
         Path | None, typer.Option(help="Write the load here; of several rates, a file each.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Also write the figures into this file.")
+    ] = None,
 ) -> None:
-    """One open load on two plain engines, and on a prefill and a decode engine: goodput."""
+    """Measure goodput of one load on two colocated engines, and on prefill and decode apart."""
     from disagg.bench.serve import run as bench
     from disagg.bench.serve.score import Targets
     from disagg.bench.serve.trace import parse_mix
@@ -363,11 +422,15 @@ def transfer(
     staging_mb: Annotated[
         int, typer.Option(min=1, help="MiB on the GPU that each end may stage in.")
     ] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Medians count; one more warms up.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Repetitions; one more warms up. The table has medians.")
+    ] = 5,
     peer: Annotated[bool, typer.Option(help="Measure NIXL over UCX too.")] = True,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here as well.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Also write the figures into this file.")
+    ] = None,
 ) -> None:
-    """Whole fetches over each transport, beside what bounds them and NIXL. No engine, no Ray."""
+    """Measure whole fetches over each transport, beside their ceilings and NIXL."""
     from disagg.bench.transfer import run as bench
     from disagg.bench.transfer.plan import TransferPlan
 

@@ -1,4 +1,4 @@
 """The OpenAI endpoint in front of both pools: pairing, both legs, upstream HTTP, metrics.
 
-Imports neither vLLM nor Ray, so it starts in a blink and runs in front of any vLLM servers.
+It must never import vLLM or Ray. So it starts fast, and runs in front of any vLLM server.
 """

@@ -1,6 +1,6 @@
-"""`disagg drain`: asks a running router to take no new requests, and may wait until it is done.
+"""`disagg drain`: ask a running router to refuse new requests; optionally wait for the rest.
 
-Over one connection, since a router that drains takes no new one.
+All calls use one connection: a draining router accepts no new ones.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ POLL_S = 0.2
 def run(
     url: str, *, key_env: str | None, ca: Path | None, wait: bool, undo: bool, timeout_s: float
 ) -> int:
-    """Ask, print how it stands, and wait if told to. Returns 0; raises DisaggError."""
+    """Start or undo a drain, print its state, wait if asked. Returns 0; raises DisaggError."""
     headers = _headers(key_env)
     connection = _connection(url, ca)
     try:
         state = _ask(connection, "DELETE" if undo else "POST", headers)
-        print(_words(state), flush=True)
+        print(_summary(state), flush=True)
         if wait and not undo:
             _wait(connection, headers, state, timeout_s)
             print("drained")
@@ -43,11 +43,11 @@ def run(
 def _wait(
     connection: HTTPConnection, headers: dict[str, str], state: dict[str, Any], timeout_s: float
 ) -> None:
-    """Return when nothing is in flight, or when the router has ended, which it does then."""
+    """Return when no request is in flight, or when the router has exited, as it then does."""
     deadline = time.monotonic() + timeout_s
     while state["in_flight"]:
         if time.monotonic() > deadline:
-            raise DisaggError(f"not drained in {timeout_s:g} s; {_words(state)}")
+            raise DisaggError(f"not drained in {timeout_s:g} s; {_summary(state)}")
         time.sleep(POLL_S)
         try:
             state = _ask(connection, "GET", headers)
@@ -60,23 +60,23 @@ def _ask(connection: HTTPConnection, method: str, headers: dict[str, str]) -> di
     answer = connection.getresponse()
     content = answer.read()
     if answer.status != 200:
-        raise DisaggError(f"{_said(answer, content)} (status {answer.status})")
+        raise DisaggError(f"{_error_message(answer, content)} (status {answer.status})")
     state: dict[str, Any] = json.loads(content)
     return state
 
 
-def _said(answer: HTTPResponse, content: bytes) -> str:
+def _error_message(answer: HTTPResponse, content: bytes) -> str:
     if answer.status == 404:
-        return "refused: without API keys a drain is taken from the router's own machine alone"
+        return "refused: without API keys, drain only works from the router's own machine"
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return "no answer of a disagg router"
+        return "not a disagg router"
 
 
-def _words(state: dict[str, Any]) -> str:
-    what = "draining" if state["draining"] else "taking requests"
-    return f"{what}, {state['in_flight']} in flight"
+def _summary(state: dict[str, Any]) -> str:
+    mode = "draining" if state["draining"] else "taking requests"
+    return f"{mode}, {state['in_flight']} in flight"
 
 
 def _headers(key_env: str | None) -> dict[str, str]:
@@ -95,7 +95,7 @@ def _connection(url: str, ca: Path | None) -> HTTPConnection:
     except ValueError:
         host = port = None
     if parts.scheme not in ("http", "https") or not host:
-        raise ConfigError(f"URL: {url!r} — not one of a router; write http://HOST:PORT")
+        raise ConfigError(f"URL: {url!r} — not a router's URL; write http://HOST:PORT")
     if parts.scheme == "http":
         return HTTPConnection(host, port, timeout=ANSWER_S)
     try:

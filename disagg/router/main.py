@@ -1,4 +1,4 @@
-"""`disagg router`: the router alone, in the foreground, before engines of somebody else's."""
+"""`disagg router`: only the router, in the foreground, in front of engines started elsewhere."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def run(
     engine_key_env: str | None = None,
     connector: ConnectorName = "disagg",
 ) -> int:
-    """Serve until a signal or a drain by command, and then until all is served; status 0.
+    """Serve until a signal or `disagg drain`, then finish the requests in flight; status 0.
 
-    A second signal ends at once. Raises ConfigError or DisaggError.
+    A second signal exits at once. Raises ConfigError or DisaggError.
     """
     plan = RouterPlan(
         section,
@@ -43,14 +43,14 @@ def run(
     credentials.tls(section, "")
     if section.pairing.first_token == "prefill" and connector != "disagg":
         raise ConfigError(
-            f"pairing.first_token: 'prefill' — engines with the connector {connector} cannot go "
-            "on behind prefill's token; set decode, or use engines of --connector disagg"
+            f"pairing.first_token: 'prefill' — engines with the connector {connector} cannot "
+            "continue after prefill's token; set decode, or use engines with --connector disagg"
         )
     try:
         sock = claim(section.host, section.port, section.processes)
     except OSError as error:
         raise ConfigError(
-            f"--port: {section.host}:{section.port} cannot be had ({error.strerror}); "
+            f"--port: {section.host}:{section.port} is not available ({error.strerror}); "
             "choose another one"
         ) from error
     uvloop.run(_serve(plan, sock))
@@ -58,12 +58,12 @@ def run(
 
 
 async def _serve(plan: RouterPlan, sock: socket.socket) -> None:
-    told = asyncio.Event()
+    stop_requested = asyncio.Event()
 
     def on_signal(signum: int) -> None:
-        if told.is_set():
+        if stop_requested.is_set():
             os._exit(128 + signum)
-        told.set()
+        stop_requested.set()
 
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -75,7 +75,8 @@ async def _serve(plan: RouterPlan, sock: socket.socket) -> None:
         settle()
         print(f"Ready: {url}/v1", flush=True)
         ended = asyncio.create_task(server.ended())
-        reasons = [asyncio.create_task(event.wait()) for event in (told, server.asked)]
+        events = (stop_requested, server.drain_requested)
+        reasons = [asyncio.create_task(event.wait()) for event in events]
         await asyncio.wait([ended, *reasons], return_when="FIRST_COMPLETED")
         if ended.done():
             await ended

@@ -1,4 +1,4 @@
-"""`disagg status`: what `/ui` shows, as tables or JSON."""
+"""`disagg status`: the state that `/ui` shows, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ANSWER_S = 10.0
 
 
 def run(url: str, *, ca: Path | None, as_json: bool) -> int:
-    """Print it. Returns 0 if every engine is up, else 1; raises DisaggError."""
-    state = _asked(url, ca)
+    """Print the state. Returns 0 if every engine is up, else 1; raises DisaggError."""
+    state = _fetch(url, ca)
     if as_json:
         print(json.dumps(state, indent=2))
     else:
@@ -33,7 +33,7 @@ def run(url: str, *, ca: Path | None, as_json: bool) -> int:
     return 0 if all(engine["state"] == "up" for engine in state["engines"]) else 1
 
 
-def _asked(url: str, ca: Path | None) -> dict[str, Any]:
+def _fetch(url: str, ca: Path | None) -> dict[str, Any]:
     try:
         trusted = ssl.create_default_context(cafile=str(ca)) if ca else True
     except OSError as error:
@@ -44,7 +44,7 @@ def _asked(url: str, ca: Path | None) -> dict[str, Any]:
         state: dict[str, Any] = answer.json()
     except httpx.HTTPStatusError as error:
         status = error.response.status_code
-        raise DisaggError(f"{url} answers {status}: is it a router of ours?") from error
+        raise DisaggError(f"Not a disagg router: {url} returned {status}") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise DisaggError(f"{url}: {error or type(error).__name__}") from error
     return state
@@ -76,9 +76,12 @@ def _pairings(state: dict[str, Any]) -> Table:
 def _handoffs(state: dict[str, Any]) -> Table:
     table = _table("Handoffs", "to", "over", "loaded", "failed", "aborted", "MiB")
     for engine in state["engines"]:
-        for way, of in engine.get("handoffs", {}).items():
-            counts = (_count(of.get(outcome, 0.0)) for outcome in ("loaded", "failed", "aborted"))
-            table.add_row(engine["name"], way, *counts, f"{of.get('bytes', 0.0) / 2**20:,.1f}")
+        for transport, totals in engine.get("handoffs", {}).items():
+            counts = (
+                _count(totals.get(outcome, 0.0)) for outcome in ("loaded", "failed", "aborted")
+            )
+            mib = totals.get("bytes", 0.0) / 2**20
+            table.add_row(engine["name"], transport, *counts, f"{mib:,.1f}")
     return table
 
 
@@ -86,9 +89,9 @@ def _failures(state: dict[str, Any]) -> Table:
     table = _table("Recent failures", "when", "status", "what", "engines", "id")
     for failure in state["failures"]:
         engines = " → ".join(filter(None, (failure.get("prefill"), failure.get("decode"))))
-        what = failure["why"] or f"retried {failure.get('retries', 0)}"
+        reason = failure["why"] or f"retried {failure.get('retries', 0)}"
         when = time.strftime("%H:%M:%S", time.localtime(failure["at"]))
-        table.add_row(when, str(failure["status"]), escape(what), engines, escape(failure["id"]))
+        table.add_row(when, str(failure["status"]), escape(reason), engines, escape(failure["id"]))
     return table
 
 

@@ -11,7 +11,7 @@ from disagg.config import Role
 
 @dataclass(frozen=True)
 class EngineEndpoint:
-    """One engine: its name (`prefill-0`), its role, and where its OpenAI server listens."""
+    """One engine: its name (`prefill-0`), its role, and the URL of its OpenAI server."""
 
     name: str
     role: Role
@@ -19,12 +19,12 @@ class EngineEndpoint:
 
 
 def role_of(name: str) -> str:
-    """The role of an engine of this name, which begins with it."""
+    """The role of the engine with this name: names begin with the role."""
     return name.partition("-")[0]
 
 
 class Topology:
-    """All engines, in the order they were given, until others are."""
+    """The current engines, in the order given to the last `replace`."""
 
     def __init__(
         self, engines: Sequence[EngineEndpoint], down: Mapping[str, str] | None = None
@@ -36,11 +36,11 @@ class Topology:
         return self._by_role[role]
 
     def knows(self, role: Role) -> bool:
-        """Whether there are engines of this role, up or down."""
+        """Whether the deployment has engines of this role, up or down."""
         return bool(self.of(role)) or any(role_of(name) == role for name in self.down)
 
     def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
-        """These from now on. `down`: why others, by name, are not among them at the moment."""
+        """Use these engines from now on. `down`: for each engine that is missing, by name, why."""
         self.engines, self.down = tuple(engines), down
         self._by_role: dict[Role, Sequence[EngineEndpoint]] = {
             role: tuple(engine for engine in engines if engine.role == role)

@@ -118,12 +118,13 @@ DISAGG = [sys.executable, "-c", "from disagg.cli import main; main()"]
 def launch(folder: Path, temp: Path, name: str, content: dict[str, Any]) -> Served:
     file, out = folder / f"{name}.yaml", folder / f"{name}.out"
     file.write_text(yaml.safe_dump(content))
-    process = subprocess.Popen(
-        [*DISAGG, "serve", str(file)],
-        stdout=out.open("wb"),
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"TMPDIR": str(temp)},
-    )
+    with out.open("wb") as log:
+        process = subprocess.Popen(
+            [*DISAGG, "serve", str(file)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": str(temp)},
+        )
     return Served(process, out, temp)
 
 

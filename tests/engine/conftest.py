@@ -100,14 +100,11 @@ def beside(handoff: dict[str, object], tier: dict[str, object]) -> dict[str, obj
 
 
 @contextmanager
-def running(
-    servers: Sequence[VllmServer], meanwhile: Callable[[], object] = lambda: None
-) -> Iterator[None]:
-    """They start together, and all end. `meanwhile`: what is to be done while they start."""
+def running(servers: Sequence[VllmServer]) -> Iterator[None]:
+    """Start these engines together; stop them at the end."""
     try:
         for server in servers:
             server.launch()
-        meanwhile()
         for server in servers:
             server.wait_ready()
         yield
@@ -141,6 +138,7 @@ def routed(prefills: Sequence[HasUrl], decodes: Sequence[HasUrl], **section: Any
         asyncio.run_coroutine_threadsafe(server.stop(1), loop).result(20)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(5)
+        loop.close()
 
 
 def begun(url: str) -> float:

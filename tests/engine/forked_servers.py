@@ -59,10 +59,9 @@ class ForkServer:
 
     def stop(self) -> None:
         """End it, and what it started."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            raise
+        with self._process as process:  # closes its pipes
+            try:
+                process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise

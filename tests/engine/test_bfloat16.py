@@ -26,7 +26,7 @@ from disagg.transport.control.client import Peers
 from disagg.transport.deadline import Deadline
 from disagg.transport.protocol import Part
 from disagg.transport.shared_storage import SharedStorageReceiver, Storage
-from engine.conftest import Fleet, running, transfer
+from engine.conftest import running, transfer
 
 LAYERS, HEADS, BLOCK, CONTENT = 4, 2, 128, 2 * 64 * 2  # K and V, head dim, bytes of a bfloat16
 SECRET = "of these tests, thirty-two bytes"
@@ -38,7 +38,6 @@ def pair(
     model: Path,
     vllm_server: Callable[..., VllmServer],
     tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
 ) -> Iterator[list[VllmServer]]:
     """The first is started as users start it."""
     logs = tmp_path_factory.mktemp("logs")
@@ -47,12 +46,7 @@ def pair(
         start(name, model, logs / name, transfer("kv_both"), dtype="bfloat16", env=env)
         for name, start in (("first", VllmServer), ("second", vllm_server))
     ]
-
-    def meanwhile() -> None:
-        fleet: Fleet = request.getfixturevalue("fleet")
-        fleet.wake()  # nobody: they start beside the slow one, and wait
-
-    with running(servers, meanwhile):
+    with running(servers):
         yield servers
 
 

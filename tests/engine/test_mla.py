@@ -36,12 +36,14 @@ class Engines:
     reference: Any
 
     def right(self, ids: list[int], tokens: int = 16) -> list[int]:
-        sequence = torch.tensor([ids])
+        """The greedy answer of transformers."""
+        answer, given, cache = list[int](), torch.tensor([ids]), None
         with torch.no_grad():
             for _ in range(tokens):
-                token = self.reference(sequence).logits[0, -1].argmax()
-                sequence = torch.cat([sequence, token[None, None]], dim=1)
-        return [*sequence[0, len(ids) :].tolist()]
+                output = self.reference(given, past_key_values=cache, logits_to_keep=1)
+                given, cache = output.logits.argmax(-1), output.past_key_values
+                answer.append(int(given))
+        return answer
 
 
 @pytest.fixture(scope="module")

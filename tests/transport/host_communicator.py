@@ -44,6 +44,10 @@ class HostCommunicators:
     def __init__(self) -> None:
         self._listening: dict[bytes, socket.socket] = {}
 
+    def __del__(self) -> None:
+        for sock in self._listening.values():  # of joins that nobody came to
+            sock.close()
+
     def new_id(self) -> bytes:
         sock = socket.create_server(("127.0.0.1", 0))
         identity: bytes = sock.getsockname()[1].to_bytes(2, "little") + os.urandom(14)
@@ -92,6 +96,7 @@ class HostCommunicator:
         self._sock = sock
         self._error: str | None = None
         self._aborted = threading.Event()
+        self._using = threading.Lock()
         HostCommunicators.open += 1
 
     def send(self, address: int, size: int, stream: DeviceStream, wait: Wait) -> None:
@@ -110,7 +115,9 @@ class HostCommunicator:
         if not self._aborted.is_set():
             self._aborted.set()
             HostCommunicators.open -= 1
-            shut(self._sock)
+            shut(self._sock)  # ends what the stream does with it
+            with self._using:
+                self._sock.close()
 
     def _put(self, stream: DeviceStream, work: object) -> None:
         self.check()
@@ -119,11 +126,12 @@ class HostCommunicator:
 
         # Like NCCL's kernels it is silent about errors: the stream goes on, `check` tells.
         def guarded() -> None:
-            if self._error is None and not self._aborted.is_set():
-                try:
-                    work()
-                except OSError as error:
-                    self._error = str(error) or "broken"
+            with self._using:
+                if self._error is None and not self._aborted.is_set():
+                    try:
+                        work()
+                    except OSError as error:
+                        self._error = str(error) or "broken"
 
         stream.add(guarded)
 

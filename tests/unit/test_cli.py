@@ -226,7 +226,7 @@ def test_router_takes_urls_a_file_and_options_that_win(
         (
             "pairing: {first_token: prefill}",
             ("--connector", "nixl"),
-            "pairing.first_token: 'prefill' — engines with the connector nixl cannot go on",
+            "pairing.first_token: 'prefill' — engines with the connector nixl cannot continue",
         ),
     ],
 )

@@ -256,7 +256,7 @@ def _one_round(
 
 
 def _without_connector(server: VllmServer, prompt: list[int]) -> float:
-    """The same engine's answer to a prompt that is not handed over."""
+    """The same engine's answer to a prompt that is not handed off."""
     began = time.monotonic()
     server.complete(prompt, max_tokens=1)
     return time.monotonic() - began

@@ -43,7 +43,7 @@ class Engine:
         self.version: str = self._get("/version").json()["version"]
 
     def prompt(self, tokens: int, draw: random.Random) -> PromptSample:
-        """A fresh prompt, computed here and not handed over."""
+        """A fresh prompt, computed here and not handed off."""
         before = self._metric(_PREFILL)
         first_s = self._first_token(_fresh(tokens, draw), {})
         return PromptSample(tokens, self._counted(_PREFILL, before, 1), first_s)

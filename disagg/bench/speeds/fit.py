@@ -39,7 +39,7 @@ class StepSample:
 
 @dataclass(frozen=True)
 class MoveSample:
-    """A prompt that was handed over. `first_s`: the decode leg, to its first token."""
+    """A prompt that was handed off. `first_s`: the decode leg, to its first token."""
 
     tokens: int
     first_s: float
@@ -131,7 +131,7 @@ def moves(samples: Sequence[MoveSample], waits_s: Sequence[float]) -> Fit:
     }
     fit = least_squares(columns, [s.first_s for s in samples], waits_s)
     if fit.speeds["token_s"] <= 0:
-        raise DisaggError("--lengths: longer prompts were not handed over more slowly; add longer")
+        raise DisaggError("--lengths: the handoff of longer prompts took no longer; add longer")
     return fit
 
 

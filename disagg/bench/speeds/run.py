@@ -143,7 +143,7 @@ def _measure(plan: SpeedsPlan, prefill: Engine, decode: Engine, console: Console
                 samples.local.append(local)
             console.print(
                 f"{tokens} tokens, {turn}/{plan.repeats}: prefill {_ms(computed.engine_s)} of "
-                f"{_ms(computed.client_s)}, handed over {_ms(move.first_s)}, decode itself "
+                f"{_ms(computed.client_s)}, handed off {_ms(move.first_s)}, decode itself "
                 f"{_ms(local.engine_s)} of {_ms(local.client_s)} ms"
             )
     for sequences in plan.batches:

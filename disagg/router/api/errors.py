@@ -1,4 +1,4 @@
-"""Errors as OpenAI's and Anthropic's APIs spell them. Their text never names an address of ours."""
+"""Errors in the formats of OpenAI's and Anthropic's APIs. They must never name internal hosts."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _ANTHROPIC_TYPES = {
 }
 
 Style = Literal["openai", "named", "anthropic"]
-"""named: OpenAI's, where events have names."""
+"""named: OpenAI's format, in streams whose events have names."""
 
 
 class ApiError(Exception):
-    """Ends a request with this status and message."""
+    """The request fails with this status and message."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         self.status, self.message, self.headers = status, message, headers
         super().__init__(message)
 
     def response(self, style: Style = "openai") -> JSONResponse:
-        """The HTTP answer."""
+        """The error as an HTTP response."""
         return JSONResponse(self.content(style), self.status, self.headers)
 
     def event(self, style: Style = "openai") -> bytes:
-        """The same as an event of a stream that has begun."""
+        """The error as an event, for a stream that has begun."""
         content = self.content(style)
         if style == "openai":
             return b"data: " + json.dumps(content).encode() + b"\n\n"
@@ -57,7 +57,7 @@ class ApiError(Exception):
         return b"event: error\ndata: " + json.dumps(content).encode() + b"\n\n"
 
     def content(self, style: Style = "openai") -> dict[str, object]:
-        """The body."""
+        """The JSON body."""
         if style == "anthropic":
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -72,7 +72,7 @@ class ApiError(Exception):
 
 
 class EngineRefusal(ApiError):
-    """An engine's own error, passed on as it is."""
+    """An engine's own error, passed on unchanged."""
 
     def __init__(self, status: int, content: dict[str, object]) -> None:
         super().__init__(status, "the engine refused")
@@ -83,8 +83,8 @@ class EngineRefusal(ApiError):
 
     @classmethod
     def of(cls, status: int, answer: bytes) -> ApiError:
-        """What an engine answered with this status, if it is an error in these shapes; else one
-        of ours, since pages of proxies and the like name addresses."""
+        """The engine's error, if its body has one of the formats above; else an error of the
+        router's, since the error page of a proxy may name internal addresses."""
         try:
             content = json.loads(answer)
         except (ValueError, RecursionError):
@@ -95,5 +95,5 @@ class EngineRefusal(ApiError):
         return ApiError(status if status in _TYPES else 502, f"an engine answered {status}")
 
 
-CUT = "the router ended before this answer"
-"""With these words a request is cancelled that did not end in time."""
+CUT = "the router stopped before the end of this answer"
+"""The cancel message of requests that did not finish before the drain deadline."""

@@ -1,6 +1,7 @@
-"""What events of a stream add to an answer, field by field, in the shape of each API.
+"""The fields of an answer that each event of a stream extends, for each API.
 
-How tokens are cut into events differs from one answer to another; the fields, put together, do not.
+Two streams of the same answer may split its tokens into events differently. Their fields, once
+concatenated, are equal. Does no I/O.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from typing import Any, TypeAlias
 Field: TypeAlias = tuple[Any, ...]
 Json: TypeAlias = dict[str, Any]
 
-# How an event says which answer it is of, and when that was begun.
+# The fields by which an event names its answer and its creation time.
 _NAMES = ("id", "object", "created", "model", "system_fingerprint")
-# Of a choice, what comes with its first event.
+# Fields of a choice that only its first event has.
 _ONCE = ("prompt_token_ids", "prompt_logprobs", "prompt_text")
 
 
 @dataclass
 class Piece:
-    """What one event adds to one field: `words`, a text or a list, to be compared, and as long as
-    what `holder` has under `name`. Without a holder, the event itself."""
+    """The part of one field that one event adds. `words`: a text or a list, to be compared. It is
+    as long as the value of `holder` under `name`. Without holder, the piece is the whole event."""
 
     field: Field
     words: str | list[Any]
@@ -29,7 +30,7 @@ class Piece:
     name: str = ""
 
     def drop(self, count: int) -> None:
-        """Take out the first `count` words."""
+        """Remove the first `count` words from the event."""
         if self.holder is None:
             return
         rest = self.holder[self.name][count:]
@@ -42,13 +43,13 @@ class Piece:
 
 
 def choices_of(content: Json) -> list[Json]:
-    """Completions' and chats' choices that this event adds to."""
+    """The choices of a completion or chat that this event extends."""
     choices = content.get("choices")
     return choices if isinstance(choices, list) else []
 
 
 def of_choice(choice: Json) -> Iterator[Piece]:
-    """What an event adds to a choice."""
+    """The pieces that an event adds to a choice."""
     if isinstance(choice.get("text"), str):
         yield Piece(("text",), choice["text"], choice, "text")
     delta = choice.get("delta")
@@ -66,7 +67,7 @@ def of_choice(choice: Json) -> Iterator[Piece]:
 
 
 def of_event(content: Json) -> Iterator[Piece]:
-    """What an event without choices adds: to a text, or itself."""
+    """The pieces of an event without choices: parts of a text, or the event itself."""
     kind, delta = content.get("type"), content.get("delta")
     place = (kind, content.get("output_index"), content.get("content_index"), content.get("index"))
     if isinstance(delta, str):  # responses
@@ -77,12 +78,12 @@ def of_event(content: Json) -> Iterator[Piece]:
         of_kind = (*place, delta.get("type"))
         yield from (piece for piece in _texts(delta, of_kind) if piece.name != "type")
     else:
-        what = content.get("item") or content.get("content_block") or {}
-        yield Piece((*place, what.get("type"), what.get("name")), "!")
+        item = content.get("item") or content.get("content_block") or {}
+        yield Piece((*place, item.get("type"), item.get("name")), "!")
 
 
 def tidied(choice: Json) -> None:
-    """What is left of a choice whose beginning was taken out."""
+    """Clean up a choice from which the beginning was removed."""
     for name in _ONCE:
         if choice.get(name) is not None:
             choice[name] = None
@@ -90,7 +91,7 @@ def tidied(choice: Json) -> None:
     calls = delta.get("tool_calls") if isinstance(delta, dict) else None
     if isinstance(delta, dict) and isinstance(calls, list):
         for call in calls:
-            if "name" not in (call.get("function") or {}):  # a call is named once
+            if "name" not in (call.get("function") or {}):  # not the call's first event
                 call.pop("id", None)
                 call.pop("type", None)
         delta["tool_calls"] = [call for call in calls if call.get("function")]
@@ -99,7 +100,7 @@ def tidied(choice: Json) -> None:
 
 
 def names_of(content: Json) -> Iterator[tuple[Field, str]]:
-    """Names that responses draw anew for each answer, by where they stand."""
+    """The ids that the Responses API generates for each answer, by their place."""
     if isinstance(response := content.get("response"), dict):
         yield ("response",), str(response.get("id"))
     item = content.get("item")
@@ -110,7 +111,7 @@ def names_of(content: Json) -> Iterator[tuple[Field, str]]:
 
 
 def answer_of(content: Json) -> Json:
-    """By what an event says which answer it is of, and when that was begun."""
+    """The fields by which an event names its answer and its creation time."""
     names = {name: content[name] for name in _NAMES if name in content}
     if isinstance(response := content.get("response"), dict) and "created_at" in response:
         names["created_at"] = response["created_at"]
@@ -118,7 +119,7 @@ def answer_of(content: Json) -> Json:
 
 
 def belongs_to(content: Json, answer: Json) -> None:
-    """Have the event say that it is of this answer."""
+    """Make the event name this answer."""
     content.update((name, value) for name, value in answer.items() if name in content)
     if isinstance(response := content.get("response"), dict) and "created_at" in answer:
         response["created_at"] = answer["created_at"]
@@ -131,7 +132,7 @@ def _texts(holder: Json, place: Field) -> Iterator[Piece]:
 
 
 def _logprobs(logprobs: Json) -> Iterator[Piece]:
-    """Numbers may differ in their last digits; their tokens may not."""
+    """Only the tokens are compared: the numbers may differ in their last digits."""
     for name, value in logprobs.items():
         if not isinstance(value, list):
             continue

@@ -1,4 +1,7 @@
-"""An event stream cut into whole events, so that what breaks off never ends in half of one."""
+"""Splits an event stream into whole events.
+
+A stream that breaks off must never end in the middle of an event.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,30 @@ from disagg.router.api.errors import ApiError
 
 END, DONE = b"\n\n", b"data: [DONE]"
 _DATA = b"data: "
-# How an event begins by which an engine says that it failed.
+# The first bytes of an event in which an engine reports an error.
 _FAILURES = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
-_LONGEST_EVENT = 16 << 20  # a million prompt tokens, or all of a response in its last event
+_LONGEST_EVENT = 16 << 20  # bytes: a million prompt tokens, or a whole response in its last event
 
 
 class Watcher(Protocol):
-    """Sees an answer's bytes before the client does."""
+    """Processes the bytes of an answer before the client gets them."""
 
     failure: ApiError | None
-    """Why the answer cannot be right, once that is known."""
+    """Why the answer is wrong; None as long as it may be right."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is missing but what `left` says."""
+        """Whether the answer is complete, apart from the bytes of `left`."""
 
     def feed(self, data: bytes) -> bytes:
-        """What to send of what has come."""
+        """Take bytes of the engine; returns the bytes to send to the client."""
 
     def left(self) -> bytes:
-        """What is to be sent at the end of a whole answer."""
+        """The bytes to send at the end of a complete answer."""
 
 
 def content_of(event: bytes) -> dict[str, Any] | None:
-    """The JSON of an event; None if it has none, as `[DONE]`."""
+    """The JSON object of an event; None if it has none, such as `[DONE]`."""
     at = 0 if event.startswith(_DATA) else event.find(b"\n" + _DATA) + 1
     if not event.startswith(_DATA, at):
         return None
@@ -45,35 +48,35 @@ def content_of(event: bytes) -> dict[str, Any] | None:
 
 
 def with_content(event: bytes, content: dict[str, Any]) -> bytes:
-    """The event with this content instead of its own."""
+    """The event with its JSON replaced by `content`."""
     return event[: event.index(_DATA)] + _DATA + msgspec.json.encode(content)
 
 
 def failure_in(events: bytes) -> int | None:
-    """Where an event begins by which an engine says that it failed, and not its client."""
+    """The offset of the first event that reports an engine's failure, not a client's mistake."""
     for mark in _FAILURES:
-        # Quotes and line ends are escaped inside of JSON strings: no text looks like this.
+        # JSON strings escape quotes and line ends, so no generated text can contain a mark.
         at = events.find(mark)
-        if at >= 0 and _is_its_fault(events[at:]):
+        if at >= 0 and _is_engine_fault(events[at:]):
             return at
     return None
 
 
-def _is_its_fault(events: bytes) -> bool:
+def _is_engine_fault(events: bytes) -> bool:
     error = (content_of(events.partition(END)[0]) or {}).get("error")
     code = error.get("code") if isinstance(error, dict) else None
     return not isinstance(code, int) or code >= 500
 
 
 class Splitter:
-    """Holds back the beginning of an event until its end has come."""
+    """Holds back the beginning of an event until its end arrives."""
 
     def __init__(self) -> None:
         self._tail = b""
         self.failure: ApiError | None = None
 
     def whole(self, data: bytes) -> bytes:
-        """The events that are complete now; sets `failure` if what comes is no event."""
+        """The events that are now complete. Sets `failure` if an event exceeds the size limit."""
         if self._tail:
             data = self._tail + data
         cut = data.rfind(END) + len(END)
@@ -86,7 +89,7 @@ class Splitter:
 
 
 class Plain(Splitter):
-    """An answer of one engine; whole when its last event begins with one of `ends`."""
+    """The answer of one engine. It is whole once its last event begins with one of `ends`."""
 
     def __init__(self, ends: tuple[bytes, ...]) -> None:
         super().__init__()

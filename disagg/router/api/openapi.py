@@ -1,7 +1,8 @@
-"""What clients may send and what they get, as an OpenAPI description.
+"""The router's API as an OpenAPI description.
 
-Says what the router itself reads and answers. Everything else in a body is vLLM's and goes through
-untouched, so it is allowed and not described; the router must never check a request by this.
+It describes the fields that the router itself reads and answers. All other fields of a body belong
+to vLLM and pass through unchanged: they are allowed, but not described. The router must never
+validate a request against this description.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _INTEGER: dict[str, Any] = {"type": ["integer", "null"]}
 _NUMBER: dict[str, Any] = {"type": ["number", "null"]}
 _BOOLEAN: dict[str, Any] = {"type": ["boolean", "null"]}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
-# Of both kinds of completion. A request may have more: all that vLLM knows.
+# For completions and chats. A request may have any other field that vLLM knows.
 _SAMPLING: dict[str, Any] = {
     "model": {"type": "string", "description": "The served name; engines answer 404 to another."},
     "max_tokens": _INTEGER,
@@ -30,10 +31,10 @@ _SAMPLING: dict[str, Any] = {
         "type": ["object", "null"],
         "properties": {"include_usage": _BOOLEAN},
     },
-    "kv_transfer_params": {"description": "Dropped: only the router speaks of transfers."},
+    "kv_transfer_params": {"description": "Dropped: only the router sets transfer params."},
 }
 _PROMPT = {
-    "description": "A text, token ids, or several of either.",
+    "description": "A text, a list of token ids, or a list of either.",
     "anyOf": [
         {"type": "string"},
         _TOKENS,
@@ -76,15 +77,15 @@ _ERRORS = {
     "408": "The request did not arrive in time.",
     "413": "The body is larger than router.limits.max_body_bytes.",
     "422": "An engine refuses the request.",
-    "429": "Too many requests at once; Retry-After says when to come again.",
+    "429": "Too many requests at once; Retry-After says when to try again.",
     "500": "The request failed at an engine, or in the router.",
     "502": "An engine's answer broke off.",
-    "503": "No engine can be reached, or the router ends.",
+    "503": "No engine can be reached, or the router is shutting down.",
     "504": "An engine gave no answer in time.",
 }
 _OVERVIEW = (
-    "An OpenAI endpoint in front of prefill and decode engines, and Anthropic's messages. Other "
-    "paths, such as /v1/embeddings, go to a decode engine as they are; vLLM describes them."
+    "An OpenAI and Anthropic Messages endpoint in front of prefill and decode engines. Other "
+    "paths, such as /v1/embeddings, go to a decode engine unchanged; vLLM describes them."
 )
 
 
@@ -106,15 +107,15 @@ def document() -> dict[str, Any]:
                 )
             },
             "/v1/responses": {
-                "post": _asked("Response", {"input": {}, "max_output_tokens": _INTEGER})
+                "post": _post("Response", {"input": {}, "max_output_tokens": _INTEGER})
             },
-            "/v1/messages": {"post": _asked("Message", {"messages": {}, "max_tokens": _INTEGER})},
+            "/v1/messages": {"post": _post("Message", {"messages": {}, "max_tokens": _INTEGER})},
             "/v1/models": {"get": _operation("The models served", _json({"type": "object"}))},
-            "/health": {"get": _own("The router runs")},
+            "/health": {"get": _public("The router runs")},
             "/ready": {"get": _ready()},
-            "/ui": {"get": _own("A page of how things stand", {"text/html": {}})},
-            "/ui/state": {"get": _own("What the page shows", _json({"type": "object"}))},
-            "/metrics": {"get": _own("Figures for Prometheus", {"text/plain": {}})},
+            "/ui": {"get": _public("Status page", {"text/html": {}})},
+            "/ui/state": {"get": _public("The data of the status page", _json({"type": "object"}))},
+            "/metrics": {"get": _public("Prometheus metrics", {"text/plain": {}})},
         },
         "components": {
             "schemas": {"Error": _ERROR},
@@ -124,12 +125,10 @@ def document() -> dict[str, Any]:
 
 
 def _completion(summary: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    return _asked(summary, {**_SAMPLING, **properties}, required)
+    return _post(summary, {**_SAMPLING, **properties}, required)
 
 
-def _asked(
-    summary: str, properties: dict[str, Any], required: Sequence[str] = ()
-) -> dict[str, Any]:
+def _post(summary: str, properties: dict[str, Any], required: Sequence[str] = ()) -> dict[str, Any]:
     schema = {
         "type": "object",
         "properties": properties,
@@ -153,10 +152,10 @@ def _operation(summary: str, answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _own(summary: str, answer: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the router answers by itself, to anybody."""
-    found = {"description": "As ever."} | ({"content": answer} if answer else {})
-    return {"summary": summary, "responses": {"200": found}}
+def _public(summary: str, answer: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A route that the router answers itself, without an API key."""
+    success = {"description": "OK."} | ({"content": answer} if answer else {})
+    return {"summary": summary, "responses": {"200": success}}
 
 
 def _ready() -> dict[str, Any]:
@@ -165,12 +164,12 @@ def _ready() -> dict[str, Any]:
         "required": ["ready"],
         "properties": {"ready": {"type": "boolean"}, "engines": {"type": "object"}},
     }
-    said = {"content": _json(schema)}
+    answer = {"content": _json(schema)}
     return {
         "summary": "Requests can be served",
         "responses": {
-            "200": {"description": "They can.", **said},
-            "503": {"description": "They cannot, and why.", **said},
+            "200": {"description": "They can.", **answer},
+            "503": {"description": "They cannot, and why.", **answer},
         },
     }
 

@@ -1,4 +1,4 @@
-"""The APIs whose prompts are handed over, by their paths; all others go to decode as they are."""
+"""The paths of the APIs that are split into two legs. All other paths go to decode unchanged."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from disagg.router.api.errors import Style
 from disagg.router.api.event_stream import DONE
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"  # OpenAI's newer one, and Anthropic's
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"  # OpenAI Responses; Anthropic Messages
 
 _ERROR = b"event: error"
-_RESPONDED = (
+_RESPONSE_ENDS = (
     b"event: response.completed",
     b"event: response.incomplete",
     b"event: response.failed",
 )
-# How the last event of a whole stream begins.
+# The first bytes of the last event of a complete stream.
 ENDS: Mapping[str, tuple[bytes, ...]] = {
     COMPLETION: (DONE,),
     CHAT: (DONE,),
-    RESPONSES: (*_RESPONDED, _ERROR),
+    RESPONSES: (*_RESPONSE_ENDS, _ERROR),
     MESSAGES: (b"event: message_stop", _ERROR),
 }
 PAIRED = tuple(ENDS)
 
 
 def style(path: str) -> Style:
-    """How its clients expect errors."""
+    """The error format that clients of this path expect."""
     if path.startswith(MESSAGES):
         return "anthropic"
     return "named" if path == RESPONSES else "openai"

@@ -1,1 +1,1 @@
-"""What the router knows of each engine: health, compatibility, adapters."""
+"""The router's knowledge of each engine: health, compatibility, LoRA adapters."""

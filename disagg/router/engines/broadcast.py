@@ -1,7 +1,7 @@
-"""What changes an engine rather than asking it something: sent to all of them, of both roles.
+"""Requests that change an engine's state. The router sends them to all engines of both roles.
 
-Adapters, caches, weights: changed at one engine alone, others would go on with the old ones, and
-hand over what they computed with them.
+They change adapters, caches or weights. If only one engine changed, the others would compute with
+the old state, and hand off KV that does not match. Such a request must never go to one engine only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from disagg.router.api.errors import ApiError
 from disagg.router.topology import EngineEndpoint
 from disagg.router.upstream import client as upstream
 
-# Of vLLM 0.32; most of them are there in its development mode alone.
+# Of vLLM 0.32. Most exist only in its development mode.
 PATHS = frozenset(
     [
         "/v1/load_lora_adapter",
@@ -45,7 +45,7 @@ PATHS = frozenset(
         "/stop_profile",
     ]
 )
-_LONGEST_REASON = 300
+_LONGEST_MESSAGE = 300
 
 
 async def ask(
@@ -56,10 +56,11 @@ async def ask(
     headers: Sequence[tuple[str, str]],
     limit_s: float,
 ) -> Response:
-    """POST to all at once; the answer of one if all agree to it. Raises `ApiError` with what the
-    others said: then some engines may have done it, and it should be asked again.
+    """POST to all engines at once. If all accept, returns the answer of one. Else raises `ApiError`
+    with the errors of those that refused: then some engines may have changed and others not, and
+    the client should send the request again.
 
-    `target`: raw path and query. `limit_s`: of each engine's whole answer.
+    `target`: raw path and query. `limit_s`: time limit for each engine's head, and for its body.
     """
     if not engines:
         raise ApiError(503, "no engine is known", {"Retry-After": "1"})
@@ -72,11 +73,11 @@ async def ask(
         if answer.status_code >= 400
     }
     if not refused:
-        # Some say with status 200 that they could not: blocks are held, ask again.
-        return next((one for one in answers if _failed(bytes(one.body))), answers[-1])
+        # With status 200 an engine may still report failure: blocks are in use, try again.
+        return next((one for one in answers if _reports_failure(bytes(one.body))), answers[-1])
     status = max(answer.status_code for answer in refused.values())
     done = len(engines) - len(refused)
-    raise ApiError(status, f"{_told(refused)}; {done} of {len(engines)} engines did it")
+    raise ApiError(status, f"{_listed(refused)}; {done} of {len(engines)} engines did it")
 
 
 async def ask_one(
@@ -87,7 +88,7 @@ async def ask_one(
     headers: Sequence[tuple[str, str]],
     limit_s: float,
 ) -> Response:
-    """POST to this engine; its answer, or ours of its failure."""
+    """POST to this engine. Returns its answer, or an error response if it gave none."""
     url = URL(f"{engine.url}{target}", encoded=True)
     try:
         call = client.post(url, data=data or None, headers=headers)
@@ -101,7 +102,7 @@ async def ask_one(
     return Response(content, answer.status, media_type=answer.headers.get("content-type"))
 
 
-def _failed(body: bytes) -> bool:
+def _reports_failure(body: bytes) -> bool:
     try:
         content = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError):
@@ -109,19 +110,19 @@ def _failed(body: bytes) -> bool:
     return isinstance(content, dict) and content.get("success") is False
 
 
-def _told(refused: Mapping[str, Response]) -> str:
+def _listed(refused: Mapping[str, Response]) -> str:
     return ", ".join(
-        f"{name} answered {answer.status_code}: {reason(bytes(answer.body))}"
+        f"{name} answered {answer.status_code}: {error_message(bytes(answer.body))}"
         for name, answer in refused.items()
     )
 
 
-def reason(body: bytes) -> str:
-    """What an answer that refuses says, for people to read."""
+def error_message(body: bytes) -> str:
+    """The error message in an engine's answer."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError):
-        return body.decode(errors="replace")[:_LONGEST_REASON] or "nothing"
+        return body.decode(errors="replace")[:_LONGEST_MESSAGE] or "nothing"
     error = content.get("error", content.get("detail")) if isinstance(content, dict) else None
-    said = error.get("message") if isinstance(error, dict) else error
-    return str(said if said is not None else content)[:_LONGEST_REASON]
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message if message is not None else content)[:_LONGEST_MESSAGE]

@@ -1,7 +1,8 @@
-"""Which engines can hand over to which, by what they say of themselves.
+"""Which engines can hand off KV to each other, by the fields that each engine reports.
 
-The workers compare everything when they meet; this spares requests the pairings that cannot work.
-What an engine does not say fits.
+The workers compare their whole fingerprints when they connect, and refuse a mismatch. This module
+only keeps requests away from pairings that cannot work. A field that an engine does not report
+counts as a match.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ from disagg.router.topology import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
-# What an engine says of itself alone.
+# Fields that may differ between the two engines of a pairing.
 _OWN = {"max_model_len", "max_tokens", "chats"}
 
 
 class Compatibility:
-    """What the engines said last."""
+    """The fields that each engine reported last."""
 
     def __init__(self) -> None:
-        self._said: dict[str, Mapping[str, str]] = {}
-        self._fit: dict[tuple[str, str], bool] = {}  # each request asks
+        self._reports: dict[str, Mapping[str, str]] = {}
+        self._fit: dict[tuple[str, str], bool] = {}  # a cache, since each request asks
 
     def knows(self, engine: EngineEndpoint) -> bool:
-        """Whether it was asked since it came up."""
-        return engine.name in self._said
+        """Whether the engine was asked since it came up."""
+        return engine.name in self._reports
 
     def note(self, engine: EngineEndpoint, fields: Mapping[str, str]) -> None:
-        """What it says; a misfit with the others is told once."""
-        self._said[engine.name] = fields
+        """Store the fields that the engine reports; logs each mismatch with another engine."""
+        self._reports[engine.name] = fields
         self._fit.clear()
-        for name, others in self._said.items():
-            key = _misfit(fields, others)
+        for name, others in self._reports.items():
+            key = _mismatch(fields, others)
             if key is not None:
                 logger.warning(
                     "%s and %s are not paired: %s is %r and %r",
@@ -45,23 +46,23 @@ class Compatibility:
                 )
 
     def said(self, engine: EngineEndpoint) -> Mapping[str, str]:
-        """By this engine; empty if it was not asked yet, or says nothing."""
-        return self._said.get(engine.name, {})
+        """The fields that the engine reported; empty if it was not asked yet, or reports none."""
+        return self._reports.get(engine.name, {})
 
     def forget(self, engine: EngineEndpoint) -> None:
-        """It is gone; what comes back must be asked."""
-        self._said.pop(engine.name, None)
+        """The engine is gone. One that comes back under its name must be asked again."""
+        self._reports.pop(engine.name, None)
         self._fit.clear()
 
     def fit(self, one: EngineEndpoint, other: EngineEndpoint) -> bool:
-        """Whether nothing is known against this pairing."""
+        """Whether no reported field differs between these engines."""
         pair = (one.name, other.name)
         fit = self._fit.get(pair)
         if fit is None:
-            fit = self._fit[pair] = _misfit(self.said(one), self.said(other)) is None
+            fit = self._fit[pair] = _mismatch(self.said(one), self.said(other)) is None
         return fit
 
 
-def _misfit(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+def _mismatch(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
     both = (one.keys() & other.keys()) - _OWN
     return next((key for key in both if one[key] != other[key]), None)

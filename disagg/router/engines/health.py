@@ -1,7 +1,8 @@
-"""Which engines are worth a request, by how they answered requests and probes lately.
+"""Which engines get requests, by the outcomes of their last requests and probes.
 
-An engine that failed three times in a row rests, and after each rest one request tries it. One
-that answers no probes is left alone until it does. Whoever comes back gets little at first.
+An engine that failed three requests in a row is paused; after each pause one request tries it. An
+engine that misses two probes in a row gets no requests until it answers one. An engine that comes
+back gets a growing share of the requests during its first 10 s.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ _WARM_UP_S, _FIRST_SHARE = 10.0, 0.1
 
 @dataclass
 class _Record:
-    """failures: of requests, in a row. resting_until: monotonic. missed: probes, in a row.
-    why: the last probe's problem. back_at: when it returned to service, None if never away.
-    held: why it is to get nothing yet."""
+    """failures: of requests, in a row. missed: probes, in a row. why: the last probe's problem.
+    withheld: why the engine gets no requests yet. paused_until, back_at: monotonic times; back_at
+    is None after the warm-up, and if the engine was never away."""
 
     failures: int = 0
-    resting_until: float = 0.0
+    paused_until: float = 0.0
     missed: int = 0
     why: str | None = None
     handoffs_fail: bool = False
     back_at: float | None = None
-    held: str | None = None
+    withheld: str | None = None
 
     @property
     def is_down(self) -> bool:
@@ -41,113 +42,113 @@ class _Record:
 
     @property
     def is_well(self) -> bool:
-        """Whether it may get any request, now and as long as nothing happens to it."""
-        at_work = self.held is None and self.back_at is None
-        return at_work and self.failures < _FAILURES and not self.is_down
+        """Whether the engine gets its full share of requests until its next failure."""
+        in_service = self.withheld is None and self.back_at is None
+        return in_service and self.failures < _FAILURES and not self.is_down
 
 
 class Health:
-    """The engines' health, as this router process sees it."""
+    """The health of the engines, as seen by this router process."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
         self._records: defaultdict[str, _Record] = defaultdict(_Record)
-        # The others' records need not be looked at, which is done twice for each request.
-        self._ailing: set[str] = set()
+        # All engines that are not well. Each request asks twice: usually this set is empty.
+        self._unwell: set[str] = set()
         self._random = random.Random()
 
     def usable(self, engines: Sequence[EngineEndpoint]) -> Sequence[EngineEndpoint]:
-        """Those worth a try now; empty if none is. One that is just back is often left out."""
-        if not self._ailing:
+        """The engines to choose from now. During its warm-up, an engine is left out at random."""
+        if not self._unwell:
             return engines
         now = time.monotonic()
         up = [e for e in engines if self._is_up(e, now)]
-        return [e for e in up if self._gets_its_turn(e, now)] or up
+        return [e for e in up if self._drawn_in_warm_up(e, now)] or up
 
     def trying(self, engine: EngineEndpoint) -> None:
-        """A request is about to be sent: of a failing engine it is the trial, and the only one."""
-        if not self._ailing:
+        """A request is about to be sent. To a failing engine it is the only trial for now."""
+        if not self._unwell:
             return
         record = self._record(engine)
         if record.failures >= _FAILURES:
-            record.resting_until = time.monotonic() + self._pause(record)
+            record.paused_until = time.monotonic() + self._pause_s(record)
 
     def answered(self, engine: EngineEndpoint, status: int) -> None:
-        """It answered a request; 500 says nothing of the engine, it may be the request's fault."""
+        """The engine answered a request. Status 500 does not count: the request may be wrong."""
         if status in (502, 503, 504):
             self.failed(engine)
         elif status != 500:
             record = self._record(engine)
             if record.failures >= _FAILURES:
                 record.back_at = time.monotonic()
-                self._show(engine, resting=False)
-            record.failures, record.resting_until = 0, 0.0
+                self._show_paused(engine, paused=False)
+            record.failures, record.paused_until = 0, 0.0
 
     def failed(self, engine: EngineEndpoint) -> None:
-        """It could not be reached, broke, or was silent too long."""
+        """The engine was unreachable, broke off its answer, or was silent for too long."""
         record = self._record(engine)
         record.failures += 1
         if record.failures >= _FAILURES:
-            self._ailing.add(engine.name)
-            record.resting_until = time.monotonic() + self._pause(record)
-            self._show(engine, resting=True)
+            self._unwell.add(engine.name)
+            record.paused_until = time.monotonic() + self._pause_s(record)
+            self._show_paused(engine, paused=True)
 
     def probed(self, engine: EngineEndpoint, problem: str | None) -> None:
-        """A probe's outcome; None is well. What is well again may be tried at once."""
+        """A probe's outcome: a problem, or None. An engine that was down may be tried at once."""
         record = self._record(engine)
         record.why = problem
         if problem is not None:
             record.missed += 1
             if record.is_down:
-                self._ailing.add(engine.name)
+                self._unwell.add(engine.name)
             return
         if record.is_down:
             record.back_at = time.monotonic()
-            record.resting_until = 0.0
+            record.paused_until = 0.0
         record.missed = 0
 
-    def is_doubtful(self, engine: EngineEndpoint) -> bool:
-        """Whether it missed a probe, and another one would show that it is down."""
+    def is_suspect(self, engine: EngineEndpoint) -> bool:
+        """Whether the engine missed a probe, but not yet enough to count as down."""
         return 0 < self._record(engine).missed < _MISSED_PROBES
 
-    def hold(self, engine: EngineEndpoint, why: str) -> None:
-        """Give it nothing as long as there are others, until `release`."""
-        self._record(engine).held = why
-        self._ailing.add(engine.name)
+    def withhold(self, engine: EngineEndpoint, why: str) -> None:
+        """Send it no requests, as long as other engines can serve, until `put_in_service`."""
+        self._record(engine).withheld = why
+        self._unwell.add(engine.name)
 
-    def release(self, engine: EngineEndpoint) -> None:
-        """The counterpart of `hold`."""
+    def put_in_service(self, engine: EngineEndpoint) -> None:
+        """Undo `withhold`."""
         if engine.name not in self._records:
             return  # it is gone
         record = self._record(engine)
-        record.held = None
+        record.withheld = None
         if record.is_well:
-            self._ailing.discard(engine.name)
+            self._unwell.discard(engine.name)
 
-    def handoffs(self, engine: EngineEndpoint, *, fail: bool) -> None:
-        """Whether caches arrive at this decode engine."""
+    def set_handoffs_fail(self, engine: EngineEndpoint, fail: bool) -> None:
+        """Whether handoffs to this decode engine fail."""
         self._record(engine).handoffs_fail = fail
 
     def forget(self, engine: EngineEndpoint) -> None:
-        """It is gone; who gets its name starts with a clean record."""
-        self._ailing.discard(engine.name)
+        """The engine is gone. Another one of its name starts with a clean record."""
+        self._unwell.discard(engine.name)
         if self._records.pop(engine.name, None) is not None:
-            self._show(engine, resting=False)
+            self._show_paused(engine, paused=False)
 
     def problem(self, engine: EngineEndpoint) -> str | None:
-        """Why it is not ready, for people to read."""
+        """Why the engine is not ready, for people to read; None if it is."""
         record = self._record(engine)
         if record.why is not None:
             return record.why
         if record.failures >= _FAILURES:
             return f"{record.failures} requests in a row failed"
-        return record.held or ("handoffs fail" if record.handoffs_fail else None)
+        return record.withheld or ("handoffs fail" if record.handoffs_fail else None)
 
     def _is_up(self, engine: EngineEndpoint, now: float) -> bool:
         record = self._record(engine)
-        return record.held is None and not record.is_down and record.resting_until <= now
+        return record.withheld is None and not record.is_down and record.paused_until <= now
 
-    def _gets_its_turn(self, engine: EngineEndpoint, now: float) -> bool:
+    def _drawn_in_warm_up(self, engine: EngineEndpoint, now: float) -> bool:
         record = self._record(engine)
         if record.back_at is None:
             return True
@@ -155,16 +156,16 @@ class Health:
         if share >= 1:
             record.back_at = None
             if record.is_well:
-                self._ailing.discard(engine.name)
+                self._unwell.discard(engine.name)
         return self._random.random() < share
 
-    def _show(self, engine: EngineEndpoint, *, resting: bool) -> None:
-        self._metrics.engine_resting.labels(engine.name, engine.role).set(resting)
+    def _show_paused(self, engine: EngineEndpoint, *, paused: bool) -> None:
+        self._metrics.engine_resting.labels(engine.name, engine.role).set(paused)
 
     def _record(self, engine: EngineEndpoint) -> _Record:
         return self._records[engine.name]
 
     @staticmethod
-    def _pause(record: _Record) -> float:
+    def _pause_s(record: _Record) -> float:
         doublings = min(record.failures - _FAILURES, 10)
         return min(_PAUSE_S * float(2**doublings), _LONGEST_PAUSE_S)

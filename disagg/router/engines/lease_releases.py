@@ -1,4 +1,4 @@
-"""Gives back leases that nobody will fetch, behind the answer's back."""
+"""Releases leases whose blocks no engine will fetch. It must never delay an answer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ RELEASE_S = 5.0
 
 
 class Prefilled(NamedTuple):
-    """What a prefill leg gave: the params for decode, whom to give them back to, and its whole
-    answer."""
+    """The result of a prefill leg. `params`: the `kv_transfer_params` for decode. `prefill`: the
+    engine that holds the lease. `answer`: the engine's whole answer."""
 
     prefill: EngineEndpoint
     params: dict[str, Any]
@@ -28,14 +28,14 @@ class Prefilled(NamedTuple):
 
 
 class LeaseReleases:
-    """Those under way. A lease that cannot be given back ends by its deadline."""
+    """The releases under way. A lease that cannot be released ends at its deadline."""
 
     def __init__(self, client: aiohttp.ClientSession, metrics: RouterMetrics) -> None:
         self._client, self._metrics = client, metrics
         self._background: set[asyncio.Task[None]] = set()
 
     def give_back(self, prefilled: Prefilled | None) -> None:
-        """Returns at once."""
+        """Release the lease in the background; returns at once."""
         if prefilled is None:
             return
         task = asyncio.create_task(self._release(prefilled.prefill, prefilled.params))
@@ -43,7 +43,7 @@ class LeaseReleases:
         task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        """Let those under way end."""
+        """Wait for the releases under way."""
         if self._background:
             await asyncio.wait(self._background, timeout=RELEASE_S)
 
@@ -56,5 +56,5 @@ class LeaseReleases:
                 outcome = "released" if answer.status == 200 else "refused"
                 answer.release()
         except (aiohttp.ClientError, TimeoutError):
-            logger.warning("a lease of %s ends by its deadline", prefill.name)
+            logger.warning("a lease of %s was not released; it ends at its deadline", prefill.name)
         self._metrics.releases.labels(outcome).inc()

@@ -1,9 +1,11 @@
-"""LoRA adapters that were loaded while engines served: who comes later is asked to load them too.
+"""Loads LoRA adapters that clients loaded at run time into engines that start later.
 
-Engines with our routes say which ones they were asked to load, so that nobody else has to remember:
-a router that was started anew, or another of its processes, knows as much. Not what they list as
-models: that may be theirs by their arguments, which the next deployment need not have. Before
-engines of others, it is what this router process was asked to load.
+Engines with disagg's routes report the load requests that they got. So a restarted router, or
+another router process, knows the adapters too. The engines' lists of models are not used: they
+also contain adapters from the engine's own arguments. For engines without these routes, this
+router process only knows the load requests that it saw itself.
+
+Other admin calls are not replayed to new engines, nor after a router restart.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 LOADED = "/disagg/adapters"
-_LOADS = "its adapters are being loaded"
+_LOADING = "its adapters are being loaded"
 _JSON = (("content-type", "application/json"),)
 _ALREADY = "has already been loaded"
 _ASK_S = 2.0
@@ -39,12 +41,12 @@ class _LoadAdapter(msgspec.Struct):
 
 _LISTS = msgspec.json.Decoder(list[_LoadAdapter])
 Loads = Mapping[str, bytes]
-"""Bodies of requests to load, by the adapters' names."""
+"""Bodies of load requests, by adapter name."""
 
 
 class LoraAdapters:
-    """Has all engines load what the others have. `limit_s`: of one load. `on_ready` is called when
-    an engine may get requests."""
+    """Makes all engines load the same adapters. `limit_s`: time limit of one load. `on_ready` is
+    called when an engine may get requests."""
 
     def __init__(
         self,
@@ -55,55 +57,53 @@ class LoraAdapters:
     ) -> None:
         self._client, self._health, self._limit_s = client, health, limit_s
         self._on_ready = on_ready
-        self._loads: dict[str, bytes] = {}  # that we were asked for
+        self._loads: dict[str, bytes] = {}  # that this process forwarded
         self._loading: dict[str, asyncio.Task[None]] = {}
-        self._leveling: asyncio.Task[None] | None = None
+        self._equalizing: asyncio.Task[None] | None = None
 
     def done(self, path: str, data: bytes) -> None:
-        """All engines did what was asked of them."""
+        """All engines accepted this request: remember a load, forget an unload."""
         name = _name_in(data)
         if path == LOAD and name is not None:
             self._loads[name] = data
         elif path == UNLOAD and name is not None:
             self._loads.pop(name, None)
 
-    def welcome(self, engine: EngineEndpoint, others: Collection[EngineEndpoint]) -> None:
-        """It is new, and `others` were there: it gets nothing, if there are others, before it has
-        what they have."""
+    def engine_added(self, engine: EngineEndpoint, others: Collection[EngineEndpoint]) -> None:
+        """Load the adapters of `others`, the engines that were there, into a new engine. Until
+        then it gets no requests, if others can serve."""
         if self._loads or others:
-            self._hold(engine, self._load_others(engine, others))
+            self._load_before_service(engine, self._load_from(engine, others))
 
-    def level(self, topology: Topology) -> None:
-        """Its engines were there before this router: see that all have what any has."""
+    def equalize(self, topology: Topology) -> None:
+        """At the router's start: make every engine load the adapters that any engine has."""
         if len(topology.engines) > 1:
-            self._leveling = asyncio.create_task(self._level(topology))
+            self._equalizing = asyncio.create_task(self._equalize(topology))
 
     async def close(self) -> None:
-        """Load nothing more."""
-        tasks = [*self._loading.values(), *([self._leveling] if self._leveling else [])]
+        """Stop all loading."""
+        tasks = [*self._loading.values(), *([self._equalizing] if self._equalizing else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ---- what is missing ---------------------------------------------------------------------
+    # ---- which adapters are missing ------------------------------------------------------------
 
-    async def _level(self, topology: Topology) -> None:
-        said = await self._said(topology.engines)
-        every = _union(said.values())
-        for engine, loads in said.items():
+    async def _equalize(self, topology: Topology) -> None:
+        reported = await self._reported(topology.engines)
+        every = _union(reported.values())
+        for engine, loads in reported.items():
             missing = {name: every[name] for name in every.keys() - loads.keys()}
-            if missing and engine in topology.engines:  # still
-                self._hold(engine, self._load(engine, missing))
+            if missing and engine in topology.engines:  # it may have gone meanwhile
+                self._load_before_service(engine, self._load(engine, missing))
 
-    async def _load_others(
-        self, engine: EngineEndpoint, others: Collection[EngineEndpoint]
-    ) -> None:
-        # Who is still being told has not all of it.
-        said = await self._said([one for one in others if one.name not in self._loading])
-        await self._load(engine, _union(said.values()) if said else dict(self._loads))
+    async def _load_from(self, engine: EngineEndpoint, others: Collection[EngineEndpoint]) -> None:
+        # An engine that is still loading does not report all adapters yet.
+        reported = await self._reported([one for one in others if one.name not in self._loading])
+        await self._load(engine, _union(reported.values()) if reported else dict(self._loads))
 
-    async def _said(self, engines: Collection[EngineEndpoint]) -> dict[EngineEndpoint, Loads]:
-        """What each was asked to load, of those that say so."""
+    async def _reported(self, engines: Collection[EngineEndpoint]) -> dict[EngineEndpoint, Loads]:
+        """The load requests that each engine got; without the engines that do not report them."""
         answers = await asyncio.gather(*map(self._loaded, engines))
         pairs = zip(engines, answers, strict=True)
         return {engine: loads for engine, loads in pairs if loads is not None}
@@ -121,27 +121,27 @@ class LoraAdapters:
 
     # ---- loading -------------------------------------------------------------------------------
 
-    def _hold(self, engine: EngineEndpoint, work: Coroutine[Any, Any, None]) -> None:
-        self._health.hold(engine, _LOADS)
+    def _load_before_service(self, engine: EngineEndpoint, work: Coroutine[Any, Any, None]) -> None:
+        self._health.withhold(engine, _LOADING)
         self._loading[engine.name] = asyncio.create_task(self._until_done(engine, work))
 
     async def _until_done(self, engine: EngineEndpoint, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         finally:
-            # Who has its name by now waits for loads of its own.
+            # Else the engine was replaced: the one with its name now has its own task.
             if self._loading.get(engine.name) is asyncio.current_task():
                 del self._loading[engine.name]
-                self._health.release(engine)
+                self._health.put_in_service(engine)
                 self._on_ready()
 
     async def _load(self, engine: EngineEndpoint, loads: Loads) -> None:
         for name, data in loads.items():
             answer = await broadcast.ask_one(self._client, engine, LOAD, data, _JSON, self._limit_s)
-            said = broadcast.reason(bytes(answer.body))
-            # Another process of the router's may have been faster.
-            if answer.status_code >= 400 and _ALREADY not in said:
-                logger.warning("%s did not load adapter %s: %s", engine.name, name, said)
+            message = broadcast.error_message(bytes(answer.body))
+            # Another router process may have been faster.
+            if answer.status_code >= 400 and _ALREADY not in message:
+                logger.warning("%s did not load adapter %s: %s", engine.name, name, message)
 
 
 def _union(all_loads: Collection[Loads]) -> dict[str, bytes]:

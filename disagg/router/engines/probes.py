@@ -1,11 +1,11 @@
-"""Asks the engines how they are, all the while: whether they answer, and whether caches arrive.
+"""Probes the engines periodically: whether they answer, and whether handoffs arrive.
 
-An engine that answers health may still hand nothing over. So decode engines are asked for their
-counts of handoffs too: since the last time, some failed and none was loaded means that the
-data path is broken. Then small handoffs of the router's own find out when it works again.
+An engine that answers /health may still fail every handoff. So the probe also reads the handoff
+counters of decode engines. If some failed and none loaded since the last probe, the data path is
+broken. Then the router makes small trial handoffs until one works.
 
-Each question has a connection of its own: a host that is there answers that at once, however busy
-the engine is, and one that is not is known soon. Who did not answer is asked again at once.
+Each probe opens a new connection. The engine's host accepts it at once however busy the engine is,
+so a lost host is noticed soon. An engine that did not answer is probed again at once.
 """
 
 from __future__ import annotations
@@ -30,55 +30,55 @@ logger = logging.getLogger(__name__)
 
 PROBE_S, _CONNECT_S = 2.0, 1.0
 _TRIAL_S, _TRIAL_TOKENS = 30.0, 32
-_COUNTS = "disagg_handoffs_total{"
+_COUNTER = "disagg_handoffs_total{"
 
 
 class Probes:
-    """One task, from `start` to `close`."""
+    """One background task, from `start` to `close`."""
 
     def __init__(
         self,
         client: aiohttp.ClientSession,
         topology: Topology,
         health: Health,
-        fits: Compatibility,
+        compatibility: Compatibility,
         interval_s: float,
     ) -> None:
         self._client, self._topology, self._health = client, topology, health
-        self._compatibility = fits
+        self._compatibility = compatibility
         self._interval_s = interval_s
         self._counts: dict[str, dict[str, float]] = {}
         self._failing: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Probe from now on."""
+        """Begin to probe."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Probe no more."""
+        """Stop probing."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def now(self) -> None:
-        """Ask all engines once."""
+    async def probe_all(self) -> None:
+        """Probe all engines once."""
         await asyncio.gather(*map(self._probe, self._topology.engines))
 
     async def _run(self) -> None:
         while True:
-            await self.now()
+            await self.probe_all()
             for engine in self._topology.of("decode"):
                 if engine.name in self._failing:
                     with contextlib.suppress(aiohttp.ClientError, TimeoutError, ApiError):
-                        await self._handoff(engine)
-            # Several routers shall not all ask at the same moment.
+                        await self._trial_handoff(engine)
+            # Random, so that several routers do not probe at the same moment.
             await asyncio.sleep(self._interval_s * random.uniform(0.8, 1.2))
 
     async def _probe(self, engine: EngineEndpoint) -> None:
         await self._ask(engine)
-        while self._health.is_doubtful(engine):
+        while self._health.is_suspect(engine):
             await self._ask(engine)
 
     async def _ask(self, engine: EngineEndpoint) -> None:
@@ -92,7 +92,7 @@ class Probes:
             if problem is None and engine.role == "decode":
                 async with self._client.get(f"{engine.url}/metrics", timeout=timeout) as answer:
                     text = await answer.text()
-                    self._judge(engine, text if answer.status == 200 else "")
+                    self._count_handoffs(engine, text if answer.status == 200 else "")
         except (
             aiohttp.ClientError,
             TimeoutError,
@@ -100,9 +100,9 @@ class Probes:
             ConnectionError,
             ApiError,
         ):
-            pass  # it has not answered health, or has nothing else to say
+            pass  # it did not answer /health, or has no counters
         if problem is not None:
-            self._compatibility.forget(engine)  # another one may come back at this address
+            self._compatibility.forget(engine)  # another engine may come back at this address
         self._health.probed(engine, problem)
 
     async def _fingerprint(self, engine: EngineEndpoint) -> dict[str, str]:
@@ -110,19 +110,19 @@ class Probes:
         found: dict[str, str] = {}
         async with self._client.get(f"{engine.url}/version", timeout=timeout) as answer:
             if answer.status == 200:
-                found["vllm"] = _words(await answer.read()).get("version", "")
+                found["vllm"] = _fields(await answer.read()).get("version", "")
         async with self._client.get(f"{engine.url}/v1/models", timeout=timeout) as answer:
             if answer.status == 200:
                 models = await answer.read()
                 found["model"] = _first_model(models)
-                found |= _room(models)
+                found |= _max_model_len(models)
         async with self._client.get(f"{engine.url}/disagg/fingerprint", timeout=timeout) as answer:
             if answer.status == 200:
-                found |= _words(await answer.read())
+                found |= _fields(await answer.read())
         return found
 
-    async def _handoff(self, decode: EngineEndpoint) -> None:
-        """One of a few tokens; the next probe sees what became of it."""
+    async def _trial_handoff(self, decode: EngineEndpoint) -> None:
+        """Hand off a few tokens; the next probe sees the outcome in the counters."""
         prefills = self._health.usable(self._topology.of("prefill"))
         if not prefills:
             return
@@ -141,9 +141,9 @@ class Probes:
             async with await upstream.post(self._client, decode, path, data) as second:
                 await second.read()
 
-    def _judge(self, engine: EngineEndpoint, text: str) -> None:
+    def _count_handoffs(self, engine: EngineEndpoint, text: str) -> None:
         counts = {"loaded": 0.0, "failed": 0.0}
-        for outcome, count in _handoffs(text):
+        for outcome, count in _handoff_counts(text):
             if outcome in counts:
                 counts[outcome] += count
         before = self._counts.get(engine.name, counts)
@@ -156,10 +156,10 @@ class Probes:
         if failing != (engine.name in self._failing):
             logger.warning("handoffs to %s %s", engine.name, "fail" if failing else "work again")
         (self._failing.add if failing else self._failing.discard)(engine.name)
-        self._health.handoffs(engine, fail=failing)
+        self._health.set_handoffs_fail(engine, failing)
 
 
-def _words(answer: bytes) -> dict[str, str]:
+def _fields(answer: bytes) -> dict[str, str]:
     try:
         return msgspec.json.decode(answer, type=dict[str, str])
     except msgspec.MsgspecError:
@@ -170,21 +170,21 @@ def _first_model(models: bytes) -> str:
     try:
         return str(msgspec.json.decode(models)["data"][0]["id"])
     except (msgspec.MsgspecError, KeyError, IndexError, TypeError) as error:
-        raise ApiError(502, "the engine names no models") from error
+        raise ApiError(502, "the engine lists no models") from error
 
 
-def _room(models: bytes) -> dict[str, str]:
-    """How many tokens prompt and answer may have together, if that is said."""
+def _max_model_len(models: bytes) -> dict[str, str]:
+    """The most tokens that prompt and answer may have together, if the engine reports it."""
     length = msgspec.json.decode(models)["data"][0].get("max_model_len")
     return {"max_model_len": str(length)} if isinstance(length, int) else {}
 
 
-def _handoffs(text: str) -> Iterator[tuple[str, float]]:
-    """Outcomes and counts. Only these lines are looked at: an engine has thousands."""
-    at = text.find(_COUNTS)
+def _handoff_counts(text: str) -> Iterator[tuple[str, float]]:
+    """Outcomes and counts. Parses only the counter's lines: an engine's metrics have thousands."""
+    at = text.find(_COUNTER)
     while at >= 0:
         line = text[at : text.find("\n", at)]
         labels, _, value = line.rpartition(" ")
         with contextlib.suppress(IndexError, ValueError):
             yield labels.split('outcome="')[1].split('"')[0], float(value)
-        at = text.find(_COUNTS, at + 1)
+        at = text.find(_COUNTER, at + 1)

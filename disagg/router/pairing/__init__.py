@@ -1,1 +1,1 @@
-"""Which prefill and which decode engine a request gets."""
+"""Chooses the prefill and the decode engine of each request."""

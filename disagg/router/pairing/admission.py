@@ -1,7 +1,8 @@
-"""Lets requests in: at once, after a wait in a bounded queue, or not at all.
+"""Admits requests: at once, after a wait in a bounded queue, or not at all.
 
-First come, first served. A request gets its decode engine before anything is done for it, so
-what is in flight is bounded by the seats at decode engines. Nobody waits without a deadline.
+The order is first come, first served. A request gets its seat at a decode engine before any work
+is done for it, so the seats at decode engines bound the requests in flight. A request must never
+wait without a deadline.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Waiting:
 
 
 class Admission:
-    """Seats at engines, within the limits."""
+    """Gives out seats at engines, within the configured limits."""
 
     def __init__(
         self, pairer: Pairer, in_flight: InFlight, limits: LimitsSection, metrics: RouterMetrics
@@ -49,11 +50,11 @@ class Admission:
         tried: Collection[EngineEndpoint] = (),
         partner: EngineEndpoint | None = None,
     ) -> Seat | None:
-        """A seat at an engine of this role that is not among `tried` and fits `partner`, waited
-        for if need be; None if none is up.
+        """A seat at an engine of this role that is not among `tried` and is compatible with
+        `partner`. Waits in the queue for one; returns None if no such engine is up.
 
-        A request that has tried engines was admitted before, so it stands first in the queue.
-        Raises `ApiError` 429 if too many wait already, or it waited too long.
+        A request that has tried engines was admitted before, so it goes to the head of the queue.
+        Raises `ApiError` 429 if the queue is full, or the wait was too long.
         """
         queue = self._queues[role]
         if tried or not queue:
@@ -61,7 +62,7 @@ class Admission:
             if seat is not None or not self._pairer.serves(role, tried, partner):
                 return seat
         if not tried and len(queue) >= self._limits.max_queued:
-            raise self._busy("too many requests wait already")
+            raise self._busy("too many requests are waiting already")
         waiting = _Waiting(request, tried, partner, asyncio.get_running_loop().create_future())
         (queue.appendleft if tried else queue.append)(waiting)
         self._metrics.queued.inc()
@@ -69,11 +70,11 @@ class Admission:
             async with asyncio.timeout(self._limits.queue_timeout_s):
                 return await waiting.seat
         except TimeoutError as error:
-            self._gave_up(waiting)
+            self._abandon(waiting)
             limit = self._limits.queue_timeout_s
-            raise self._busy(f"no engine had room for {limit:g} s") from error
+            raise self._busy(f"no engine had a free seat for {limit:g} s") from error
         except BaseException:
-            self._gave_up(waiting)
+            self._abandon(waiting)
             raise
         finally:
             self._last_wait_s = time.monotonic() - waiting.since
@@ -87,8 +88,8 @@ class Admission:
         tried: Collection[EngineEndpoint] = (),
         partner: EngineEndpoint | None = None,
     ) -> Seat | None:
-        """A seat at once, at an engine that is not among `tried` and fits `partner`; None if there
-        is none."""
+        """A free seat at an engine that is not among `tried` and is compatible with `partner`;
+        None if there is none. Does not wait."""
         limits = self._limits
         if role == "decode" and self._in_flight.of_role(role) >= limits.max_in_flight:
             return None
@@ -99,7 +100,7 @@ class Admission:
         return self._in_flight.take(engine, request.tokens, self._admit_waiting)
 
     def admit_waiting(self) -> None:
-        """Look again: there may be other engines now."""
+        """Try to seat the waiting requests: the engines have changed."""
         for role in self._queues:
             self._admit_waiting(role)
 
@@ -115,11 +116,11 @@ class Admission:
                 continue
             left.append(waiting)
             if not waiting.tried:
-                break  # who is behind it may go where it may
+                break  # first come, first served
         queue.extendleft(reversed(left))
 
-    def _gave_up(self, waiting: _Waiting) -> None:
-        """It leaves the queue; a seat that it got in the same moment goes to the next."""
+    def _abandon(self, waiting: _Waiting) -> None:
+        """Leave the queue. A seat assigned at the same moment goes to the next request."""
         if waiting.seat.done() and not waiting.seat.cancelled():
             waiting.seat.result().leave()
             return

@@ -1,7 +1,8 @@
-"""How long prefill's first token is held for what decode sends (`first_token_hold_s`).
+"""How long the router holds back prefill's first token until decode answers (`first_token_hold_s`).
 
-A pause behind the first token is made shorter at the cost of the time before it. Who has waited
-longer than most others need not wait for that too: of them is what the slowest first tokens are.
+Holding it shortens the pause after the first token, and lengthens the time to the first token. A
+request that has waited longer than 90 % of the others is not held: such requests make the p99 of
+the time to first token.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from disagg.router.pairing.tail_latency import TailLatency
 
 
 class FirstTokenHold:
-    """Of one router process."""
+    """The holds of one router process."""
 
     def __init__(self, hold_s: float) -> None:
-        self._hold_s, self._slowest = hold_s, TailLatency()
+        self._hold_s, self._latency = hold_s, TailLatency()
 
     def of(self, waited_s: float) -> float:
-        """Seconds, of the first token of a request that came so long ago: none if that is longer
-        than nine of ten waited lately."""
-        if not self._hold_s or self._slowest.has(waited_s):
+        """The hold in seconds for a request that arrived `waited_s` ago; 0 if 90 % of the last
+        requests waited less."""
+        if not self._hold_s or self._latency.is_tail(waited_s):
             return 0.0
         return self._hold_s

@@ -1,7 +1,7 @@
-"""What this router has sent to each engine and was not answered yet.
+"""The requests that this router process has in flight at each engine.
 
-Each router process knows its own requests alone; with several of them the numbers are shares
-that differ by chance, and choices stay sensible.
+A router process only knows its own requests. With several processes each sees a random share of
+the load, which is enough to compare engines.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ from disagg.router.pairing.prefill_backlog import PrefillBacklog, Speed
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
 
-# What a request costs besides its prompt, in prompt tokens.
+# The cost of a request besides its prompt, in prompt tokens.
 _REQUEST_TOKENS = 256
 
 
-Left: TypeAlias = Callable[[Role], None]
+OnFree: TypeAlias = Callable[[Role], None]
 
 
 @dataclass(slots=True)
 class _EngineLoad:
-    """One engine's."""
+    """The load of one engine. `cost`: in prompt tokens."""
 
-    reading: PrefillBacklog
+    backlog: PrefillBacklog
     cost: int = 0
     requests: int = 0
 
 
 @dataclass(slots=True)
 class Seat:
-    """A request's place at an engine, until `leave`, which may be called again."""
+    """A request's place at an engine, until `leave`, which may be called more than once."""
 
     engine: EngineEndpoint
     _cost: int
     _load: _EngineLoad
     _by_role: Counter[Role]
-    _left: Left | None
+    _on_free: OnFree | None
     _is_taken: bool = True
     _tokens: int = 0
 
     def reads(self, tokens: int) -> None:
-        """The engine has to read so long a prompt, until `has_read`, `answers` or `leave`."""
+        """The engine has to compute so many tokens, until `has_read`, `answers` or `leave`."""
         self._tokens = tokens
-        self._load.reading.begin(tokens)
+        self._load.backlog.begin(tokens)
 
     def has_read(self) -> None:
-        """It has, just now, and did nothing else with it."""
+        """The engine has just finished the prompt, and did no other work for this request."""
         tokens, self._tokens = self._tokens, 0
         if tokens:
-            self._load.reading.finish(tokens)
+            self._load.backlog.finish(tokens)
 
     def answers(self) -> None:
-        """Its answer has begun, so that it must have read the prompt."""
+        """The answer has begun, so the engine finished the prompt some time ago."""
         tokens, self._tokens = self._tokens, 0
         if tokens:
-            self._load.reading.forget(tokens)
+            self._load.backlog.forget(tokens)
 
     def leave(self) -> None:
-        """The engine has nothing more to do with the request."""
+        """The engine is done with the request."""
         self.answers()
         if not self._is_taken:
             return
@@ -71,42 +71,43 @@ class Seat:
         self._load.cost -= self._cost
         self._load.requests -= 1
         self._by_role[role] -= 1
-        if self._left is not None:
-            self._left(role)
+        if self._on_free is not None:
+            self._on_free(role)
 
 
 class InFlight:
-    """The load of the engines."""
+    """The load of each engine."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._by_role: Counter[Role] = Counter()
         for role in get_args(Role):
             metrics.in_flight.labels(role).set_function(partial(self.of_role, role))
-        self._speed = Speed()  # one for all: little is known of each, and pools are of one kind
+        # One for all engines: those of a pool are equal, and each alone gives few measurements.
+        self._speed = Speed()
         self._loads: dict[str, _EngineLoad] = {}
 
-    def take(self, engine: EngineEndpoint, tokens: int, left: Left | None = None) -> Seat:
-        """A seat for a request of so many prompt tokens; `left` is called when it is free again."""
+    def take(self, engine: EngineEndpoint, tokens: int, on_free: OnFree | None = None) -> Seat:
+        """A seat for a request of so many prompt tokens. `on_free` is called when it is left."""
         cost, load = tokens + _REQUEST_TOKENS, self._of(engine)
         load.cost += cost
         load.requests += 1
         self._by_role[engine.role] += 1
-        return Seat(engine, cost, load, self._by_role, left)
+        return Seat(engine, cost, load, self._by_role, on_free)
 
     def cost(self, engine: EngineEndpoint) -> int:
-        """What the engine has to do now, in prompt tokens."""
+        """The engine's work in flight, in prompt tokens."""
         return self._of(engine).cost
 
     def reading_s(self, engine: EngineEndpoint) -> float:
-        """About how long it has to read what it was sent."""
-        return self._of(engine).reading.left_s()
+        """The estimated time until the engine has computed all prompts sent to it."""
+        return self._of(engine).backlog.left_s()
 
     def takes_s(self, tokens: int) -> float:
-        """About how long an engine takes to read so many tokens; 0 while nothing is known."""
+        """The estimated time to compute so many prompt tokens; 0 before the first measurement."""
         return self._speed.takes(tokens)
 
     def requests(self, engine: EngineEndpoint) -> int:
-        """How many requests have a seat there."""
+        """How many requests have a seat at this engine."""
         return self._of(engine).requests
 
     def of_role(self, role: Role) -> int:

@@ -1,1 +1,1 @@
-"""A router of several processes on one port."""
+"""A router of several processes that share one port."""

@@ -1,7 +1,7 @@
 """One of several router processes on one port: `python -m disagg.router.processes.child FD`.
 
-FD is the channel to the parent (`processes`), which says what to serve and when to end. The
-child ends when the channel closes, so it never outlives its parent.
+FD is a socket to the parent (`parent.py`), which sends the plan and stops the child. A child must
+never outlive its parent: it exits when that socket closes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import uvloop
 from pydantic import TypeAdapter
 
 from disagg.router.processes.rpc import ASK_S, RpcChannel, RpcClosed, open_channel
-from disagg.router.server.peer_processes import Alone, together
+from disagg.router.server.peer_processes import SingleProcess, merged_metrics
 from disagg.router.server.server import RouterPlan, RouterServer, bind, settle
 from disagg.router.topology import EngineEndpoint
 
 
 class Child:
-    """The server of this process, and what its parent may ask of it."""
+    """The server of this process, and the calls that the parent may make."""
 
     def __init__(self) -> None:
         self.channel: RpcChannel | None = None
@@ -33,15 +33,15 @@ class Child:
         self.handlers = {
             "start": self._start,
             "replace": self._replace,
-            "drain": lambda on: self._alone.drain(on),
-            "in_flight": lambda _: self._alone.in_flight(),
+            "drain": lambda on: self._own.drain(on),
+            "in_flight": lambda _: self._own.in_flight(),
             "figures": self._figures,
             "finish": lambda grace_s: self._server.finish(grace_s),
         }
 
-    def leave(self) -> None:
-        """End by itself, after a drain; the parent starts another one."""
-        self._begin(self._leave())
+    def on_sigterm(self) -> None:
+        """Drain, then exit; the parent starts another child."""
+        self._in_background(self._drain_and_close())
 
     async def _start(self, given: Any) -> None:
         assert self.channel is not None
@@ -49,28 +49,28 @@ class Child:
         sock = bind(plan.section.host, given["port"], shared=True)
         self.server = server = plan.server(sock)
         self._grace_s = plan.section.limits.drain_s
-        self._alone: Alone = server.app.state.peer_processes
+        self._own: SingleProcess = server.app.state.peer_processes
         server.app.state.peer_processes = ParentPeers(self.channel)
         if given["draining"]:
-            await self._alone.drain(True)
+            await self._own.drain(True)
         await server.start()
         settle()
-        self._begin(self._watch())
+        self._in_background(self._close_when_ended())
 
     async def _replace(self, given: Any) -> None:
         engines = [EngineEndpoint(**engine) for engine in given["engines"]]
         await self._server.replace(engines, given["down"])
 
     async def _figures(self, _: Any) -> str:
-        return (await self._alone.figures()).decode()
+        return (await self._own.figures()).decode()
 
-    async def _watch(self) -> None:
+    async def _close_when_ended(self) -> None:
         try:
             await self._server.ended()
         finally:
             self._close()
 
-    async def _leave(self) -> None:
+    async def _drain_and_close(self) -> None:
         if self.server is not None:
             await self.server.finish(self._grace_s)
         self._close()
@@ -79,7 +79,7 @@ class Child:
         if self.channel is not None:
             self.channel.close()
 
-    def _begin(self, work: Any) -> None:
+    def _in_background(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -91,9 +91,9 @@ class Child:
 
 
 class ParentPeers:
-    """The siblings of a child: its parent knows them.
+    """All processes of the router, as a child reaches them: through its parent.
 
-    Without a parent all of them are ending, and there is nothing more to tell.
+    If the parent is gone, all processes are exiting, and the answers are empty.
     """
 
     def __init__(self, parent: RpcChannel) -> None:
@@ -109,7 +109,7 @@ class ParentPeers:
 
     async def figures(self) -> bytes:
         texts: dict[str, str] = await self._ask("figures") or {}
-        return together({int(number): text for number, text in texts.items()})
+        return merged_metrics({int(number): text for number, text in texts.items()})
 
     async def _ask(self, name: str, argument: Any = None) -> Any:
         with contextlib.suppress(RpcClosed):
@@ -117,10 +117,10 @@ class ParentPeers:
         return None
 
 
-async def _live(descriptor: int) -> None:
+async def _main(descriptor: int) -> None:
     child = Child()
     channel = child.channel = await open_channel(socket.socket(fileno=descriptor), child.handlers)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, child.leave)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, child.on_sigterm)
     await channel.serve()
     if child.server is not None:
         await child.server.stop(0)
@@ -128,4 +128,4 @@ async def _live(descriptor: int) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_live(int(sys.argv[1])))
+        uvloop.run(_main(int(sys.argv[1])))

@@ -1,8 +1,8 @@
-"""Several router processes on one port: started, started again when one dies, and ended.
+"""Starts, restarts and stops several router processes on one port.
 
-Each child binds a socket of its own to the port (SO_REUSEPORT), and the kernel spreads new
-connections. The parent holds the port without listening, serves nothing itself, and talks to
-its children over a channel each; settings and keys go that way, never on a command line.
+Each child binds its own socket to the port (SO_REUSEPORT), and the kernel spreads new connections
+over them. The parent holds the port without listening, and serves no requests. It talks to each
+child over a socket pair. Settings and keys must only go that way, never on a command line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from disagg.router.processes.rpc import ASK_S, RpcChannel, RpcClosed, open_channel
-from disagg.router.server.peer_processes import together
+from disagg.router.server.peer_processes import merged_metrics
 from disagg.router.server.server import RouterPlan, RouterServer, bind
 from disagg.router.topology import EngineEndpoint
 
@@ -31,37 +31,37 @@ logger = logging.getLogger(__name__)
 START_S = 60.0
 END_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
-_STEADY_S = 30.0  # who lived as long did not die of starting
+_STEADY_S = 30.0  # a child that lived longer did not fail to start
 _FAILED = (RpcClosed, TimeoutError, RuntimeError)
 
 
 def claim(host: str, port: int, processes: int) -> socket.socket:
-    """The port for a router of so many processes, refused if anyone else has it. OSError."""
+    """Bind the port for a router of `processes` processes. Raises OSError if it is in use."""
     sock = bind(host, port)
     if processes > 1:
-        # Only now: set before, it would let us share the port with another router.
+        # Only after the bind: before, it would allow sharing the port with another router.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return sock
 
 
 def open_server(plan: RouterPlan, sock: socket.socket) -> RouterServer | Processes:
-    """What serves the plan on a claimed socket."""
+    """A server for the plan on a socket of `claim`: in this process, or in child processes."""
     return Processes(plan, sock) if plan.section.processes > 1 else plan.server(sock)
 
 
 class Processes:
-    """The parent, inside somebody else's event loop; used as a `RouterServer` is."""
+    """The parent, in the caller's event loop. It has the methods of `RouterServer`."""
 
     def __init__(self, plan: RouterPlan, sock: socket.socket) -> None:
         self._plan = plan
         self._count, self._socket = plan.section.processes, sock
         self._channels: dict[int, RpcChannel] = {}
-        """Of the children that serve, by number."""
+        """To the children that serve, by number."""
         self._open: set[RpcChannel] = set()
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._draining = False
-        self.asked = asyncio.Event()
+        self.drain_requested = asyncio.Event()
         self._handlers = {
             "drain": self._drain,
             "in_flight": self._in_flight,
@@ -69,37 +69,37 @@ class Processes:
         }
 
     async def start(self) -> None:
-        """Returns when all processes accept requests; RuntimeError if one does not get there."""
+        """Returns when all processes accept requests. Raises RuntimeError if one does not start."""
         ready = [asyncio.Event() for _ in range(self._count)]
         self._keepers = [asyncio.create_task(self._keep(n, e)) for n, e in enumerate(ready)]
-        all_ready = asyncio.create_task(_all(ready))
+        all_ready = asyncio.create_task(_wait_for_all(ready))
         await asyncio.wait([all_ready, *self._keepers], return_when="FIRST_COMPLETED")
         if not all_ready.done():
             all_ready.cancel()
             await self.stop(0)
-            raise RuntimeError("a router process ended while starting; its last lines say why")
+            raise RuntimeError("a router process exited while starting; see its last log lines")
 
     async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
-        """Other engines from now on, for children to come as well; see `Topology.replace`."""
+        """Use these engines from now on, in later children too; see `Topology.replace`."""
         self._plan = replace(self._plan, engines=engines, down=down)
         given = {"engines": [asdict(engine) for engine in engines], "down": dict(down)}
         await self._ask("replace", given)
 
     async def figures(self) -> bytes:
-        """The router's own metrics, of all processes, as `/metrics` has them."""
-        return together(await self._ask("figures"))
+        """The router's own metrics, of all processes, in the text format of `/metrics`."""
+        return merged_metrics(await self._ask("figures"))
 
     async def ended(self) -> None:
-        """Returns after an ordinary stop; raises RuntimeError if keeping up the children fails."""
+        """Returns after `stop`. Raises RuntimeError if the children are no longer restarted."""
         await asyncio.wait(self._keepers, return_when="FIRST_COMPLETED")
         if not self._stopping.is_set():
-            raise RuntimeError("the router's processes are not looked after any more")
+            raise RuntimeError("the router's processes are no longer restarted")
 
     async def stop(self, grace_s: float) -> None:
-        """Accept nothing new, let running requests go on for `grace_s`, cut them, end all."""
+        """Refuse new requests, let those in flight run for `grace_s`, cut the rest, end all."""
         self._stopping.set()
         await self._ask("finish", grace_s, timeout_s=grace_s + ASK_S)
-        # Together, so that whoever watches a drain over one of them sees the end of all.
+        # All at once: a client that follows a drain through one child sees the end of all.
         for channel in list(self._open):
             channel.close()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -111,15 +111,15 @@ class Processes:
         failures = 0
         while True:
             began = time.monotonic()
-            status = await self._life(number, ready)
+            status = await self._run_child(number, ready)
             if self._stopping.is_set():
                 return
             if not ready.is_set():
-                raise RuntimeError(f"router process {number} ended while starting")
+                raise RuntimeError(f"router process {number} exited while starting")
             failures = 0 if time.monotonic() - began > _STEADY_S else failures + 1
             pause = min(_PAUSE_S * 2 ** min(failures, 10), _LONGEST_PAUSE_S)
             logger.warning(
-                "router process %d ended (status %d), starting it again in %.1f s",
+                "router process %d exited (status %d), restarting it in %.1f s",
                 number,
                 status,
                 pause,
@@ -127,16 +127,16 @@ class Processes:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
-    async def _life(self, number: int, ready: asyncio.Event) -> int:
-        """One child from its start to its end; its exit status."""
-        ours, theirs = socket.socketpair()
-        process = _spawn(theirs)
-        channel = await open_channel(ours, self._handlers)
+    async def _run_child(self, number: int, ready: asyncio.Event) -> int:
+        """One child from its start to its end. Returns its exit status."""
+        parent_sock, child_sock = socket.socketpair()
+        process = _spawn(child_sock)
+        channel = await open_channel(parent_sock, self._handlers)
         self._open.add(channel)
         serving = asyncio.create_task(channel.serve())
         try:
             if not self._stopping.is_set():
-                await channel.call("start", self._orders(), timeout_s=START_S)
+                await channel.call("start", self._start_argument(), timeout_s=START_S)
                 self._channels[number] = channel
                 ready.set()
                 await serving
@@ -146,21 +146,21 @@ class Processes:
             self._channels.pop(number, None)
             self._open.discard(channel)
             channel.close()
-            await _gone(process)
+            await _reap(process)
         return process.returncode
 
-    def _orders(self) -> dict[str, Any]:
+    def _start_argument(self) -> dict[str, Any]:
         port = self._socket.getsockname()[1]
         plan = TypeAdapter(RouterPlan).dump_json(self._plan).decode()
         return {"plan": plan, "port": port, "draining": self._draining}
 
-    # ---- what a child asks of all ----------------------------------------------------------
+    # ---- calls of a child, passed to all children ------------------------------------------
 
     async def _drain(self, on: bool) -> int:
         self._draining = on
         in_flight: int = sum((await self._ask("drain", on)).values())
         if on:
-            self.asked.set()
+            self.drain_requested.set()
         return in_flight
 
     async def _in_flight(self, _: Any) -> int:
@@ -173,37 +173,37 @@ class Processes:
     async def _ask(
         self, name: str, argument: Any = None, *, timeout_s: float = ASK_S / 2
     ) -> dict[int, Any]:
-        """The answers of the children that gave one."""
+        """Call all children at once. Returns the answers, without the children that failed."""
 
         async def one(number: int, channel: RpcChannel) -> tuple[int, Any] | None:
             try:
                 return number, await channel.call(name, argument, timeout_s=timeout_s)
             except _FAILED as error:
-                logger.warning("router process %d gave no answer to %s: %s", number, name, error)
+                logger.warning("router process %d did not answer %s: %s", number, name, error)
                 return None
 
         answers = await asyncio.gather(*(one(*item) for item in self._channels.items()))
         return dict(answer for answer in answers if answer is not None)
 
 
-async def _all(events: Sequence[asyncio.Event]) -> None:
+async def _wait_for_all(events: Sequence[asyncio.Event]) -> None:
     for event in events:
         await event.wait()
 
 
-def _spawn(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    with theirs:
+def _spawn(child_sock: socket.socket) -> subprocess.Popen[bytes]:
+    with child_sock:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "disagg.router.processes.child", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "disagg.router.processes.child", str(child_sock.fileno())],
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            # As we were found ourselves, which may be by a path that is set in here alone.
+            pass_fds=[child_sock.fileno()],
+            # The import path of this process: it may have been extended at run time.
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            process_group=0,  # a Ctrl-C is for the parent, which tells the children
+            process_group=0,  # Ctrl-C goes to the parent only, which stops the children
         )
 
 
-async def _gone(process: subprocess.Popen[bytes]) -> None:
+async def _reap(process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + END_S
     while process.poll() is None:
         if time.monotonic() > deadline:

@@ -1,7 +1,8 @@
-"""Calls both ways between two processes of ours, over a pair of sockets that nobody else holds.
+"""Remote calls in both directions between two router processes, over a private socket pair.
 
-One JSON object a line: `{"id", "call", "with"}` and its answer `{"id", "result"}` or
-`{"id", "failed"}`. Ends when the other side closes, in whatever way it does.
+One JSON object per line: a call `{"id", "call", "with"}`, and its answer `{"id", "result"}` or
+`{"id", "failed"}`. The channel ends when either side closes its socket or dies. It must never be
+opened on a socket that another program can reach: calls are not authenticated.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ Handlers: TypeAlias = Mapping[str, Callable[[Any], Awaitable[Any]]]
 
 
 class RpcClosed(Exception):
-    """The other side is gone."""
+    """The other side closed the channel, or died."""
 
 
 class RpcChannel:
-    """One end. `serve` must run for calls to be answered, in both directions."""
+    """One end. Calls in either direction are only answered while `serve` runs."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handlers: Handlers
@@ -39,9 +40,9 @@ class RpcChannel:
         self._answering: set[asyncio.Task[None]] = set()
 
     async def call(self, name: str, argument: Any = None, *, timeout_s: float) -> Any:
-        """What the other side's handler returns.
+        """Call a handler of the other side; returns its result.
 
-        Raises ChannelClosed, TimeoutError, or RuntimeError with what failed there.
+        Raises RpcClosed, TimeoutError, or RuntimeError with the error of the handler.
         """
         number = next(self._ids)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -58,7 +59,7 @@ class RpcChannel:
             while line := await self._reader.readline():
                 self._take(msgspec.json.decode(line))
         except ConnectionError:
-            pass  # its end, as a killed process makes it
+            pass  # the other process was killed
         finally:
             self.close()
             for future in self._waiting.values():
@@ -66,7 +67,7 @@ class RpcChannel:
                     future.set_exception(RpcClosed())
 
     def close(self) -> None:
-        """The other side's `serve` returns."""
+        """Close the channel; `serve` returns on both sides."""
         self._writer.close()
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -77,7 +78,7 @@ class RpcChannel:
             return
         future = self._waiting.get(message["id"])
         if future is None or future.done():
-            return  # nobody waits any more
+            return  # the caller has timed out
         if "failed" in message:
             future.set_exception(RuntimeError(message["failed"]))
         else:
@@ -87,7 +88,7 @@ class RpcChannel:
         answer = {"id": message["id"]}
         try:
             answer["result"] = await self._handlers[message["call"]](message["with"])
-        except Exception as error:  # noqa: BLE001 (handed to the caller)
+        except Exception as error:  # noqa: BLE001 (sent to the caller)
             answer["failed"] = f"{type(error).__name__}: {error}"
         with contextlib.suppress(RpcClosed):
             self._send(answer)
@@ -99,6 +100,6 @@ class RpcChannel:
 
 
 async def open_channel(sock: socket.socket, handlers: Handlers) -> RpcChannel:
-    """This process's end; takes the socket over."""
+    """This process's end. Takes over the socket."""
     reader, writer = await asyncio.open_connection(sock=sock, limit=_LONGEST_LINE)
     return RpcChannel(reader, writer, handlers)

@@ -30,7 +30,7 @@ _ATTEMPTS = 2
 
 
 class PrefillLeg:
-    """`strict`: a prompt that could not be handed over is an error. `gives_params`: the engines'
+    """`strict`: a prompt that could not be handed off is an error. `gives_params`: the engines'
     connector answers params; without, decode finds the cache by itself."""
 
     def __init__(
@@ -88,7 +88,7 @@ class PrefillLeg:
     def _alone(self, reason: str, record: Record) -> None:
         self.skip(reason, record)
         if self._strict:
-            raise ApiError(502, f"the prompt could not be handed over ({reason}); transfer.strict")
+            raise ApiError(502, f"the prompt could not be handed off ({reason}); transfer.strict")
 
     async def _on(
         self,

@@ -1,1 +1,1 @@
-"""The HTTP server: the FastAPI app, keys, limits, drain, status."""
+"""The HTTP server: the FastAPI app, API keys, limits, drain, status."""

@@ -1,6 +1,6 @@
-"""Which clients may come in: the API keys, compared in constant time.
+"""Checks clients' API keys, in constant time.
 
-Knows keys by their digests alone, and must never say which of them a wrong one came close to.
+It keeps only digests of the keys. It must never reveal which key a wrong one resembles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from disagg.router.api.errors import ApiError
 
 
 class KeyRing:
-    """The keys of one router; without any, everyone may come in."""
+    """The keys of one router. Without keys, every client is let in."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = [(_digest(key.value), key.name) for key in keys]
@@ -23,12 +23,12 @@ class KeyRing:
         return bool(self._keys)
 
     def check(self, authorization: str) -> str | None:
-        """The name of the key that this header shows, if it has one; `ApiError` 401 if none."""
+        """The name of the key in this header, if it has one. A wrong key raises `ApiError` 401."""
         if not self._keys:
             return None
         scheme, _, given = authorization.partition(" ")
         shown = _digest(given.strip())
-        # All are compared, so that the time taken tells nothing about which one came close.
+        # All keys are compared, so that the time taken reveals nothing about any of them.
         names = [name for digest, name in self._keys if hmac.compare_digest(digest, shown)]
         if scheme.lower() != "bearer" or not names:
             raise ApiError(

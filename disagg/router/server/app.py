@@ -1,6 +1,6 @@
-"""The FastAPI app: who may come in, which path does what, and errors in OpenAI's shape.
+"""The FastAPI app: its parts, its routes, and its answers to errors.
 
-Nothing here talks to an engine; `service` does.
+It must never send a request to an engine; `request/service.py` and the other parts do.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from disagg.router.engines.probes import Probes
 from disagg.router.request.service import Service
 from disagg.router.server import drain_api, ui
 from disagg.router.server.api_keys import KeyRing
-from disagg.router.server.drain import WhileOpen
-from disagg.router.server.endpoint import DEFECT, Answer, Endpoint
+from disagg.router.server.drain import DrainMiddleware
+from disagg.router.server.endpoint import INTERNAL_ERROR, Answer, Endpoint
 from disagg.router.server.peer_processes import PeerProcesses
 from disagg.router.server.status import Failures, Status
 from disagg.router.telemetry.access_log import AccessLog, Record
@@ -50,9 +50,9 @@ def create_app(
     connector: ConnectorName = "disagg",
     strict: bool = False,
 ) -> FastAPI:
-    """The router in front of these engines. Apps share nothing with one another."""
+    """The router in front of these engines. Apps share no state with each other."""
     topology, metrics, keys = Topology(engines, down), RouterMetrics(), KeyRing(api_keys)
-    health, fits, failures = Health(metrics), Compatibility(), Failures()
+    health, compatibility, failures = Health(metrics), Compatibility(), Failures()
     metrics.registry.register(EnginesUp(topology, health.problem))
 
     @asynccontextmanager
@@ -66,51 +66,53 @@ def create_app(
                 http1.Client(
                     settings.limits.connect_timeout_s,
                     engine_key,
-                    turns=LoopYield() if settings.processes > 1 else None,
+                    loop_yield=LoopYield() if settings.processes > 1 else None,
                 ),
                 topology,
                 health,
                 metrics,
-                fits,
+                compatibility,
                 settings,
                 strict=strict,
                 connector=connector,
             )
             app.state.status = Status(client, topology, health, failures)
-            probes = Probes(prober, topology, health, fits, settings.probe_interval_s)
+            probes = Probes(prober, topology, health, compatibility, settings.probe_interval_s)
             app.state.probes = probes
             probes.start()
             app.state.service = service
-            service.adapters.level(topology)
+            service.adapters.equalize(topology)
             yield
             await probes.close()
             await service.close()
 
     def replace(engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
-        """What is not as it was starts anew; requests to it go on as long as it lets them."""
+        """Forget the state of engines that changed. Requests in flight to them are not cut."""
         service: Service = app.state.service
         known = set(topology.engines)
         for engine in known ^ set(engines):
             health.forget(engine)
-            fits.forget(engine)
+            compatibility.forget(engine)
         for engine in set(engines) - known:
-            service.adapters.welcome(engine, known & set(engines))
+            service.adapters.engine_added(engine, known & set(engines))
         topology.replace(engines, down)
         service.engines_changed()
 
     app = FastAPI(title="disagg", lifespan=lifespan, docs_url=None, openapi_url=None)
     app.state.limits = settings.limits
     app.state.replace = replace
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(Exception, _failed)
+    app.add_exception_handler(HTTPException, _framework_error)
+    app.add_exception_handler(Exception, _internal_error)
     drain_api.install(app, metrics.registry, keys)
-    _add_own_routes(app, topology, health, fits)
+    _add_own_routes(app, topology, health, compatibility)
     ui.install(app)
     _add_api_routes(app, settings, metrics, failures, keys)
     return app
 
 
-def _add_own_routes(app: FastAPI, topology: Topology, health: Health, fits: Compatibility) -> None:
+def _add_own_routes(
+    app: FastAPI, topology: Topology, health: Health, compatibility: Compatibility
+) -> None:
     @app.api_route("/health", methods=_READ)
     async def alive() -> Response:
         return Response()
@@ -118,16 +120,16 @@ def _add_own_routes(app: FastAPI, topology: Topology, health: Health, fits: Comp
     @app.api_route("/ready", methods=_READ)
     async def ready() -> Response:
         probes: Probes = app.state.probes
-        await probes.now()
+        await probes.probe_all()
         problems = {engine.name: health.problem(engine) for engine in topology.engines}
-        well = [engine for engine in topology.engines if problems[engine.name] is None]
+        up = [engine for engine in topology.engines if problems[engine.name] is None]
         if topology.knows("prefill"):
             is_ready = any(
-                {one.role, other.role} == {"prefill", "decode"} and fits.fit(one, other)
-                for one, other in itertools.combinations(well, 2)
+                {one.role, other.role} == {"prefill", "decode"} and compatibility.fit(one, other)
+                for one, other in itertools.combinations(up, 2)
             )
         else:
-            is_ready = bool(well)  # plain engines, which read prompts and write answers
+            is_ready = bool(up)  # without a prefill pool, decode engines compute prompts too
         shown = {name: problem or "up" for name, problem in problems.items()}
         shown.update(topology.down)
         return JSONResponse({"ready": is_ready, "engines": shown}, 200 if is_ready else 503)
@@ -152,11 +154,11 @@ def _add_api_routes(
     failures: Failures,
     keys: KeyRing,
 ) -> None:
-    app.state.straight = {}
+    app.state.direct = {}
     limit, tracer = settings.limits.max_body_bytes, open_tracer()
     log = AccessLog(enabled=settings.access_log)
 
-    # Not coroutines themselves: each that a request is in costs it something at every wait.
+    # Plain functions: each coroutine that a request is in adds a cost to every wait.
     def complete(request: Request, data: bytes, record: Record) -> Awaitable[Answer]:
         service: Service = app.state.service
         return service.complete(record.route, bodies.parsed(data), request.headers, record)
@@ -167,31 +169,31 @@ def _add_api_routes(
         return service.forward(request.method, target, data, request.headers, record)
 
     async def internal(request: Request) -> Response:
-        # Engines speak to the router there, and to nobody else.
+        # /disagg/ paths are between router and engines; clients must not reach them.
         return ApiError(404, "there is no such path").response()
 
     for path in paths.PAIRED:
         completions = Endpoint(path, complete, metrics, failures, keys, limit, tracer, log)
         app.router.routes.append(Route(path, completions, methods=["POST"]))
-        app.state.straight[path] = WhileOpen(completions, app.state.drain)
+        app.state.direct[path] = DrainMiddleware(completions, app.state.drain)
     app.add_route("/disagg/{rest:path}", internal, methods=_METHODS)
     other = Endpoint("other", forward, metrics, failures, keys, limit, tracer, log)
     app.router.routes.append(Route("/{rest:path}", other, methods=_METHODS))
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    """What the framework refuses by itself, such as a method that no route has."""
+async def _framework_error(request: Request, error: Exception) -> Response:
+    """An error that the framework raises itself, such as a method that no route has."""
     assert isinstance(error, HTTPException)
     return ApiError(error.status_code, error.detail, error.headers).response()
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    """A defect of ours. The framework raises it again afterwards, and uvicorn logs it."""
-    return DEFECT.response()
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """A defect of the router. The framework raises it again afterwards, and uvicorn logs it."""
+    return INTERNAL_ERROR.response()
 
 
 def _raw_target(request: Request) -> str:
-    """Path and query as the client wrote them."""
+    """Path and query exactly as the client sent them."""
     path: bytes = request.scope["raw_path"]
     query: bytes = request.scope["query_string"]
     return (path + (b"?" + query if query else b"")).decode("latin-1")

@@ -1,4 +1,4 @@
-"""Whether the client is still there: what nobody waits for any more is given up at once."""
+"""Cancels a request's work as soon as its client has disconnected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 from starlette.types import Scope
 
 CONNECTION = "disagg.connection"
-"""Where the server leaves a request's `Connection` in the scope's state."""
+"""The key of a request's `Connection` in the state of its ASGI scope."""
 
 
 class ClientLeft(Exception):
@@ -18,20 +18,18 @@ class ClientLeft(Exception):
 
 
 class Connection(Protocol):
-    """A client's connection, as the server sees it."""
+    """A client's connection to the server."""
 
     loop: asyncio.AbstractEventLoop
 
-    def watch(self, left: Callable[[], None] | None) -> None:
-        """From now on `left` is called when the client closes it, or was before; None: nobody
-        asks any more."""
+    def watch(self, on_close: Callable[[], None] | None) -> None:
+        """Call `on_close` when the client closes the connection, at once if it is closed already;
+        None: call nothing any more."""
 
 
 class WhileConnected:
-    """Cancels what runs inside when the client closes its connection, and raises `ClientLeft`.
-
-    As `asyncio.timeout`, with the connection for a clock.
-    """
+    """A context manager. When the client closes its connection, it cancels the body and raises
+    `ClientLeft`, as `asyncio.timeout` does with `TimeoutError`."""
 
     def __init__(self, scope: Scope) -> None:
         self._connection: Connection = scope["state"][CONNECTION]
@@ -52,7 +50,7 @@ class WhileConnected:
         self._connection.watch(None)
         if not self._left:
             return
-        # Others may want the task cancelled too; only our own cancellation is ours to translate.
+        # Only this manager's own cancellation becomes `ClientLeft`; any other one passes.
         if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise ClientLeft from error
 

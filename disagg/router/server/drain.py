@@ -1,7 +1,7 @@
-"""A router on its way out: what runs may finish, nothing new comes in.
+"""Drains the router: requests in flight may finish, new ones are refused.
 
-Counts each request from its first byte to its answer's last. What tells about the router
-(health, readiness, metrics, the drain itself) is not counted and always answered.
+A request is in flight from its first byte to the last byte of its answer. The paths about the
+router itself (/health, /ready, /metrics, the drain) are not counted, and must always be answered.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from disagg.router.api.errors import CUT, ApiError
 logger = logging.getLogger(__name__)
 
 PATH = "/disagg/drain"
-_OPEN = {"/health", "/metrics", PATH}
-_CLOSE = {"Connection": "close", "Retry-After": "1"}
+_ALWAYS_ANSWERED = {"/health", "/metrics", PATH}
+_REFUSAL_HEADERS = {"Connection": "close", "Retry-After": "1"}
 
 
 class Drain:
-    """Whether one app takes new requests, and which it is serving.
+    """Whether one app takes new requests, and which requests are in flight.
 
-    `ending` is set when the drain was asked for as the end of the process: nothing takes that
-    back.
+    `ending`: the process is going to exit, so the drain cannot be undone.
     """
 
     def __init__(self) -> None:
@@ -42,11 +41,11 @@ class Drain:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are being served."""
+        """The number of requests in flight."""
         return len(self._running)
 
     def begin(self) -> None:
-        """From now on new requests are refused."""
+        """Refuse new requests."""
         self.draining = True
 
     def undo(self) -> None:
@@ -54,20 +53,20 @@ class Drain:
         self.draining = self.ending
 
     async def finish(self, deadline: float) -> None:
-        """End for good: wait until all is served, at the latest until `deadline` (monotonic), and
-        cut what is left."""
+        """Drain for good: wait until no request is in flight, at most until `deadline` (monotonic),
+        then cut the rest."""
         self.draining = self.ending = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._idle.wait()
         if self._running:
-            logger.warning("cut %d requests that did not end in time", len(self._running))
+            logger.warning("cut %d requests that did not finish in time", len(self._running))
             self._cutting = True
             for task in self._running:
                 task.cancel(CUT)
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one counted request with `app`."""
+        """Serve one request with `app`, and count it as in flight."""
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
@@ -77,9 +76,9 @@ class Drain:
         except asyncio.CancelledError:
             if not self._cutting:
                 raise
-            # Whose answer has begun sees its connection close, which is what a half body means.
+            # If the answer has begun, this fails: then the connection closes in mid-body.
             with contextlib.suppress(RuntimeError):
-                refusal = _refusal("the router ended before this request")
+                refusal = _refusal("the router stopped before it answered this request")
                 await refusal.response(paths.style(scope["path"]))(scope, receive, send)
         finally:
             self._running.discard(task)
@@ -87,14 +86,14 @@ class Drain:
                 self._idle.set()
 
 
-class WhileOpen:
-    """ASGI middleware: lets requests through to the app, and counts them, until it drains."""
+class DrainMiddleware:
+    """ASGI middleware: counts the requests in flight, and refuses new ones during a drain."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app, self._drain = app, drain
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        if scope["type"] != "http" or scope["path"] in _OPEN:
+        if scope["type"] != "http" or scope["path"] in _ALWAYS_ANSWERED:
             return self._app(scope, receive, send)
         if scope["path"] == "/ready":
             app = _not_ready if self._drain.draining else self._app
@@ -106,7 +105,7 @@ class WhileOpen:
 
 
 def _refusal(message: str) -> ApiError:
-    return ApiError(503, message, _CLOSE)
+    return ApiError(503, message, _REFUSAL_HEADERS)
 
 
 async def _not_ready(scope: Scope, receive: Receive, send: Send) -> None:

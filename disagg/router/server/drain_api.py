@@ -1,7 +1,7 @@
-"""A drain by command: POST /disagg/drain begins one, DELETE takes it back, GET tells how far it is.
+"""The drain command: POST /disagg/drain begins a drain, DELETE undoes it, GET returns its progress.
 
-Only for who runs the router: with API keys configured, for those who show one; without, for this
-machine alone. To all others there is no such path.
+With API keys configured, the caller must send one. Without keys, only callers on this machine are
+served, and all others must get 404.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from starlette.routing import Route
 
 from disagg.router.api.errors import ApiError
 from disagg.router.server.api_keys import KeyRing
-from disagg.router.server.drain import PATH, Drain, WhileOpen
-from disagg.router.server.peer_processes import Alone, PeerProcesses
+from disagg.router.server.drain import PATH, Drain, DrainMiddleware
+from disagg.router.server.peer_processes import PeerProcesses, SingleProcess
 
-# What a proxy or a web page adds: the request comes over this machine, but not from it.
-_FROM_ELSEWHERE = ("forwarded", "origin", "via", "x-forwarded-for", "x-real-ip")
+# A proxy or a web page adds these: its requests arrive locally, but come from elsewhere.
+_FORWARDING_HEADERS = ("forwarded", "origin", "via", "x-forwarded-for", "x-real-ip")
 
 
 def install(app: FastAPI, registry: CollectorRegistry, keys: KeyRing) -> None:
-    """Make the app drainable. Puts `drain` and `siblings` into its state, for who runs it."""
+    """Make the app drainable. Sets `drain` and `peer_processes` in the app's state."""
     drain = app.state.drain = Drain()
-    app.state.peer_processes = Alone(drain, registry)
-    app.add_middleware(WhileOpen, drain=drain)
+    app.state.peer_processes = SingleProcess(drain, registry)
+    app.add_middleware(DrainMiddleware, drain=drain)
 
     async def answer(request: Request) -> Response:
         try:
@@ -36,7 +36,7 @@ def install(app: FastAPI, registry: CollectorRegistry, keys: KeyRing) -> None:
             return error.response()
         peer_processes: PeerProcesses = app.state.peer_processes
         if request.method == "DELETE" and drain.ending:
-            return ApiError(409, "this router is ending; start it again").response()
+            return ApiError(409, "this router is shutting down; start it again").response()
         if request.method in ("POST", "DELETE"):
             in_flight = await peer_processes.drain(request.method == "POST")
         else:
@@ -49,12 +49,12 @@ def install(app: FastAPI, registry: CollectorRegistry, keys: KeyRing) -> None:
 def _check(request: Request, keys: KeyRing) -> None:
     if keys:
         keys.check(request.headers.get("authorization", ""))
-    elif not _from_here(request):
+    elif not _from_this_machine(request):
         raise ApiError(404, "there is no such path")
 
 
-def _from_here(request: Request) -> bool:
-    if request.client is None or any(name in request.headers for name in _FROM_ELSEWHERE):
+def _from_this_machine(request: Request) -> bool:
+    if request.client is None or any(name in request.headers for name in _FORWARDING_HEADERS):
         return False
     try:
         address = ipaddress.ip_address(request.client.host)

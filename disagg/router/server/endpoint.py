@@ -1,7 +1,7 @@
-"""Serves one route from a request's first byte to its answer's last: checks, counts, logs.
+"""Serves one route, from a request's first byte to its answer's last: checks, metrics, logs.
 
-Completions come here straight from the server, past FastAPI's middleware and routing, which each
-chunk of an answer would go through as well. So what goes wrong is caught here and nowhere else.
+Requests to the paired paths bypass FastAPI's middleware and routing, through which every chunk of
+an answer would pass too. So this module must catch every error itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Work: TypeAlias = Callable[[Request, bytes, Record], Awaitable[Answer]]
 
 
 class Endpoint:
-    """One route as an ASGI app: `work` finds the answer, which is then sent and counted."""
+    """One route as an ASGI app. `work` returns the answer; the endpoint sends and counts it.
+
+    `limit`: of the body, in bytes.
+    """
 
     def __init__(
         self,
@@ -48,33 +51,33 @@ class Endpoint:
         self._failures, self._log = failures, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers whatever happens; raises what is a defect of ours, for the server to log."""
+        """Always answers. Raises an error that is a defect of the router, for uvicorn to log."""
         status: int | None = None
         why: str | None = None
         request = Request(scope, receive)
-        record = Record(self._route, request_id(_field(scope, _ID)))
+        record = Record(self._route, request_id(_header(scope, _ID)))
         trace: Trace | None = None
         if self._tracer is not None:
             trace = Trace(self._tracer, record, request.headers)
             record.trace = trace.headers
         try:
             try:
-                record.key_name = self._keys.check(_shown(scope))
+                record.key_name = self._keys.check(_authorization(scope))
                 data = await _body(receive, self._limit)
                 async with WhileConnected(scope):
                     answer = await self._work(request, data, record)
                     status = answer.status_code
-                    await _named(answer, record)(scope, receive, send)
+                    await _with_id(answer, record)(scope, receive, send)
             except ApiError as error:
                 status, why = error.status, error.message
                 answer = error.response(paths.style(scope["path"]))
-                await _named(answer, record)(scope, receive, send)
+                await _with_id(answer, record)(scope, receive, send)
         except ClientLeft:
-            status = status or _CLIENT_LEFT  # in mid-answer the status that it got stands
+            status = status or _CLIENT_LEFT  # in mid-answer: the status already sent
         except Exception:
             if status is None:
-                answer = DEFECT.response(paths.style(scope["path"]))
-                await _named(answer, record)(scope, receive, send)
+                answer = INTERNAL_ERROR.response(paths.style(scope["path"]))
+                await _with_id(answer, record)(scope, receive, send)
             raise
         finally:
             status = status or 500
@@ -85,30 +88,30 @@ class Endpoint:
                 trace.end(status)
 
 
-class Front:
-    """The app, with a way past it for what is asked most: POST to one of the paths `straight`."""
+class DirectRoutes:
+    """Sends a POST to a path of `direct` to that app, and all other requests to `app`."""
 
-    def __init__(self, app: ASGIApp, straight: Mapping[str, ASGIApp]) -> None:
-        self._app, self._straight = app, straight
+    def __init__(self, app: ASGIApp, direct: Mapping[str, ASGIApp]) -> None:
+        self._app, self._direct = app, direct
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         app = self._app
         if scope["type"] == "http" and scope["method"] == "POST":
-            app = self._straight.get(scope["path"], app)
+            app = self._direct.get(scope["path"], app)
         return app(scope, receive, send)
 
 
-DEFECT = ApiError(500, "the router failed at this request; its log says why")
+INTERNAL_ERROR = ApiError(500, "the router failed on this request; see its log")
 
 
-def _named(answer: Answer, record: Record) -> Answer:
-    """The answer names its request, whoever answers."""
+def _with_id(answer: Answer, record: Record) -> Answer:
+    """The answer with its request's id; `Relayed` adds the id itself."""
     if isinstance(answer, Response):
         answer.headers[ID_HEADER] = record.id
     return answer
 
 
-def _field(scope: Scope, name: bytes) -> str | None:
+def _header(scope: Scope, name: bytes) -> str | None:
     """A header's first value."""
     for key, value in scope["headers"]:
         if key == name:
@@ -117,10 +120,10 @@ def _field(scope: Scope, name: bytes) -> str | None:
     return None
 
 
-def _shown(scope: Scope) -> str:
-    """The key that the client shows, as OpenAI's clients do; Anthropic's have a header for it."""
-    own = _field(scope, b"x-api-key")
-    return _field(scope, b"authorization") or (f"Bearer {own}" if own else "")
+def _authorization(scope: Scope) -> str:
+    """The client's API key: OpenAI's clients send `authorization`, Anthropic's `x-api-key`."""
+    key = _header(scope, b"x-api-key")
+    return _header(scope, b"authorization") or (f"Bearer {key}" if key else "")
 
 
 async def _body(receive: Receive, limit: int) -> bytes:

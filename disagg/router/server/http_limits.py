@@ -1,8 +1,9 @@
-"""What a client may send before it is a request: how long it may take, and how large its head is.
+"""Limits on clients' connections: the time to send a request, and the size of its head.
 
-uvicorn's own HTTP protocol with bounds that it lacks. A client that dribbles its request, sends a
-head without end, or leaves its answer unread loses its connection; what is not HTTP is refused as
-the OpenAI API refuses. Must never touch a request that has come whole, nor an answer under way.
+It is uvicorn's HTTP protocol with limits that uvicorn lacks. A client that sends its request too
+slowly, sends too large a head, or does not read its answer, loses its connection. Malformed HTTP
+gets an error in the OpenAI API's format. It must never touch a request that arrived completely,
+nor an answer in progress that the client reads.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ _MAX_FIELDS = 128
 
 
 class _TooLarge(Exception):
-    """The head is; raised through the parser."""
+    """The request's head is too large. Raised through the parser."""
 
 
-class _Joining:
-    """A client's transport, where an answer's head waits for what is written behind it.
+class _HeadBufferingTransport:
+    """A client's transport that sends an answer's head together with the bytes that follow it.
 
-    One packet and one system call instead of two; nobody waits for longer than this turn of the
-    event loop.
+    That is one packet and one system call instead of two. The head waits until the end of this
+    turn of the event loop at most.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
-        self.is_closing = transport.is_closing  # asked often
+        self.is_closing = transport.is_closing  # called often
         self._head: bytes | None = None
-        self.head_comes = False
-        """Whether the next write is a head."""
+        self.next_is_head = False
+        """Whether the next write is an answer's head."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -47,8 +48,8 @@ class _Joining:
         if self._head is not None:
             self._transport.write(self._head + data)
             self._head = None
-        elif self.head_comes:
-            self.head_comes, self._head = False, data
+        elif self.next_is_head:
+            self.next_is_head, self._head = False, data
             self._loop.call_soon(self._flush)
         else:
             self._transport.write(data)
@@ -64,41 +65,41 @@ class _Joining:
 
 
 class HttpLimits(HttpToolsProtocol):
-    """One connection of a client. `within` makes the class for one app's limits."""
+    """One connection of a client. `protocol_with` makes the class for an app's limits."""
 
     limits: LimitsSection
     _timer: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
     _in_message = _in_head = False
     _has_begun = _has_ended = False
     _is_refused = False
-    _left: Callable[[], None] | None = None
+    _on_close: Callable[[], None] | None = None
     _unparsed = _head_bytes = _fields = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._joining = _Joining(transport, self.loop)
-        self.transport = cast(asyncio.Transport, self._joining)
+        self._buffering = _HeadBufferingTransport(transport, self.loop)
+        self.transport = cast(asyncio.Transport, self._buffering)
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        self._read_again()
+        self._stop_unread_timer()
         super().connection_lost(exc)
-        self._say_left()
+        self._notify_closed()
 
-    def watch(self, left: Callable[[], None] | None) -> None:
-        """See `presence.Connection`."""
-        self._left = left
+    def watch(self, on_close: Callable[[], None] | None) -> None:
+        """See `client_disconnect.Connection`."""
+        self._on_close = on_close
         if self.transport.is_closing():
-            self._say_left()
-        elif left is not None:
-            self.flow.resume_reading()  # or nobody would see its end
+            self._notify_closed()
+        elif on_close is not None:
+            self.flow.resume_reading()  # a paused transport does not notice that the client left
 
-    def _say_left(self) -> None:
-        left, self._left = self._left, None
-        if left is not None:
-            left()
+    def _notify_closed(self) -> None:
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
     # ---- the request -----------------------------------------------------------------------
 
@@ -108,9 +109,9 @@ class HttpLimits(HttpToolsProtocol):
         self._has_ended = False
         super().data_received(data)
         if self._timer is None and (self._in_message or not self._has_ended):
-            self._arm()  # seldom: most requests come whole
+            self._arm()  # rare: most requests arrive in one piece
         if self._in_head and not self._is_refused:
-            # Of a field that has not ended the parser says nothing yet.
+            # The parser does not report a field before its end.
             self._unparsed += len(data)
             if self._unparsed > _MAX_HEAD_BYTES:
                 self._refuse(_too_large())
@@ -128,7 +129,7 @@ class HttpLimits(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields += 1
         self._count(len(name) + len(value))
-        if self._in_head:  # trailers come after the checks that fields have to pass
+        if self._in_head:  # not trailers: they arrive after the checks of the header fields
             super().on_header(name, value)
 
     def _count(self, size: int) -> None:
@@ -138,7 +139,7 @@ class HttpLimits(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._joining.head_comes = True
+        self._buffering.next_is_head = True
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -151,29 +152,29 @@ class HttpLimits(HttpToolsProtocol):
         self._refuse(_too_large() if is_large else ApiError(400, "this is not HTTP/1.1"))
 
     def _arm(self) -> None:
-        self._timer = self.loop.call_later(self.limits.receive_timeout_s, self._late)
+        self._timer = self.loop.call_later(self.limits.receive_timeout_s, self._receive_timed_out)
 
     def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self) -> None:
+    def _receive_timed_out(self) -> None:
         cycle = self.cycle
         if self.pipeline or not (cycle is None or cycle.more_body or cycle.response_complete):
-            self._arm()  # it waits for us, not we for it
+            self._arm()  # the client waits for the answer
         elif not self._has_begun:
             self.transport.close()
         else:
-            seconds = self.limits.receive_timeout_s
-            self._refuse(ApiError(408, f"the request did not come whole within {seconds:g} s"))
+            limit_s = self.limits.receive_timeout_s
+            self._refuse(ApiError(408, f"the whole request did not arrive within {limit_s:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer if that can still be, and close."""
+        """Answer with the error, if no answer has begun, and close the connection."""
         self._is_refused = True
         cycle = self.cycle
         is_running = cycle is not None and not cycle.response_complete
-        # In mid-answer, and after one whose request is still being sent, no answer has its place.
+        # No error may follow part of an answer, or an answer whose request is still arriving.
         is_answered = cycle is not None and (
             cycle.response_started if is_running else cycle.more_body and not self._in_head
         )
@@ -182,7 +183,7 @@ class HttpLimits(HttpToolsProtocol):
         if is_running:
             cycle.disconnected = True
             cycle.message_event.set()
-            self._say_left()
+            self._notify_closed()
         self.transport.close()
 
     def _write(self, error: ApiError) -> None:
@@ -194,21 +195,22 @@ class HttpLimits(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self.limits.unread_timeout_s, self.transport.abort)
+        limit_s = self.limits.unread_timeout_s
+        self._unread_timer = self.loop.call_later(limit_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._read_again()
+        self._stop_unread_timer()
 
-    def _read_again(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
 
-def within(limits: LimitsSection) -> type[HttpLimits]:
-    """The protocol of an app with these limits, as uvicorn wants it: a class."""
-    return type("Intake", (HttpLimits,), {"limits": limits})
+def protocol_with(limits: LimitsSection) -> type[HttpLimits]:
+    """The protocol class with these limits, as uvicorn takes it."""
+    return type("LimitedHttp", (HttpLimits,), {"limits": limits})
 
 
 def _too_large() -> ApiError:

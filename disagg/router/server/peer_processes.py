@@ -1,7 +1,7 @@
-"""The router processes that share one port, as each of them sees the others.
+"""The router processes that share one port.
 
-What concerns all of them (a drain, the metrics) is asked here, whichever process a request came
-to. Never part of a completion.
+A drain and the metrics concern all processes, whichever of them accepted the request. This module
+must never be used by completions.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class PeerProcesses(Protocol):
     """All processes of one router."""
 
     async def drain(self, on: bool) -> int:
-        """Refuse new requests in all of them, or take them again; what they still serve."""
+        """Refuse new requests in all processes, or undo that. Returns the number in flight."""
 
     async def in_flight(self) -> int:
-        """Requests that all of them are serving."""
+        """The number of requests in flight in all processes."""
 
     async def figures(self) -> bytes:
-        """The router's own metrics, of all of them."""
+        """The router's own metrics, of all processes."""
 
 
-class Alone:
-    """The one process of its router. `asked`: somebody asked for a drain by command."""
+class SingleProcess:
+    """The only process of its router. `drain_requested`: set by a drain command."""
 
     def __init__(self, drain: Drain, registry: CollectorRegistry) -> None:
         self._drain, self._registry = drain, registry
-        self.asked = asyncio.Event()
+        self.drain_requested = asyncio.Event()
 
     async def drain(self, on: bool) -> int:
         if on:
             self._drain.begin()
-            self.asked.set()
+            self.drain_requested.set()
         else:
             self._drain.undo()
         return self._drain.in_flight
@@ -53,11 +53,11 @@ class Alone:
         return generate_latest(self._registry)
 
 
-def together(texts: Mapping[int, str]) -> bytes:
-    """The metrics of several processes as one text, told apart by the label `process`.
+def merged_metrics(texts: Mapping[int, str]) -> bytes:
+    """The metrics of several processes as one text, with the label `process`.
 
-    Not added up: a process that was started anew counts from zero, which Prometheus understands
-    of a series of its own, but not of a sum.
+    Counters are not summed. A restarted process counts from zero again; Prometheus handles that in
+    a series of its own, but not in a sum.
     """
     registry = CollectorRegistry()
     registry.register(_Labelled(texts))

@@ -1,4 +1,4 @@
-"""One router process: what it serves, and the uvicorn server that does."""
+"""One router process: its plan, its socket and its uvicorn server."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from disagg.credentials import ApiKey, TlsFiles
 from disagg.router.server import http_limits
 from disagg.router.server.app import create_app
 from disagg.router.server.drain import Drain
-from disagg.router.server.endpoint import Front
-from disagg.router.server.peer_processes import Alone, PeerProcesses
+from disagg.router.server.endpoint import DirectRoutes
+from disagg.router.server.peer_processes import PeerProcesses, SingleProcess
 from disagg.router.topology import EngineEndpoint
 
-# How long answers that were cut have to close their connections.
+# The time for cut answers to close their connections, in seconds.
 _CLOSE_S = 1
 
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """All that makes a router, as plain data: another process makes the same one of it."""
+    """Everything that defines a router, as plain data that can be sent to another process."""
 
     section: RouterSection
     engines: Sequence[EngineEndpoint]
@@ -38,10 +38,10 @@ class RouterPlan:
     connector: ConnectorName = "disagg"
     strict: bool = False
     down: Mapping[str, str] = field(default_factory=dict)
-    """Why other engines, by name, are not there at the moment."""
+    """For each engine that is missing, by name: why."""
 
     def server(self, sock: socket.socket) -> RouterServer:
-        """A server of it on a bound socket. Raises ConfigError if its TLS files are no good."""
+        """A server for this plan on a bound socket. Raises ConfigError for bad TLS files."""
         app = create_app(
             self.section,
             self.engines,
@@ -57,7 +57,7 @@ class RouterPlan:
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A socket on exactly this address; port 0 takes any free one. Raises OSError.
 
-    `shared`: other sockets of this user's may be bound to it as well.
+    `shared`: other sockets of the same user may bind the same address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -73,33 +73,36 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def settle() -> None:
-    """Once a process of a router alone serves: what is there stays, and the garbage collector
-    need not look at it (all of it takes 70 ms, in which nobody is served). Nor at what requests
-    make as often as it is wont to, every few of them: nearly all of that frees itself."""
+    """Tune the garbage collector of a process that only serves a router, once it is ready.
+
+    A full collection of the objects that exist at the start takes 70 ms, in which no request is
+    served: so they are frozen. Nearly all objects of a request are freed by reference counts: so
+    collections are made rarer.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
 
 
 def url_of(section: RouterSection, port: int) -> str:
-    """Where a router that listens on this port is reached from this machine."""
+    """The URL by which this machine reaches a router that listens on this port."""
     scheme = "http" if section.tls_cert_file is None else "https"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(section.host, section.host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class RouterServer:
-    """A server inside somebody else's event loop; it installs no signal handlers."""
+    """A server in the caller's event loop. It must never install signal handlers."""
 
     def __init__(self, app: FastAPI, sock: socket.socket, tls: TlsFiles | None = None) -> None:
         self.app = app
-        self._server = _Quiet(_config(app, tls))
+        self._server = _Server(_config(app, tls))
         self._socket = sock
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
-        alone: Alone = app.state.peer_processes
-        self.asked = alone.asked
-        """Set when somebody asked for a drain by command."""
+        process: SingleProcess = app.state.peer_processes
+        self.drain_requested = process.drain_requested
+        """Set by a drain command."""
 
     async def start(self) -> None:
         """Returns when requests are accepted."""
@@ -107,31 +110,31 @@ class RouterServer:
         while not self._server.started:
             if self._task.done():
                 self._task.result()
-                raise RuntimeError("the router's server ended while starting")
+                raise RuntimeError("the router's server exited while starting")
             await asyncio.sleep(0.01)
 
     async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
-        """Other engines from now on; see `Topology.replace`."""
+        """Use these engines from now on; see `Topology.replace`."""
         self.app.state.replace(engines, down)
 
     async def figures(self) -> bytes:
-        """The router's own metrics, as `/metrics` has them."""
+        """The router's own metrics, in the text format of `/metrics`."""
         peer_processes: PeerProcesses = self.app.state.peer_processes
         return await peer_processes.figures()
 
     async def ended(self) -> None:
-        """Returns after an ordinary stop; raises RuntimeError if the server ends without one."""
+        """Returns after `stop` or `finish`. Raises RuntimeError if the server exits by itself."""
         assert self._task is not None
         await asyncio.wait([self._task])
         if self._stopping:
             return
         error = None if self._task.cancelled() else self._task.exception()
-        raise RuntimeError("the router's server ended by itself") from error
+        raise RuntimeError("the router's server exited by itself") from error
 
     async def finish(self, grace_s: float) -> None:
-        """Accept nothing new; returns when all is served, or was cut after `grace_s`.
+        """Refuse new requests. Returns when no request is in flight; cuts the rest after `grace_s`.
 
-        Connections that are open stay so meanwhile, and hear that new requests are refused.
+        Open connections stay open meanwhile, and new requests on them get an error.
         """
         self._stopping = True
         drain: Drain = self.app.state.drain
@@ -143,7 +146,7 @@ class RouterServer:
         await drain.finish(time.monotonic() + grace_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept nothing new, let running requests go on for `grace_s`, cut them, close."""
+        """`finish`, then close all connections and the server."""
         await self.finish(grace_s)
         self._server.config.timeout_graceful_shutdown = _CLOSE_S
         self._server.should_exit = True
@@ -152,24 +155,24 @@ class RouterServer:
         self._socket.close()
 
 
-class _Quiet(uvicorn.Server):
+class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to whoever embeds us."""
+        """Install none: signals belong to the embedding program."""
         yield
 
 
 def _config(app: FastAPI, tls: TlsFiles | None) -> uvicorn.Config:
     return uvicorn.Config(
-        Front(app, app.state.straight),
+        DirectRoutes(app, app.state.direct),
         interface="asgi3",
         loop="uvloop",
-        http=http_limits.within(app.state.limits),
+        http=http_limits.protocol_with(app.state.limits),
         ws="none",
         log_level="warning",
         access_log=False,
-        proxy_headers=False,  # nobody asks who the client is
-        server_header=False,  # nor what serves it
+        proxy_headers=False,  # the client's address is not used
+        server_header=False,
         lifespan="on",
         ssl_certfile=tls.cert if tls else None,
         ssl_keyfile=tls.key if tls else None,

@@ -1,7 +1,8 @@
-"""How things stand, as one document: engines, pairings, handoffs, traffic, recent failures.
+"""The router's status as one JSON document: engines, pairings, handoffs, requests, failures.
 
-Counters are totals; who asks twice has rates. Nothing of a prompt or an address is in it. Made
-of the metrics of router and engines, and kept for a second, however many look at it.
+It is made from the metrics of router and engines at most once a second, however many clients ask.
+Counters are totals: a client computes rates from two documents. The document must never contain
+any part of a prompt, or an address.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ _TIMES = ("ttft", "between_chunks", "prefill", "handoff", "queue")
 
 
 class Failures:
-    """What went wrong lately, of requests that this router process served."""
+    """The last requests of this router process that failed, were retried or migrated."""
 
     def __init__(self) -> None:
         self._kept: deque[dict[str, Any]] = deque(maxlen=_FAILURES)
 
     def note(self, status: int, record: Record, why: str | None) -> None:
-        """A request that is over, if anything of it failed."""
+        """Record a finished request, if any part of it failed."""
         if status < 500 and not record.retries and not record.migrations:
             return
         shown = record.shown()
@@ -54,7 +55,7 @@ class Failures:
 
 
 class Status:
-    """Makes the document."""
+    """Makes the status document."""
 
     def __init__(
         self,
@@ -68,14 +69,14 @@ class Status:
         self._lock = asyncio.Lock()
         self._made: dict[str, Any] = {}
         self._made_at = float("-inf")
-        self._made_of: tuple[object, object] = (None, None)
+        self._made_for: tuple[object, object] = (None, None)
 
     async def document(self, peer_processes: PeerProcesses) -> dict[str, Any]:
-        """At most a second old, and of the engines that there are. See docs/router.md for what is
-        in it."""
+        """The document: at most a second old, and for the current engines. docs/router.md
+        describes its fields."""
         async with self._lock:
-            if time.monotonic() - self._made_at > _FRESH_S or self._made_of != self._known():
-                self._made_of = self._known()
+            if time.monotonic() - self._made_at > _FRESH_S or self._made_for != self._known():
+                self._made_for = self._known()
                 self._made = await self._make(peer_processes)
                 self._made_at = time.monotonic()
         return self._made
@@ -97,7 +98,7 @@ class Status:
         }
 
     def _engine(self, engine: EngineEndpoint, text: str | None) -> dict[str, Any]:
-        problem = self._health.problem(engine) or (None if text else "its metrics do not answer")
+        problem = self._health.problem(engine) or (None if text else "does not answer /metrics")
         return {
             "name": engine.name,
             "role": engine.role,
@@ -108,22 +109,22 @@ class Status:
 
 def _engine_figures(text: str) -> dict[str, Any]:
     shown: dict[str, Any] = {}
-    ways: dict[str, dict[str, float]] = {}
+    by_transport: dict[str, dict[str, float]] = {}
     reasons: dict[str, float] = {}
     for name, labels, value in _samples(text, (*_GAUGES, "disagg_handoff", "disagg_kv_load")):
-        way = ways.setdefault(labels.get("transport", ""), {})
+        totals = by_transport.setdefault(labels.get("transport", ""), {})
         match name:
             case "disagg_handoffs_total":
-                way[labels["outcome"]] = way.get(labels["outcome"], 0.0) + value
+                totals[labels["outcome"]] = totals.get(labels["outcome"], 0.0) + value
             case "disagg_handoff_bytes_total":
-                way["bytes"] = value
+                totals["bytes"] = value
             case "disagg_handoff_seconds_sum":
                 shown["handoff_seconds"] = value
             case "disagg_kv_load_failures_total":
                 reasons[labels["reason"]] = value
             case _ if name in _GAUGES:
                 shown[_GAUGES[name]] = shown.get(_GAUGES[name], 0.0) + value
-    shown["handoffs"] = {name: way for name, way in ways.items() if way}
+    shown["handoffs"] = {name: totals for name, totals in by_transport.items() if totals}
     shown["load_failures"] = {reason: count for reason, count in reasons.items() if count}
     return shown
 
@@ -167,7 +168,7 @@ def _router(text: str) -> dict[str, Any]:
 
 
 def _samples(text: str, prefixes: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Only these lines are looked at: an engine has thousands."""
+    """The samples whose names begin with a prefix. Other lines, of thousands, are not parsed."""
     for line in text.splitlines():
         if line.startswith(prefixes):
             series, _, value = line.rpartition(" ")

@@ -1,4 +1,4 @@
-"""`/ui`: one page for people, without outside assets, that reads `/ui/state` every two seconds."""
+"""`/ui`: a status page that reads `/ui/state` every 2 s. It must never load external assets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEADERS = {
 
 
 def install(app: FastAPI) -> None:
-    """Add the page. `app.state.status` is there when the app runs."""
+    """Add the page and its data. `app.state.status` exists while the app runs."""
     page = _PAGE.read_text()
 
     @app.api_route("/ui", methods=["GET", "HEAD"])

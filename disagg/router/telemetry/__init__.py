@@ -1,1 +1,1 @@
-"""Metrics, access log, traces."""
+"""The router's metrics, access log and traces."""

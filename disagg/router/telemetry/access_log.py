@@ -1,4 +1,7 @@
-"""What became of one request: its id, its engines and its times, as one line of the access log."""
+"""The access log: one JSON line per request, with its id, engines, times and outcome.
+
+A line must never contain any part of a prompt, an answer or a key.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ ID_HEADER = "x-request-id"
 logger = logging.getLogger(__name__)
 _ids = random.Random()
 
-# What a client may call its request: it ends up in logs and headers of three processes.
+# The ids that a client may choose. An id gets into logs and headers of three processes.
 _ID = re.compile(r"[!-~]{1,128}")
 
 
 def request_id(given: str | None) -> str:
-    """The client's own id if it is a plain word, else a new one."""
+    """The client's id if it is made of 1 to 128 visible ASCII characters, else a new one."""
     return given if given and _ID.fullmatch(given) else f"{_ids.getrandbits(128):032x}"
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
-    """What is shown of a request; what is not known, or did not happen, is left out."""
+    """The fields of a line. Fields with their default value are left out."""
 
     status: int | None = None
     id: str = ""
@@ -50,7 +53,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass
 class Record:
-    """Filled in along the request's way. Times are seconds from its arrival."""
+    """One request, filled in while it is served. Times are seconds from its arrival."""
 
     route: str
     id: str
@@ -67,16 +70,16 @@ class Record:
     trace: Mapping[str, str] = field(default_factory=dict)  # trace context for the engines
 
     def elapsed(self) -> float:
-        """Seconds since its arrival."""
+        """Seconds since the request's arrival."""
         return time.monotonic() - self.began
 
     def shown(self) -> dict[str, Any]:
-        """What is known of it by now."""
+        """The fields that are known so far."""
         shown: dict[str, Any] = msgspec.to_builtins(self._line())
         return shown
 
     def line(self, status: int) -> bytes:
-        """The same as JSON, of a request that is over."""
+        """The line of a finished request, as JSON."""
         return _encode(self._line(status))
 
     def _line(self, status: int | None = None) -> _Line:
@@ -98,10 +101,10 @@ class Record:
 
 
 class AccessLog:
-    """One app's: a line of JSON a request, on standard output, or nothing.
+    """Writes the lines of one app to standard output, if enabled.
 
-    By itself, since Python's logging takes a twelfth of what a request costs the router. That
-    nothing can be written there is no reason to fail a request.
+    It does not use Python's logging, which would take a twelfth of the router's time per request.
+    A failed write must never fail a request.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -109,7 +112,7 @@ class AccessLog:
         self._lines: list[str] = []
 
     def write(self, record: Record, status: int) -> None:
-        """The request is over. Lines of one turn of the event loop are written together."""
+        """The request is finished. Lines of one turn of the event loop are written together."""
         if not self._enabled:
             return
         self._lines.append(f"{record.line(status).decode()}\n")
@@ -123,7 +126,7 @@ class AccessLog:
             sys.stdout.flush()
         except (OSError, ValueError) as error:
             if not self._has_failed:
-                logger.warning("requests cannot be logged: %s", error)
+                logger.warning("cannot write the access log: %s", error)
             self._has_failed = True
 
 

@@ -1,8 +1,8 @@
-"""The router's own metrics, and those of the engines behind it, as one exposition.
+"""The router's own metrics, and the metrics of its engines, as one Prometheus exposition.
 
-Every `disagg_*` family of every engine is shown with the labels `engine` and `role`, and of
-vLLM's own the few that tell how busy an engine is. A dead engine costs its series and a short
-wait, nothing else.
+It shows every `disagg_*` family of every engine, with the labels `engine` and `role`, and those of
+vLLM's families that tell how busy an engine is. A dead engine must never fail the exposition: it
+costs its own series, and a wait of 2 s at most.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from disagg.router.topology import EngineEndpoint, Topology, role_of
 
 SCRAPE_S = 2.0
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-# Of the thousands of lines that each engine has.
+# The families of vLLM that are shown. An engine has thousands of lines.
 OF_VLLM = frozenset(
     {
         "vllm:num_requests_running",
@@ -35,13 +35,12 @@ _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 
 
 class RouterMetrics:
-    """One set per app, in a registry of its own."""
+    """The metrics of one app, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        # A counter of each set of labels that was met; the library looks for it for longer than
-        # it takes to count.
-        self._met: dict[tuple[object, ...], Counter] = {}
+        # A cache of counters by labels: `labels()` takes longer than counting.
+        self._counters: dict[tuple[object, ...], Counter] = {}
         self.requests = Counter(
             "disagg_router_requests",
             "Requests by the endpoint and the status the client got (499: the client left).",
@@ -50,7 +49,7 @@ class RouterMetrics:
         )
         self.in_flight = Gauge(
             "disagg_router_in_flight",
-            "Requests that have a seat at an engine of this role: are there, or on the way.",
+            "Requests that have a seat at an engine of this role.",
             ("role",),
             registry=self.registry,
         )
@@ -68,13 +67,13 @@ class RouterMetrics:
         )
         self.pairings = Counter(
             "disagg_router_pairings",
-            "Requests that were handed over, by who computed the prompt and who answered.",
+            "Requests that were handed off, by prefill engine and decode engine.",
             ("prefill", "decode"),
             registry=self.registry,
         )
         self.releases = Counter(
             "disagg_router_releases",
-            "Leases given back because nobody will fetch them, by how that went.",
+            "Leases that the router released because no engine will fetch them, by outcome.",
             ("outcome",),
             registry=self.registry,
         )
@@ -86,13 +85,13 @@ class RouterMetrics:
         )
         self.engine_resting = Gauge(
             "disagg_router_engine_resting",
-            "1 while an engine that keeps failing gets trial requests alone.",
+            "1 while an engine that keeps failing gets only trial requests.",
             ("engine", "role"),
             registry=self.registry,
         )
         self.migrations = Counter(
             "disagg_router_migrations",
-            "Streams whose engine died, by how another one went on with them, if any did.",
+            "Streams whose engine died, by how another engine continued them, if one did.",
             ("outcome",),
             registry=self.registry,
         )
@@ -101,28 +100,28 @@ class RouterMetrics:
             "Requests that wait for a seat at an engine.",
             registry=self.registry,
         )
-        self.queue_time = self._seconds("queue", "How long requests waited that had to wait.")
-        self.prefill_time = self._seconds("prefill", "From a prefill leg's begin to its answer.")
+        self.queue_time = self._seconds("queue", "How long queued requests waited for a seat.")
+        self.prefill_time = self._seconds("prefill", "From a prefill leg's start to its answer.")
         self.handoff_time = self._seconds(
-            "handoff", "From a prefill leg's answer to the first bytes of decode's."
+            "handoff", "From a prefill leg's answer to the first bytes of the decode leg's."
         )
         self.between_chunks = self._seconds(
             "between_chunks", "Mean time between the chunks of an answer.", _BETWEEN
         )
 
     def answered(self, route: str, status: int) -> None:
-        """A request of this route is over."""
+        """A request of this route is finished."""
         self._count(self.requests, route, status)
 
     def paired(self, prefill: str, decode: str) -> None:
-        """A request was handed over between these."""
+        """A request was handed off between these engines."""
         self._count(self.pairings, prefill, decode)
 
     def _count(self, family: Counter, *labels: object) -> None:
         key = (family, *labels)
-        counter = self._met.get(key)
+        counter = self._counters.get(key)
         if counter is None:
-            counter = self._met[key] = family.labels(*labels)
+            counter = self._counters[key] = family.labels(*labels)
         counter.inc()
 
     def _seconds(
@@ -133,7 +132,7 @@ class RouterMetrics:
 
 
 class EnginesUp(Collector):
-    """Which engines are up, also of those that are away. `problem`: why one is not."""
+    """Which engines are up, including engines that are missing. `problem`: why one is not up."""
 
     def __init__(self, topology: Topology, problem: Callable[[EngineEndpoint], str | None]) -> None:
         self._topology, self._problem = topology, problem
@@ -141,7 +140,7 @@ class EnginesUp(Collector):
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily(
             "disagg_router_engine_up",
-            "1, or 0 for an engine that is away or has a problem; /ui says which.",
+            "1, or 0 for an engine that is missing or has a problem; /ui says which.",
             labels=("engine", "role"),
         )
         for engine in self._topology.engines:
@@ -154,7 +153,7 @@ class EnginesUp(Collector):
 async def exposition(
     own: bytes, client: aiohttp.ClientSession, engines: Sequence[EngineEndpoint]
 ) -> bytes:
-    """The text of /metrics; `own` is the router's part."""
+    """The text of /metrics. `own`: the router's own metrics."""
     texts = await asyncio.gather(*(scrape(client, engine) for engine in engines))
     registry = CollectorRegistry()
     registry.register(_Merged(engines, texts))
@@ -162,7 +161,7 @@ async def exposition(
 
 
 async def scrape(client: aiohttp.ClientSession, engine: EngineEndpoint) -> str | None:
-    """The engine's metrics; None if it gives none in time."""
+    """The engine's metrics as text; None if it does not answer in time."""
     timeout = aiohttp.ClientTimeout(total=SCRAPE_S)
     try:
         async with client.get(f"{engine.url}/metrics", timeout=timeout) as answer:
@@ -172,7 +171,7 @@ async def scrape(client: aiohttp.ClientSession, engine: EngineEndpoint) -> str |
 
 
 class _Merged(Collector):
-    """Families of the same name from several engines, told apart by labels."""
+    """Merges families of the same name from several engines; labels name the engine."""
 
     def __init__(self, engines: Sequence[EngineEndpoint], texts: Sequence[str | None]) -> None:
         self._scrapes = list(zip(engines, texts, strict=True))

@@ -1,7 +1,8 @@
-"""Spans of the router's own, when OpenTelemetry is installed and told where to send them.
+"""The router's own spans, if OpenTelemetry is installed and configured.
 
-Told by its own environment variables (`OTEL_EXPORTER_OTLP_ENDPOINT` and the others). Otherwise a
-client's W3C trace context goes to the engines as it came, and nothing else is done.
+OpenTelemetry's environment variables configure it (`OTEL_EXPORTER_OTLP_ENDPOINT` and others).
+Without them, the router makes no spans, and passes a client's W3C trace context to the engines
+unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
 
 
 def open_tracer() -> Any | None:
-    """A tracer, if spans are wanted and can be sent."""
+    """A tracer, if an endpoint is configured and the exporter is installed; else None."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return None
     try:
@@ -38,7 +39,7 @@ def open_tracer() -> Any | None:
 
 
 class Trace:
-    """One request's span, and below it those of its legs."""
+    """The span of one request, and below it the spans of its legs."""
 
     def __init__(self, tracer: Any, record: Record, headers: Mapping[str, str]) -> None:
         self._tracer, self._record = tracer, record
@@ -57,12 +58,12 @@ class Trace:
         inject(self.headers, context=self._context)
 
     def end(self, status: int) -> None:
-        """The request is over; its record says how it went."""
+        """The request is finished; its record has the attributes."""
         record = self._record
         self._span.set_attribute("http.response.status_code", status)
         for name, value in record.shown().items():
             self._span.set_attribute(f"disagg.{name}", value)
-        # Legs follow one another, so that their ends say where they began.
+        # Legs follow one another: each begins at the end of the one before.
         begin = record.queued_s or 0.0
         for name, engine, end in (
             ("prefill", record.prefill, record.prefill_s),

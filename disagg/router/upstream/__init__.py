@@ -1,1 +1,1 @@
-"""HTTP to engines."""
+"""The HTTP clients for engines."""

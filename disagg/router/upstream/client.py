@@ -1,4 +1,7 @@
-"""HTTP to the engines: one pooled client, and the headers that go there and back."""
+"""HTTP requests to engines: calls whose failures become `ApiError`s, and which headers pass.
+
+The client's credentials must never reach an engine.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from disagg.router.upstream import http1
 from disagg.router.upstream.connector import Connector
 from disagg.router.upstream.response import UpstreamResponse
 
-# RFC 9110, 7.6.1, and what an HTTP client or server sets itself.
+# Headers of one connection only: RFC 9110, section 7.6.1.
 _HOP_BY_HOP = {
     b"connection",
     b"keep-alive",
@@ -29,8 +32,8 @@ _HOP_BY_HOP = {
     b"transfer-encoding",
     b"upgrade",
 }
-# The client's key is ours to check, not the engines' to see. `Expect` was answered by our own
-# server; passed on, it would wait for an engine's.
+# The router checks the client's key; engines must not see it. The router's server has answered
+# `Expect`; an engine would answer it again.
 _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"content-length",
     b"host",
@@ -42,7 +45,7 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"x-request-id",
 }
 _TRACE = {b"traceparent", b"tracestate"}
-_OF_BODY = {b"content-type", b"content-encoding"}
+_BODY_HEADERS = {b"content-type", b"content-encoding"}
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"server", b"date"}
 RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
 
@@ -50,15 +53,15 @@ RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
 def open_client(
     limits: LimitsSection, engine_key: str | None = None, *, keep: bool = True
 ) -> aiohttp.ClientSession:
-    """A client of an app's; no limit of its own on connections, and no memory of cookies.
+    """An HTTP client for one app. It does not limit connections, and ignores cookies.
 
-    It shows `engine_key` with every request. `keep`: connections, for the next request.
+    It sends `engine_key` with every request. `keep`: keep connections for the next request.
     """
     connector = Connector(
         limit=0,
         keepalive_timeout=4 if keep else None,
         force_close=not keep,
-        socket_factory=_watched,
+        socket_factory=_keepalive_socket,
     )
     return aiohttp.ClientSession(
         headers={"authorization": f"Bearer {engine_key}"} if engine_key else None,
@@ -66,11 +69,11 @@ def open_client(
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("accept", "content-type", "user-agent"),
-        auto_decompress=False,  # bytes are relayed with the header that says what they are
+        auto_decompress=False,  # bodies are relayed as they are, with their content-encoding
     )
 
 
-def _watched(address: aiohttp.AddrInfoType) -> socket.socket:
+def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     family, kind, protocol, _, _ = address
     sock = socket.socket(family, kind, protocol)
     keepalive.watch(sock)
@@ -80,25 +83,25 @@ def _watched(address: aiohttp.AddrInfoType) -> socket.socket:
 def to_engine(
     headers: RawHeaders, request_id: str, trace: Mapping[str, str]
 ) -> list[tuple[bytes, bytes]]:
-    """The client's headers (names in lower case) as the engines get them.
+    """The headers to send to an engine, from the client's (names in lower case).
 
-    `trace`: trace context of the router's own, in place of the client's.
+    `trace`: the router's own trace context, which replaces the client's.
     """
     left_out = _NOT_UPSTREAM | _TRACE if trace else _NOT_UPSTREAM
     sent = [header for header in headers if header[0] not in left_out]
     sent += [(name.encode(), value.encode()) for name, value in trace.items()]
-    # Not compressed, so that an error event fits into the stream.
+    # Without compression, so that the router can add an error event to the stream.
     return [*sent, (b"x-request-id", request_id.encode()), (b"accept-encoding", b"identity")]
 
 
 def leg_header(headers: RawHeaders) -> bytes:
-    """Headers of `to_engine` as both legs send them, with JSON."""
-    kept = [header for header in headers if header[0] not in _OF_BODY]
+    """The header fields of both legs, encoded: those of `to_engine`, with JSON as content type."""
+    kept = [header for header in headers if header[0] not in _BODY_HEADERS]
     return http1.fields([*kept, (b"content-type", b"application/json")])
 
 
 def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """An engine's headers as the client gets them, repeated ones too."""
+    """The headers to send to the client, from an engine's. Repeated headers are kept."""
     lower = [(name.lower(), value) for name, value in headers]
     return [header for header in lower if header[0] not in _NOT_DOWNSTREAM]
 
@@ -111,11 +114,11 @@ async def post_leg(
     header: bytes,
     timeout_s: float,
 ) -> UpstreamResponse:
-    """POST JSON, as a leg; the answer's head has come when this returns. Raises `ApiError`."""
+    """POST the JSON of a leg. Returns once the answer's head has arrived. Raises `ApiError`."""
     try:
         return await client.post(engine.url, path, data, header, timeout_s)
     except TimeoutError as error:
-        raise _late(engine.role, timeout_s) from error
+        raise _timed_out(engine.role, timeout_s) from error
     except ConnectionError as error:
         raise _unreachable(engine.role) from error
 
@@ -126,7 +129,7 @@ async def post(
     path: str,
     data: bytes,
 ) -> aiohttp.ClientResponse:
-    """POST JSON; the answer's head has come when this returns. Raises `aiohttp.ClientError`."""
+    """POST JSON. Returns once the answer's head has arrived. Raises `aiohttp.ClientError`."""
     headers = {"content-type": "application/json"}
     return await client.post(f"{engine.url}{path}", data=data, headers=headers)
 
@@ -134,17 +137,17 @@ async def post(
 async def head(
     call: Awaitable[aiohttp.ClientResponse], timeout_s: float, role: str
 ) -> aiohttp.ClientResponse:
-    """The answer that a call gives in time; raises `ApiError` otherwise."""
+    """The answer of a call, once its head has arrived. Raises `ApiError` if it does not in time."""
     try:
         async with asyncio.timeout(timeout_s):
             return await call
     except TimeoutError as error:
-        raise _late(role, timeout_s) from error
+        raise _timed_out(role, timeout_s) from error
     except (aiohttp.ClientError, ConnectionError) as error:
         raise _unreachable(role) from error
 
 
-def _late(role: str, timeout_s: float) -> ApiError:
+def _timed_out(role: str, timeout_s: float) -> ApiError:
     return ApiError(504, f"the {role} engine gave no answer in {timeout_s:g} s")
 
 

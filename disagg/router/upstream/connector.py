@@ -1,7 +1,7 @@
-"""Connections to engines that are used again, and when they must not be.
+"""A connection pool that never reuses a connection with unread bytes.
 
-An engine that says more than it was asked leaves its surplus on the connection, where the next
-request would take it for its own answer: another client's, at worst.
+An engine may send bytes after the end of its answer. The next request on that connection would
+take them for its own answer. In the worst case one client would get another client's answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from aiohttp.connector import Connection
 
 
 class Connector(aiohttp.TCPConnector):
-    """aiohttp's, which by itself asks of an idle connection only whether it is open."""
+    """aiohttp's connector, which by itself only checks that an idle connection is open."""
 
     async def _get(self, *args: Any, **options: Any) -> Connection | None:
         while (connection := await super()._get(*args, **options)) is not None:

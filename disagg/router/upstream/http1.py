@@ -1,11 +1,11 @@
-"""HTTP/1.1 for the two legs: a POST to an engine, and its answer as it comes.
+"""An HTTP/1.1 client for the two legs: a POST to an engine, and its answer as a stream of chunks.
 
-Both legs of every request go through here, and a general client takes a third of what a request
-costs the router. So: POST alone, kept connections, llhttp's parser, and no work per chunk but to
-hand it on. It follows no redirect, unpacks nothing, and asks for nothing again by itself.
+Both legs of every request use it. A general client would take a third of the router's time per
+request. So this one only does POST, keeps connections, uses llhttp's parser, and does no work per
+chunk but to pass it on. It never follows a redirect, decompresses a body, or retries a request.
 
-A connection is used again only if its answer came whole and nothing came after it: what an engine
-says more than it was asked would be taken for another client's answer.
+A connection is reused only if its answer was complete and no byte followed. Else such bytes would
+be taken for the answer to another client.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from disagg import keepalive
 from disagg.router.upstream.loop_yield import LoopYield
 from disagg.router.upstream.response import ROUND_S, Rounds, UpstreamResponse
 
-# vLLM closes a connection that was idle for five seconds.
+# vLLM closes a connection that was idle for 5 s.
 _IDLE_S = 4.0
 _MOST_HEAD_BYTES = 64 << 10
 _MOST_HEADS = 1024
@@ -31,19 +31,24 @@ RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 
 class EngineLost(ConnectionError):
-    """The engine cannot be reached, or its answer broke off or is no HTTP."""
+    """The engine cannot be reached, or its answer broke off, or is not HTTP."""
+
+
+class _Pool(list["_Connection"]):
+    """Idle connections to one engine."""
+
+    is_closed = False
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time. `pool` is where it goes when it may be used again."""
+    """A connection, for one request at a time. It enters `pool` when it may be reused. `on_data` is
+    called for each chunk."""
 
-    def __init__(
-        self, pool: list[_Connection], rounds: Rounds, came: Callable[[], None] | None
-    ) -> None:
-        self._pool, self._rounds, self._came = pool, rounds, came
+    def __init__(self, pool: _Pool, rounds: Rounds, on_data: Callable[[], None] | None) -> None:
+        self._pool, self._rounds, self._on_data = pool, rounds, on_data
         self._head: asyncio.Future[UpstreamResponse] | None = None
         self._answer: UpstreamResponse | None = None
-        self._raw: list[tuple[bytes, bytes]] = []
+        self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
         self._ends_with_connection = self._is_paused = self._is_lost = False
         self._timer: asyncio.TimerHandle | None = None
@@ -51,13 +56,14 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
 
     def ask(self, request: bytes, limit_s: float) -> asyncio.Future[UpstreamResponse]:
-        """Send a request; the future has its answer when the head is there, or `TimeoutError`."""
-        # A parser of its own for each answer: what one left behind is nothing to the next.
+        """Send a request. The future gets the answer once its head has arrived, else an error:
+        `TimeoutError` or `EngineLost`."""
+        # A new parser for each answer, so that no state of the last one is left.
         self._parser = httptools.HttpResponseParser(self)
-        self._raw, self._head_bytes, self._answer = [], 0, None
+        self._headers, self._head_bytes, self._answer = [], 0, None
         self._ends_with_connection = False
         self._head = self._loop.create_future()
-        # For little: a scope of `asyncio.timeout` costs as much as the rest of this.
+        # Not `asyncio.timeout`, which costs as much as the rest of this method.
         self._timer = self._loop.call_later(limit_s, self._fail, TimeoutError())
         self._transport.write(request)
         return self._head
@@ -68,13 +74,13 @@ class _Connection(asyncio.Protocol):
         return not self._is_lost and self._loop.time() - self.idle_since < _IDLE_S
 
     def read_on(self) -> None:
-        """What lay unread was read."""
+        """Resume reading: the answer's buffer is empty again."""
         if self._is_paused and not self._is_lost:
             self._is_paused = False
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """End it, whatever it is doing."""
+        """Close the connection at once, even in mid-answer."""
         self._is_lost = True
         self._stop_waiting()
         self._transport.abort()
@@ -84,29 +90,29 @@ class _Connection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    # ---- asyncio's calls -------------------------------------------------------------------
+    # ---- called by asyncio -----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
         keepalive.watch(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        if self._came is not None:
-            self._came()
+        if self._on_data is not None:
+            self._on_data()
         if self._head is None:
-            self.abort()  # nobody asked
+            self.abort()  # no request is under way
             return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(EngineLost(f"that is no HTTP: {error}"))
+            self._fail(EngineLost(f"the answer is not HTTP: {error}"))
         if self._answer is None and self._head is not None:
             self._head_bytes += len(data)
             if self._head_bytes > _MOST_HEAD_BYTES:
-                self._fail(EngineLost("the answer's head has no end"))
+                self._fail(EngineLost(f"the answer's head has more than {_MOST_HEAD_BYTES} bytes"))
 
     def eof_received(self) -> bool:
-        return False  # closes, and `connection_lost` follows
+        return False  # closes the connection; `connection_lost` follows
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
@@ -118,24 +124,24 @@ class _Connection(asyncio.Protocol):
         else:
             self._fail(EngineLost(f"the connection was lost ({error or 'closed'})"))
 
-    # ---- the parser's calls ----------------------------------------------------------------
+    # ---- called by the parser --------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._head is None:
-            raise httptools.HttpParserError("more than was asked for")
+            raise httptools.HttpParserError("an answer without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._raw.append((name.lower(), value))
+        self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
-            self._raw = []  # an interim answer; the real one follows
+            self._headers = []  # an interim answer; the final one follows
             return
-        says_length = [name for name, _ in self._raw if name in _LENGTHS]
-        self._ends_with_connection = not says_length and status not in (204, 304)
+        has_length = any(name in _LENGTHS for name, _ in self._headers)
+        self._ends_with_connection = not has_length and status not in (204, 304)
         self._stop_waiting()
-        self._answer = UpstreamResponse(self, status, self._raw, self._rounds)
+        self._answer = UpstreamResponse(self, status, self._headers, self._rounds)
         if self._head is not None and not self._head.done():
             self._head.set_result(self._answer)
 
@@ -147,19 +153,21 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         answer = self._answer
         if answer is None:
-            return  # an interim one
+            return  # an interim answer
         keep = self._parser.should_keep_alive() and not self._ends_with_connection
         self._head = self._answer = None
         answer.end()
         if keep:
-            # Not before all that came with the end was seen to be nothing more.
-            self._loop.call_soon(self._rest)
+            # Later: bytes after the end of the answer may be in the chunk that is being parsed.
+            self._loop.call_soon(self._return_to_pool)
         else:
             self._is_lost = True
             self._transport.close()
 
-    def _rest(self) -> None:
-        if not self._is_lost:
+    def _return_to_pool(self) -> None:
+        if self._pool.is_closed:
+            self.abort()
+        elif not self._is_lost:
             self.read_on()
             self.idle_since = self._loop.time()
             self._pool.append(self)
@@ -177,7 +185,7 @@ class _Connection(asyncio.Protocol):
 
 
 def fields(headers: RawHeaders) -> bytes:
-    """A request's header fields as they are sent. Raises ValueError for a line break in one."""
+    """A request's header fields, encoded. Raises ValueError for a line break in a field."""
     sent = b"".join([b"%b: %b\r\n" % header for header in headers])
     if sent.count(b"\n") != len(headers) or sent.count(b"\r") != len(headers):
         raise ValueError("a header has a line break")
@@ -185,10 +193,11 @@ def fields(headers: RawHeaders) -> bytes:
 
 
 class Client:
-    """Kept connections to engines, and what every request shows.
+    """A client that keeps its connections to engines.
 
-    `connect_s`: time to connect. `round_s`: of `Rounds`; 0 for who wants each chunk when it comes.
-    `turns`: for a process that shares its core with others of its kind.
+    `connect_s`: time limit to connect. `key`: the API key for engines. `round_s`: the length of
+    `Rounds`; with 0 each chunk can be read when it arrives. `loop_yield`: for a process that shares
+    its core with other router processes.
     """
 
     def __init__(
@@ -197,23 +206,23 @@ class Client:
         key: str | None = None,
         *,
         round_s: float = ROUND_S,
-        turns: LoopYield | None = None,
+        loop_yield: LoopYield | None = None,
     ) -> None:
         self._connect_s = connect_s
         self._key = fields([(b"authorization", b"Bearer " + key.encode())] if key else [])
-        self._idle: dict[str, list[_Connection]] = {}
+        self._idle: dict[str, _Pool] = {}
         self._heads: dict[tuple[str, str], bytes] = {}
         self._tls: ssl.SSLContext | None = None
         self._rounds = Rounds(round_s)
-        self._came = turns.came if turns else None
+        self._on_data = loop_yield.data_arrived if loop_yield else None
 
     async def post(
         self, url: str, path: str, data: bytes, header: bytes, limit_s: float
     ) -> UpstreamResponse:
-        """POST to an engine; returns when the answer's head is there. Raises `EngineLost`, and
-        `TimeoutError` if it is not so long after the request was sent.
+        """POST to an engine. Returns once the answer's head has arrived. Raises `EngineLost`, and
+        `TimeoutError` if the head does not arrive within `limit_s` of sending the request.
 
-        `path`: of one word. `header`: of `fields`, without host and content-length.
+        `path`: without white space. `header`: from `fields`, without host and content-length.
         """
         head = self._heads.get((url, path))
         if head is None:
@@ -222,7 +231,7 @@ class Client:
                 self._heads[url, path] = head
         length = b"content-length: %d\r\n" % len(data)
         request = b"".join((head, length, header, self._key, b"\r\n", data))
-        connection = self._kept(url) or await self._connect(url)
+        connection = self._idle_connection(url) or await self._connect(url)
         try:
             return await connection.ask(request, limit_s)
         except asyncio.CancelledError:
@@ -230,30 +239,31 @@ class Client:
             raise
 
     def close(self) -> None:
-        """End all connections that are idle; the others end with their answers."""
+        """Close all idle connections. The others close with their answers."""
         for kept in self._idle.values():
             for connection in [*kept]:
                 connection.abort()
             kept.clear()
+            kept.is_closed = True
 
-    def _kept(self, url: str) -> _Connection | None:
+    def _idle_connection(self, url: str) -> _Connection | None:
         kept = self._idle.get(url)
         while kept:
             connection = kept.pop()
             if connection.is_usable:
-                self._tidy(kept)
+                self._drop_expired(kept)
                 return connection
             connection.abort()
         return None
 
     @staticmethod
-    def _tidy(kept: list[_Connection]) -> None:
-        """The oldest first: what was not needed for so long is not needed."""
+    def _drop_expired(kept: list[_Connection]) -> None:
+        """Close the connections that were idle for too long; the oldest is the first."""
         while kept and not kept[0].is_usable:
             kept.pop(0).abort()
 
     async def _connect(self, url: str) -> _Connection:
-        parts, pool = urlsplit(url), self._idle.setdefault(url, [])
+        parts, pool = urlsplit(url), self._idle.setdefault(url, _Pool())
         host = parts.hostname or ""
         secure = parts.scheme == "https"
         if secure and self._tls is None:
@@ -263,7 +273,7 @@ class Client:
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(pool, self._rounds, self._came), host, port, **options
+                    lambda: _Connection(pool, self._rounds, self._on_data), host, port, **options
                 )
         except TimeoutError as error:
             raise EngineLost(f"no connection in {self._connect_s:g} s") from error

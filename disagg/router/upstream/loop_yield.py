@@ -1,8 +1,9 @@
-"""What a router process does before its event loop looks for more, when others want its core.
+"""Yields the CPU core between turns of a router process's event loop.
 
-Several router processes, and what they talk to, often share cores. A process that looks again at
-once finds one chunk, and wakes somebody for it who takes the core away; one that lets the others
-go first finds what they have all sent meanwhile, and does with one wake-up what took many.
+Several router processes, their engines and clients often share cores. A process that polls its
+sockets again at once finds a single chunk. Relaying it wakes another process, which takes the core
+away. A process that yields first finds all chunks that the others sent meanwhile, and handles them
+with one wake-up instead of many.
 """
 
 from __future__ import annotations
@@ -12,41 +13,41 @@ import os
 import time
 from collections.abc import Callable
 
-# Of fewer connections than these the answers are few, and each is better read at once.
+# With chunks on fewer connections than this, each is better read at once.
 _BUSY = 3
-# The scheduler may come back to us while others still wait, so once is not enough.
+# The scheduler may resume this process while others still wait, so one yield is not enough.
 _TIMES = 16
 _LIMIT_S = 0.004
 
 
 class LoopYield:
-    """Counts the connections that something came on in one turn of the loop.
+    """Counts the chunks that arrive in one turn of the event loop.
 
-    After a turn with several, the core is offered to others, for 4 ms and a time slice at most;
-    where nobody wants it that takes a few microseconds. `give_way` returns when it is our turn;
-    `clock` is in seconds.
+    After a turn with several, it yields the core for at most 4 ms and one time slice. If no other
+    process wants the core, that takes a few microseconds. `sched_yield` returns when this process
+    runs again; `clock` is in seconds.
     """
 
     def __init__(
         self,
-        give_way: Callable[[], None] = os.sched_yield,
+        sched_yield: Callable[[], None] = os.sched_yield,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._give_way, self._clock = give_way, clock
-        self._came = 0
+        self._sched_yield, self._clock = sched_yield, clock
+        self._chunks = 0
 
-    def came(self) -> None:
-        """Something came on a connection."""
-        self._came += 1
-        if self._came == 1:
-            asyncio.get_running_loop().call_soon(self._end)
+    def data_arrived(self) -> None:
+        """A chunk arrived on a connection."""
+        self._chunks += 1
+        if self._chunks == 1:
+            asyncio.get_running_loop().call_soon(self._end_turn)
 
-    def _end(self) -> None:
-        came, self._came = self._came, 0
-        if came < _BUSY:
+    def _end_turn(self) -> None:
+        chunks, self._chunks = self._chunks, 0
+        if chunks < _BUSY:
             return
         end = self._clock() + _LIMIT_S
         for _ in range(_TIMES):
-            self._give_way()
+            self._sched_yield()
             if self._clock() > end:
                 return

@@ -1,8 +1,8 @@
-"""An engine's answer, from its head to its end, as whoever relays it reads it.
+"""An engine's answer as a reader sees it: a status, headers, and a body that arrives in chunks.
 
-The first bytes of a burst are there for the reader at once, twice (a chat's role, and its first
-token), and what follows them in rounds. Nothing waits for a round that comes more slowly than
-these, and no answer's end does.
+When chunks arrive in a burst, the reader gets the first two at once: a chat's role and its first
+token. It gets the later ones in rounds, several chunks at a time. A chunk that arrives more slowly
+than rounds follow one another never waits for a round, nor does the end of an answer.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections import deque
 from typing import Protocol
 
 ROUND_S = 0.003
-"""Shorter than what most models take for a token."""
+"""Shorter than most models take for a token."""
 _FEW = 2
-# What may lie here unread before the engine is made to wait.
+# Bytes that may be buffered before reading from the engine is paused.
 _HIGH_WATER = 128 << 10
 
 
 class Source(Protocol):
-    """The connection that an answer comes from."""
+    """The connection that an answer arrives on."""
 
     def read_on(self) -> None:
-        """What lay unread was read."""
+        """Resume reading: the answer's buffer is empty again."""
 
     def abort(self) -> None:
-        """End it, whatever it is doing."""
+        """Close the connection at once."""
 
 
 class Rounds:
-    """Wakes the readers of answers that come in bursts, all at once and not too often.
+    """Wakes the readers of answers that arrive in bursts: all together, at a limited rate.
 
-    What a reader is woken for costs several times what one more chunk does. `length_s`: from one
-    round to the next at least; with 0 nobody waits for one.
+    Waking a reader costs several times as much as one more chunk does. `length_s`: the least time
+    from one round to the next; with 0 no reader waits for a round.
     """
 
     def __init__(self, length_s: float) -> None:
@@ -41,26 +41,26 @@ class Rounds:
         self._timer: asyncio.TimerHandle | None = None
 
     def join(self, answer: UpstreamResponse) -> bool:
-        """Let it be read in the next round. Returns whether many wait for it."""
+        """Wake this answer's reader in the next round. Returns whether many wait for that round."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self.length_s, self._begin)
         self._waiting[answer] = None
         return len(self._waiting) > _FEW
 
     def leave(self, answer: UpstreamResponse) -> None:
-        """It does not wait any more."""
+        """This answer does not wait for the round any more."""
         self._waiting.pop(answer, None)
 
     def _begin(self) -> None:
         waiting, self._waiting, self._timer = self._waiting, {}, None
         for answer in waiting:
-            answer.gathered()
+            answer.make_readable()
 
 
 class UpstreamResponse:
-    """An answer whose head has come.
+    """An answer whose head has arrived.
 
-    Whoever has it reads to its end or calls `close`, which ends the connection.
+    Its owner must read it to its end, or call `close`, which closes the connection.
     """
 
     def __init__(
@@ -75,32 +75,33 @@ class UpstreamResponse:
         self.status, self.raw_headers = status, raw
         self._pieces: deque[bytes] = deque()
         self._size = 0
-        self._is_whole = self._gathers = self._is_burst = False
+        self._is_whole = self._waits_for_round = self._is_burst = False
         self._read_at = 0.0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def content(self) -> UpstreamResponse:
-        """What is read from, as in aiohttp."""
+        """The object with `readany`, as in aiohttp."""
         return self
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it has come."""
+        """Whether the whole answer has arrived."""
         return self._is_whole
 
     @property
     def is_ready(self) -> bool:
         """Whether a read would not have to wait."""
-        return bool((self._pieces and not self._gathers) or self._is_whole or self._error)
+        return bool((self._pieces and not self._waits_for_round) or self._is_whole or self._error)
 
     def at_eof(self) -> bool:
-        """Whether all of it has come and was read."""
+        """Whether the whole answer has arrived and was read."""
         return self._is_whole and not self._pieces
 
     async def readany(self) -> bytes:
-        """All that has come since; empty at the end. Raises what was set: `EngineLost`."""
+        """All bytes that arrived since the last read; empty at the end. Raises the error of
+        `set_exception`, such as `EngineLost`."""
         while not self.is_ready:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -119,53 +120,53 @@ class UpstreamResponse:
         return data
 
     async def read(self) -> bytes:
-        """The whole body. Raises what `readany` does."""
+        """The whole body. Raises the errors of `readany`."""
         pieces = []
         while piece := await self.readany():
             pieces.append(piece)
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Nobody reads on. Of no effect once it was read to its end."""
+        """Stop reading: closes the connection, unless the whole answer has arrived."""
         if not self._is_whole:
             self._connection.abort()
 
     def set_exception(self, error: Exception) -> None:
-        """Whoever reads, or will read, gets this after what has come."""
+        """Raise this error to the reader, after the bytes that have arrived."""
         self._error = self._error or error
         self._wake()
 
-    # ---- from the connection ---------------------------------------------------------------
+    # ---- called by the connection ----------------------------------------------------------
 
     def feed(self, data: bytes) -> bool:
-        """Returns whether that is enough for now."""
+        """A chunk arrived. Returns whether reading from the engine should pause."""
         was_read = not self._pieces
         self._pieces.append(data)
         self._size += len(data)
         is_enough = self._size > _HIGH_WATER
         if is_enough:
-            self.gathered()
+            self.make_readable()
         elif was_read:
             is_burst = self._time() - self._read_at < self._rounds.length_s
             if is_burst and self._is_burst:
-                self._gathers = True
-                # One read in the next round costs less than several until then; of few readers,
-                # who are soon served, each gets its end at once.
+                self._waits_for_round = True
+                # One read in the next round costs less than several before it. With many waiting,
+                # reading pauses until then; with few, it goes on, so that an answer's end is seen.
                 return self._rounds.join(self)
             self._is_burst = is_burst
             self._wake()
         return is_enough
 
     def end(self) -> None:
-        """The body is whole."""
+        """The whole body has arrived."""
         self._is_whole = True
-        if self._gathers:
+        if self._waits_for_round:
             self._rounds.leave(self)
         self._wake()
 
-    def gathered(self) -> None:
-        """What has come may be read now."""
-        self._gathers = False
+    def make_readable(self) -> None:
+        """The bytes that have arrived may be read now."""
+        self._waits_for_round = False
         self._wake()
 
     def _wake(self) -> None:

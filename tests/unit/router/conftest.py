@@ -1,7 +1,7 @@
 """A router over real sockets, in front of fake engines.
 
-`FakeEngine` is only there to load and to provoke the router: a real HTTP server that computes
-nothing, records what it is sent, and fails in the ways it is told to.
+`FakeEngine` only loads and provokes the router. It is a real HTTP server that computes nothing,
+records the requests it gets, and fails in the ways that a test sets.
 """
 
 from __future__ import annotations
@@ -46,15 +46,24 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
 
     def close(self) -> None:
+        self.run(self._end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
+        self._loop.close()
+
+    async def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
 
 
 @dataclass
 class FakeEngine:
-    """status, first_byte_s, gate (it answers when set), chunks, chunk_s, padding (bytes of a
-    comment with each chunk), cut_after, refusing (by path), adapters (that it says it was asked to
-    load): how it behaves. Change them at any time."""
+    """How it behaves, which a test may change at any time: status, first_byte_s, gate (it answers
+    once set), chunks, chunk_s, padding (bytes of a comment with each chunk), cut_after, refusing
+    (answers by path), adapters (that it reports as loaded)."""
 
     role: Role
     status: int = 200
@@ -128,7 +137,7 @@ class FakeEngine:
         return await self._other(request)
 
     async def _gzip(self, request: web.Request) -> web.Response:
-        """Packed though nobody asked, with a header twice."""
+        """Compressed although the request did not accept it, with a header twice."""
         answer = web.Response(body=gzip.compress(b"packed"))
         answer.headers["content-encoding"] = "gzip"
         answer.headers["seen-cookie"] = request.headers.get("cookie", "")
@@ -185,7 +194,7 @@ class FakeEngine:
         )
 
     async def _adapters(self, request: web.Request) -> web.Response:
-        if self.adapters is None:  # another's engine
+        if self.adapters is None:  # an engine without disagg's routes
             return web.json_response({"detail": "Not Found"}, status=404)
         return web.json_response(self.adapters)
 
@@ -228,7 +237,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 5.0) -> bool:
 
 
 def leave(url: str, body: Any, once: Callable[[], Any]) -> None:
-    """Ask, and go away without an answer once the condition holds."""
+    """Send a request, and disconnect without an answer once the condition holds."""
     host, port = url.removeprefix("http://").split(":")
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json"
     data = json.dumps(body).encode()
@@ -256,8 +265,8 @@ def loop() -> Iterator[Loop]:
 
 @pytest.fixture
 def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
-    """Starts a router and its engines, those of `others` too, by role; keyword arguments go to
-    `create_app`, the limits and the section. Short prompts are handed over, unless told."""
+    """Starts a router with a prefill and a decode engine, and more engines of the roles `others`.
+    `options` go to `create_app`. Short prompts are handed off, unless `section` says otherwise."""
     undo: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     def start(

@@ -1,4 +1,4 @@
-"""A request whose engine fails while the others have no room, or are resting."""
+"""A request whose engine fails while the others have no free seat, or are paused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def metric(setup: Setup, name: str) -> float:
 
 
 def gated(*engines: FakeEngine) -> list[threading.Event]:
-    """What is asked of these from now on is answered once their event is set."""
+    """Each engine answers later requests once its event is set."""
     gates = [threading.Event() for _ in engines]
     for engine, gate in zip(engines, gates, strict=True):
         engine.gate = gate
@@ -34,9 +34,9 @@ def gated(*engines: FakeEngine) -> list[threading.Event]:
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_it_waits_for_room_before_those_who_were_not_let_in(make: Make, after: int) -> None:
-    """`after` so many events its engine is gone: before the first it is tried elsewhere, later
-    it goes on there."""
+def test_it_waits_at_the_head_of_the_queue(make: Make, after: int) -> None:
+    """Its engine dies after this many events: before the first, the request is retried at another
+    engine; later, another engine continues the stream."""
     setup = make(limits={"max_in_flight": 2}, others=["prefill", "decode"])
     dying, well = setup.decode, setup.others[1]
     dying.cut_after = after
@@ -45,7 +45,7 @@ def test_it_waits_for_room_before_those_who_were_not_let_in(make: Make, after: i
         first = [pool.submit(ask, setup, name) for name in ("one", "two")]
         assert wait_for(lambda: dying.bodies and well.bodies)
         (waits,) = gated(dying)
-        third = pool.submit(ask, setup, "third")  # gets the seat that is left
+        third = pool.submit(ask, setup, "third")  # gets the last seat
         assert wait_for(lambda: metric(setup, "disagg_router_queued") == 1)
         dies.set()
         assert wait_for(lambda: len(dying.bodies) == 2)
@@ -85,7 +85,7 @@ def test_a_refused_request_does_not_wait_for_its_own_seat(make: Make) -> None:
     setup = make(limits={"max_in_flight": 1}, others=["prefill", "decode"])
     refusing = setup.decode
     refusing.status = 500
-    for _ in range(40):  # which of the two is chosen is chance
+    for _ in range(40):  # the choice among the two is random
         assert ask(setup, stream=False).status_code == 200
         if refusing.bodies:
             break
@@ -93,7 +93,7 @@ def test_a_refused_request_does_not_wait_for_its_own_seat(make: Make) -> None:
     assert metric(setup, "disagg_router_queue_seconds_count") == 0
 
 
-def test_who_is_resting_is_tried_when_no_other_is_left(make: Make) -> None:
+def test_a_paused_engine_is_tried_when_no_other_is_left(make: Make) -> None:
     setup = make(others=["prefill", "decode"])
     resting, failing = setup.decode, setup.others[1]
     resting.status = 503

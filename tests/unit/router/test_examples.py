@@ -1,4 +1,4 @@
-"""The examples that talk to a router, against one."""
+"""The examples that use a router, run against one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def batch(tmp_path: Path, setup: Setup) -> Batch:
     return Batch(tmp_path, setup)
 
 
-def test_batch_goes_on_where_it_ended(batch: Batch, setup: Setup) -> None:
+def test_batch_resumes(batch: Batch, setup: Setup) -> None:
     lines = [line(str(number), prompt=f"{number}") for number in range(10)]
     done = batch.run(*lines, line("bad", "/v1/missing"))
     assert (done.returncode, "10 now, 1 failed" in done.stderr) == (1, True)
@@ -75,7 +75,7 @@ def test_batch_goes_on_where_it_ended(batch: Batch, setup: Setup) -> None:
     failed = json.loads(batch.errors.read_text())
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("bad", 404)
 
-    # Killed while it wrote, and its last line mended.
+    # Killed in the middle of a line, which is repaired.
     whole = batch.output.read_text()
     batch.output.write_text(f'{whole}{{"custom_id": "ha')
     asked = len(setup.decode.bodies)
@@ -86,7 +86,7 @@ def test_batch_goes_on_where_it_ended(batch: Batch, setup: Setup) -> None:
     assert not batch.errors.exists()
 
 
-def test_batch_asks_again_while_engines_fail(batch: Batch, setup: Setup) -> None:
+def test_batch_retries_while_engines_fail(batch: Batch, setup: Setup) -> None:
     setup.decode.status = 503
     mended = threading.Timer(0.8, lambda: setattr(setup.decode, "status", 200))
     mended.start()
@@ -112,7 +112,7 @@ def test_batch_refuses_wrong_lines(tmp_path: Path) -> None:
 
 @pytest.fixture
 def gateway(loop: Loop) -> Iterator[Callable[..., str]]:
-    """Starts examples/two_models.py before these routers; returns its URL."""
+    """Starts examples/two_models.py in front of these routers; returns its URL."""
     example = loaded("two_models")
     runners: list[web.AppRunner] = []
 
@@ -149,7 +149,9 @@ def test_two_models_behind_one_address(make: Make, gateway: Callable[..., str]) 
     assert client().post(f"{url}/v1/completions", content=b"[]").status_code == 400
 
 
-def test_who_leaves_the_gateway_leaves_the_engine(make: Make, gateway: Callable[..., str]) -> None:
+def test_a_client_that_leaves_the_gateway_frees_the_engine(
+    make: Make, gateway: Callable[..., str]
+) -> None:
     setup = make()
     url = gateway(setup.url)
     setup.decode.gate = threading.Event()

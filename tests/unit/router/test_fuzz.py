@@ -1,7 +1,8 @@
-"""Whatever clients send, the router answers and lives: from its own OpenAPI description, and byte
-by byte over raw sockets. A client's mistake is never a 5xx while the engines are fine.
+"""Fuzzing: whatever a client sends, the router answers and survives.
 
-The engines are fake: they take everything.
+Requests are made from the router's OpenAPI description, and byte by byte over raw sockets. While
+the engines work, a client's mistake must never get a 5xx. The engines are fakes that accept
+everything.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from disagg.testing.http import client
 
 Make = Callable[..., Setup]
 WAIT_S = 5.0
-# What vLLM would refuse the fake engines take, so nothing is asked of refusals.
+# The fake engines accept what vLLM would refuse, so refusals are not checked.
 HELD = [
     not_a_server_error,
     status_code_conformance,
@@ -59,7 +60,9 @@ def bounded(examples: int) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
-def test_what_it_says_of_itself(setup: Setup, method: str, path: str, mode: GenerationMode) -> None:
+def test_the_openapi_description(
+    setup: Setup, method: str, path: str, mode: GenerationMode
+) -> None:
     schema = schemathesis.openapi.from_url(f"{setup.url}/openapi.json")
 
     @bounded(20)
@@ -93,7 +96,7 @@ def connect(setup: Setup) -> socket.socket:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """All that still comes until the router closes; a reset ends it as well."""
+    """All bytes until the router closes or resets the connection."""
     received = bytearray()
     try:
         while data := connection.recv(1 << 16):
@@ -104,8 +107,7 @@ def rest(connection: socket.socket) -> bytes:
 
 
 def exchange(setup: Setup, request: bytes, *, ends: bool = False, pause_s: float = 0.0) -> bytes:
-    """What comes back for these bytes; `ends`: after which, and a pause, the client closes its
-    side."""
+    """The answer to these bytes. `ends`: the client then closes its side, after a pause."""
     with connect(setup) as connection:
         try:
             connection.sendall(request)
@@ -113,7 +115,7 @@ def exchange(setup: Setup, request: bytes, *, ends: bool = False, pause_s: float
                 time.sleep(pause_s)
                 connection.shutdown(socket.SHUT_WR)
         except ConnectionError:
-            pass  # refused before it was sent whole
+            pass  # refused before all was sent
         return rest(connection)
 
 
@@ -128,7 +130,7 @@ def status(answer: bytes) -> int:
 
 
 def refused(answer: bytes) -> int:
-    """The status of an error, which must have the API's shape."""
+    """The status of an error, which must have the API's format."""
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     assert error["message"]
     assert error["code"] == status(answer)
@@ -143,14 +145,14 @@ def in_flight(setup: Setup) -> float:
 
 @pytest.fixture
 def setup(make: Make, caplog: pytest.LogCaptureFixture) -> Iterator[Setup]:
-    """A router that still serves after all that a test does to it, and has not stumbled; nor have
-    the engines over what it sent them."""
+    """A router that must still serve after the test. Neither the router nor an engine may have
+    logged an exception."""
     setup = make()
     yield setup
     assert client().post(f"{setup.url}/v1/completions", content=BODY).status_code == 200
     assert wait_for(lambda: in_flight(setup) == 0, WAIT_S)
-    stumbled = [record for record in caplog.get_records("call") if record.exc_info]
-    assert not stumbled, "\n".join(map(logging.Formatter().format, stumbled))
+    exceptions = [record for record in caplog.get_records("call") if record.exc_info]
+    assert not exceptions, "\n".join(map(logging.Formatter().format, exceptions))
 
 
 NOT_HTTP = [
@@ -181,7 +183,7 @@ NOT_HTTP = [
 ]
 
 
-def test_what_is_not_http(setup: Setup) -> None:
+def test_malformed_http(setup: Setup) -> None:
     for request in NOT_HTTP:
         assert refused(exchange(setup, request)) == 400, request
     assert setup.decode.bodies == []
@@ -240,7 +242,7 @@ def test_odd_requests(setup: Setup) -> None:
 
 @st.composite
 def mutations(draw: st.DrawFn) -> bytes:
-    """A request of which some bytes were lost, changed, doubled or added."""
+    """A request with some bytes lost, changed, doubled or added."""
     request = bytearray(draw(st.sampled_from([posting(), *ODD])))[:2000]
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(request)))
@@ -254,19 +256,19 @@ def mutations(draw: st.DrawFn) -> bytes:
 @pytest.mark.parametrize("examples", [150, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pause_s", [0.0, 0.01])
 def test_mutated_requests(setup: Setup, pause_s: float, examples: int) -> None:
-    """The client closes its side at once, amid whatever the router does, or after its answer."""
+    """The client closes its side at once, while the router still works, or after a pause."""
 
     @bounded(examples)
     @given(request=mutations())
     def check(request: bytes) -> None:
         answer = exchange(setup, request, ends=True, pause_s=pause_s)
-        # It may be that all was a part of a request, which has ended now.
+        # All bytes may have been part of one request, which the close has ended.
         assert not answer or status(answer) < 500
 
     check()
 
 
-# What can mean something in a URL, and what surrounds it.
+# Strings with a meaning in URLs.
 TARGETS = st.lists(
     st.sampled_from([*"/[]:@?#%;&=.\\x0é", "//", "%2f", "%00", "..", "v1", "models"]), max_size=8
 ).map(lambda parts: "/" + "".join(parts))
@@ -274,7 +276,7 @@ TARGETS = st.lists(
 
 @pytest.mark.parametrize("examples", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_any_target(setup: Setup, examples: int) -> None:
-    """Also one that would name a host, if it were read as a URL."""
+    """Including targets that name a host if they are parsed as a URL."""
 
     @bounded(examples)
     @given(target=TARGETS)
@@ -325,11 +327,11 @@ def test_a_body_of_100_mb_is_refused_and_not_kept(make: Make, framing: str) -> N
     assert wait_for(lambda: client().get(f"{setup.url}/health").status_code == 200, WAIT_S)
 
 
-# ---- clients that take their time ----------------------------------------------------------
+# ---- slow clients --------------------------------------------------------------------------
 
 
 def dribble(connection: socket.socket, data: bytes) -> bytes:
-    """Sends byte after byte until the router closes; returns what it said."""
+    """Sends byte after byte until the router closes; returns its answer."""
     connection.settimeout(0.04)
     received, deadline = b"", time.monotonic() + WAIT_S
     for byte in itertools.chain(data, itertools.repeat(data[-1])):
@@ -355,7 +357,7 @@ SLOW = {
 
 @pytest.mark.parametrize("part", SLOW)
 @pytest.mark.parametrize("earlier", [b"", head("GET /health HTTP/1.1")])
-def test_a_request_that_is_dribbled(make: Make, part: str, earlier: bytes) -> None:
+def test_a_request_that_arrives_too_slowly(make: Make, part: str, earlier: bytes) -> None:
     setup = make(limits={"receive_timeout_s": 0.3})
     with connect(setup) as connection:
         if earlier:
@@ -374,7 +376,7 @@ def test_a_connection_without_a_request(make: Make) -> None:
         assert dribble(connection, b"\r\n") == b""
 
 
-def test_an_upload_that_goes_on_after_its_refusal(make: Make) -> None:
+def test_an_upload_that_continues_after_its_refusal(make: Make) -> None:
     setup = make(limits={"receive_timeout_s": 0.5, "max_body_bytes": 10})
     with connect(setup) as connection:
         connection.sendall(head("POST /v1/x HTTP/1.1", "content-length: 1000") + b" " * 20)
@@ -382,7 +384,7 @@ def test_an_upload_that_goes_on_after_its_refusal(make: Make) -> None:
     assert refused(answer) == 413
 
 
-def test_who_waits_for_an_answer_is_not_late(make: Make) -> None:
+def test_waiting_for_an_answer_is_no_timeout(make: Make) -> None:
     setup = make(limits={"receive_timeout_s": 0.2})
     setup.decode.chunk_s = 0.2
     with connect(setup) as connection:
@@ -404,9 +406,9 @@ def test_garbage_behind_a_request_does_not_get_into_its_answer(setup: Setup) -> 
     assert b"[DONE]" not in answer
 
 
-def test_an_answer_that_nobody_reads(make: Make) -> None:
+def test_an_unread_answer(make: Make) -> None:
     setup = make(limits={"unread_timeout_s": 0.3})
-    # Some MB lie in buffers before anybody has to wait: in large pieces that is soon.
+    # Buffers hold some MB before the engine has to wait; large chunks fill them soon.
     setup.decode.chunks, setup.decode.padding = 1_000_000, 16 << 10
     with connect(setup) as connection:
         connection.sendall(posting())
@@ -414,11 +416,11 @@ def test_an_answer_that_nobody_reads(make: Make) -> None:
     assert wait_for(lambda: in_flight(setup) == 0, WAIT_S)
 
 
-# ---- clients that leave, and clients in a hurry --------------------------------------------
+# ---- clients that disconnect, and pipelining -----------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
-def test_a_client_leaves_at_any_byte(setup: Setup, how: str) -> None:
+def test_a_client_disconnects_at_any_byte(setup: Setup, how: str) -> None:
     setup.decode.chunk_s = 0.01
     request = posting()
     for sent in [0, 1, 20, request.index(b"\r\n\r\n") + 2, len(request) - 1, len(request)]:

@@ -31,11 +31,11 @@ def replace(setup: Setup, engines: Sequence[EngineEndpoint], **down: str) -> Non
 
 
 def is_ready(setup: Setup) -> bool:
-    """Whether all are there, newcomers with the adapters that the others have."""
+    """Whether all engines are up, and new ones have the adapters of the others."""
     return client().get(f"{setup.url}/ready").status_code == 200
 
 
-def test_requests_go_to_whoever_is_there(make: Make) -> None:
+def test_requests_go_to_the_current_engines(make: Make) -> None:
     setup = make(others=["prefill", "decode"])
     prefill, decode, _, other = setup.endpoints
     replace(setup, [prefill, decode])
@@ -63,7 +63,7 @@ def test_requests_go_to_whoever_is_there(make: Make) -> None:
     }
 
 
-def test_without_decode_503_and_without_prefill_decode_alone(setup: Setup) -> None:
+def test_without_decode_503_and_without_prefill_decode_only(setup: Setup) -> None:
     prefill, decode = setup.endpoints
     replace(setup, [prefill])
     refused = complete(setup.url)
@@ -79,7 +79,7 @@ def test_without_decode_503_and_without_prefill_decode_alone(setup: Setup) -> No
     assert len(setup.prefill.bodies) == 1
 
 
-def test_engines_that_do_it_all_are_ready_without_prefill(make: Make) -> None:
+def test_a_deployment_without_prefill_is_ready(make: Make) -> None:
     setup = make(others=["decode"])
     prefill, *plain = setup.endpoints
     replace(setup, plain)
@@ -87,12 +87,12 @@ def test_engines_that_do_it_all_are_ready_without_prefill(make: Make) -> None:
     for _ in range(4):
         assert complete(setup.url).status_code == 200
     assert setup.prefill.bodies == []
-    # One that is away is still waited for.
+    # A prefill engine that is down makes it not ready.
     replace(setup, plain, **{prefill.name: "starts again"})
     assert client().get(f"{setup.url}/ready").status_code == 503
 
 
-def test_a_stream_outlives_its_engines_place(setup: Setup) -> None:
+def test_a_stream_continues_after_its_engine_is_removed(setup: Setup) -> None:
     setup.decode.chunks, setup.decode.chunk_s = 5, 0.1
     body = {"model": "m", "prompt": "x", "stream": True}
     with client().stream("POST", f"{setup.url}/v1/completions", json=body, timeout=20) as answer:
@@ -102,7 +102,7 @@ def test_a_stream_outlives_its_engines_place(setup: Setup) -> None:
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
-def test_who_waits_gets_the_new_engine(make: Make) -> None:
+def test_a_queued_request_gets_the_new_engine(make: Make) -> None:
     setup = make(others=["prefill", "decode"], limits={"max_in_flight_per_engine": 1})
     gate = setup.decode.gate = threading.Event()
     replace(setup, setup.endpoints[:2])
@@ -118,8 +118,8 @@ def test_who_waits_gets_the_new_engine(make: Make) -> None:
         assert first.result(10).status_code == 200
 
 
-def test_one_that_comes_back_under_its_name_has_a_clean_record(setup: Setup) -> None:
-    """Else its breaker would rest, and nobody would be sent there."""
+def test_an_engine_that_comes_back_under_its_name_has_a_clean_record(setup: Setup) -> None:
+    """Else it would be paused, and get no requests."""
     prefill, decode = setup.endpoints
     setup.loop.run(setup.prefill.stop())
     for _ in range(4):
@@ -144,7 +144,7 @@ def engines(loop: Loop) -> Any:
         loop.run(fake.stop())
 
 
-def test_all_processes_hear_of_it_and_so_do_later_ones(
+def test_all_processes_get_the_new_engines_later_ones_too(
     loop: Loop, engines: list[FakeEngine]
 ) -> None:
     prefill, first, second = engines
@@ -160,7 +160,7 @@ def test_all_processes_hear_of_it_and_so_do_later_ones(
     try:
         known.append(EngineEndpoint("decode-0", "decode", second.url))
         loop.run(router.replace(known, {}))
-        for _ in range(20):  # a connection each, so that both processes get some
+        for _ in range(20):  # with a new connection each, so that both processes get some
             assert complete(url).status_code == 200
         assert (len(first.bodies), len(second.bodies)) == (0, 20)
         before = set(router._open)

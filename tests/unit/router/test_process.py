@@ -1,6 +1,6 @@
 """`disagg router` as a user runs it: real processes, TLS, keys, signals, and drains.
 
-The engines behind it are fakes, which only load the router.
+The engines are fakes that only load the router.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STREAM = {"model": "m", "prompt": "x", "stream": True}
 
 @dataclass
 class Router:
-    """One `disagg router` and what it writes."""
+    """One `disagg router` and its output."""
 
     process: subprocess.Popen[str]
     out: Path
@@ -62,7 +62,7 @@ class Router:
         return found
 
     def ended(self) -> int:
-        """Its exit status; nothing of it may be left."""
+        """Wait for its end; no child may be left. Returns its exit status."""
         status = self.process.wait(END_S)
         until(lambda: not [p for p in self.seen if p.is_running() and p.status() != "zombie"])
         return status
@@ -88,7 +88,7 @@ def disagg(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def start(loop: Loop, tmp_path: Path) -> Iterator[Callable[..., Router]]:
-    """Starts a router with these options, and with a configuration if `config` is given."""
+    """Starts a router with these options, and with a configuration file if `config` is given."""
     routers: list[Router] = []
 
     def go(*options: str, config: str = "", env: dict[str, str] | None = None) -> Router:
@@ -100,13 +100,14 @@ def start(loop: Loop, tmp_path: Path) -> Iterator[Callable[..., Router]]:
             (tmp_path / "router.yaml").write_text(config)
             words += ["--config", str(tmp_path / "router.yaml")]
         out = tmp_path / f"{len(routers)}.out"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "disagg.cli", "router", *words],
-            stdout=out.open("w"),
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | (env or {}),
-        )
+        with out.open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "disagg.cli", "router", *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ | (env or {}),
+            )
         router = Router(process, out, *engines)
         routers.append(router)
         until(lambda: "Ready: " in router.text or process.poll() is not None, START_S)
@@ -130,7 +131,7 @@ def complete(url: str, through: httpx.Client | None = None, **options: Any) -> h
 
 
 class Stream:
-    """A client that reads a stream in a thread, and what became of it. Slow until `go_on`."""
+    """A client that reads a stream in a thread. The stream is slow until `go_on`."""
 
     def __init__(self, router: Router) -> None:
         self.lines: list[str] = []
@@ -152,7 +153,7 @@ class Stream:
             self.error = error
 
     def go_on(self) -> None:
-        """Have all streams of the router come to their end."""
+        """Let all streams of the router finish."""
         self._router.decode.chunk_s = 0
         self.end()
 
@@ -166,14 +167,14 @@ class Stream:
 
 
 def is_refused(url: str) -> bool:
-    """Whether new connections are. (Never a request: it might be taken.)"""
+    """Whether new connections are refused. Sends no request, which might be accepted."""
     host, _, port = url.rpartition("/")[2].partition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except ConnectionRefusedError:
         return True
     except ConnectionResetError:
-        return False  # it came just when the socket was closed
+        return False  # it was accepted just before the socket closed
     return False
 
 
@@ -198,11 +199,11 @@ def test_tls_and_keys(start: Callable[..., Router], tmp_path: Path) -> None:
     until(lambda: len(router.log) == 2)
     assert [line.get("key") for line in router.log] == [None, "ann"]
     with pytest.raises(httpx.ConnectError):
-        complete(router.url)  # who does not trust the certificate
+        complete(router.url)  # a client that does not trust the certificate
     with pytest.raises(httpx.HTTPError):
         complete(router.url.replace("https:", "http:"))
 
-    # A drain by command needs a key where there are any, from this machine too.
+    # With keys configured a drain command needs one, from this machine too.
     assert "missing or wrong API key" in disagg("drain", router.url, "--ca", cert).stderr
     done = disagg("drain", router.url, "--ca", cert, "--key-env", "K", "--wait", K="of-ann")
     assert (done.returncode, done.stdout) == (0, "draining, 0 in flight\ndrained\n")
@@ -232,20 +233,20 @@ def test_two_processes_serve_and_one_that_dies_is_replaced(start: Callable[..., 
 
     until(both)
     first[0].kill()
-    until(lambda: "starting it again" in router.text)
+    until(lambda: "restarting it" in router.text)
     assert complete(router.url).status_code == 200
     until(lambda: len(router.children()) == 2)
     until(both)  # the new one counts from zero
     assert len(set(router.children()) - set(first)) == 1
 
-    # Somebody else's router may not share the port.
+    # Another router may not share the port.
     port = router.url.rpartition(":")[2]
     legs = ("--prefill", "http://a", "--decode", "http://b", "--processes", "2")
     clash = disagg("router", *legs, "--port", port)
     assert clash.returncode == 2
-    assert "cannot be had" in clash.stderr
+    assert "is not available" in clash.stderr
 
-    # And none goes on without the parent.
+    # Children exit with their parent.
     router.process.kill()
     assert router.ended() == -signal.SIGKILL
     assert is_refused(router.url)
@@ -255,7 +256,7 @@ def test_two_processes_serve_and_one_that_dies_is_replaced(start: Callable[..., 
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_sigterm_lets_a_stream_end_and_takes_nothing_new(
+def test_sigterm_lets_a_stream_finish_and_refuses_new_requests(
     start: Callable[..., Router], processes: str
 ) -> None:
     router = start("--processes", processes)
@@ -280,7 +281,7 @@ def test_sigterm_lets_a_stream_end_and_takes_nothing_new(
     assert router.ended() == 0
 
 
-def test_what_is_not_done_in_time_is_cut(start: Callable[..., Router]) -> None:
+def test_requests_that_do_not_finish_in_time_are_cut(start: Callable[..., Router]) -> None:
     router = start(config="limits: {drain_s: 0.5}\n")
     stream = Stream(router)
     router.decode.gate = threading.Event()
@@ -292,7 +293,7 @@ def test_what_is_not_done_in_time_is_cut(start: Callable[..., Router]) -> None:
     router.process.send_signal(signal.SIGINT)
     assert router.ended() == 0
     assert time.monotonic() - began >= 0.5
-    # A begun answer ends with an error, and one that had not begun is one.
+    # A stream ends with an error event; a request without an answer gets an error.
     stream.end()
     assert stream.error is None
     last = [line for line in stream.lines if line][-1]
@@ -304,7 +305,7 @@ def test_what_is_not_done_in_time_is_cut(start: Callable[..., Router]) -> None:
     until(router.decode.left.is_set, words="the engine was not told")
 
 
-def test_a_second_signal_ends_at_once(start: Callable[..., Router]) -> None:
+def test_a_second_signal_exits_at_once(start: Callable[..., Router]) -> None:
     router = start()
     stream = Stream(router)
     router.process.send_signal(signal.SIGTERM)
@@ -315,7 +316,7 @@ def test_a_second_signal_ends_at_once(start: Callable[..., Router]) -> None:
     assert not stream.whole
 
 
-def test_a_drain_by_command_waits_for_all_processes(start: Callable[..., Router]) -> None:
+def test_a_drain_command_waits_for_all_processes(start: Callable[..., Router]) -> None:
     router = start("--processes", "2")
     router.children()
     streams = [Stream(router) for _ in range(4)]

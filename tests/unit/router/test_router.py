@@ -1,4 +1,4 @@
-"""What the router sends to which engine, and what the client gets when something fails."""
+"""Which requests the router sends to which engine, and what the client gets after a failure."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_newer_apis_name_their_errors(setup: Setup, path: str) -> None:
         {"tools": [{"type": "function", "name": "f"}, {"type": "mcp"}]},
     ],
 )
-def test_what_hangs_on_one_engine_goes_to_decode(setup: Setup, more: dict[str, Any]) -> None:
+def test_requests_with_state_at_an_engine_go_to_decode(setup: Setup, more: dict[str, Any]) -> None:
     post(setup, {"model": "m", "input": "hello", **more}, "/v1/responses")
     assert not setup.prefill.bodies
     assert setup.decode.bodies
@@ -166,7 +166,7 @@ def test_no_prefill_leg_where_it_is_of_no_use(
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], ["one"], [[5, 6]], "text"])
-def test_one_prompt_in_any_spelling(setup: Setup, prompt: Any) -> None:
+def test_one_prompt_in_any_form(setup: Setup, prompt: Any) -> None:
     post(setup, {**BODY, "prompt": prompt})
     assert len(setup.prefill.bodies) == 1
 
@@ -205,7 +205,7 @@ def test_prefill_fails(make: Make, failure: str, strict: bool) -> None:
 @pytest.mark.parametrize(
     ("failure", "status"), [("status", 500), ("refuses", 400), ("dead", 503), ("slow", 504)]
 )
-def test_decode_fails_and_the_lease_is_given_back(make: Make, failure: str, status: int) -> None:
+def test_decode_fails_and_the_lease_is_released(make: Make, failure: str, status: int) -> None:
     setup = make(limits={"first_byte_timeout_s": 0.3})
     if failure in ("status", "refuses"):
         setup.decode.status = status
@@ -222,7 +222,7 @@ def test_decode_fails_and_the_lease_is_given_back(make: Make, failure: str, stat
     assert wait_for(lambda: metric(setup, released) == 1)
 
 
-def test_stream_that_breaks_off_says_so(setup: Setup) -> None:
+def test_stream_that_breaks_off_ends_with_an_error(setup: Setup) -> None:
     setup.decode.cut_after = 2
     answer = post(setup, {**BODY, "stream": True})
     assert answer.status_code == 200
@@ -231,7 +231,7 @@ def test_stream_that_breaks_off_says_so(setup: Setup) -> None:
     assert b"[DONE]" not in answer.content
 
 
-def test_stream_that_falls_silent_says_so(make: Make) -> None:
+def test_stream_that_falls_silent_ends_with_an_error(make: Make) -> None:
     setup = make(limits={"between_bytes_timeout_s": 0.3})
     setup.decode.chunk_s = 5
     began = time.monotonic()
@@ -263,7 +263,7 @@ def test_client_leaves_in_mid_stream(setup: Setup) -> None:
     assert wait_for(lambda: metric(setup, 'disagg_router_in_flight{role="decode"}') == 0)
 
 
-def test_many_clients_share_the_client_and_leave_nothing(setup: Setup) -> None:
+def test_many_clients_leave_no_state(setup: Setup) -> None:
     setup.decode.chunk_s = 0.01
     threads = [
         threading.Thread(target=post, args=(setup, {**BODY, "stream": True})) for _ in range(50)
@@ -297,7 +297,7 @@ def test_bad_body(setup: Setup, body: bytes) -> None:
     assert answer.json()["error"]["type"] == "BadRequestError"
 
 
-def test_bodies_nested_as_deeply_as_can_be_read(setup: Setup) -> None:
+def test_deeply_nested_bodies(setup: Setup) -> None:
     for depth in range(800, 1100, 10):
         body = b'{"prompt": "x", "a": ' + b"[" * depth + b"]" * depth + b"}"
         answer = client().post(f"{setup.url}/v1/completions", content=body)
@@ -328,7 +328,7 @@ def test_api_keys(make: Make) -> None:
         assert client().get(f"{setup.url}{path}").status_code == 200
 
 
-def test_other_paths_go_to_decode_as_they_are(setup: Setup) -> None:
+def test_other_paths_go_to_decode_unchanged(setup: Setup) -> None:
     answer = client().post(f"{setup.url}/tokenize?a=1&b=%20", content=b"raw")
     assert answer.json() == {"path": "/tokenize?a=1&b=%20", "method": "POST", "text": "raw"}
     assert client().get(f"{setup.url}/v1/models").json()["path"] == "/v1/models"
@@ -345,9 +345,7 @@ KEY = "kv_transfer_params"
 
 @pytest.mark.parametrize("spelling", [KEY, r"kv\u005ftransfer_params", r"\u006B" + KEY[1:]])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"])
-def test_params_are_dropped_from_what_is_passed_through(
-    setup: Setup, spelling: str, encoding: str
-) -> None:
+def test_params_are_dropped_from_other_bodies(setup: Setup, spelling: str, encoding: str) -> None:
     forged = f'"{spelling}": {{"remote_host": "evil"}}'
     body = f'{{"input": "ä", {forged}, "vllm_xargs": {{"x": 1, {forged}}}, "n": 1.0,'
     body += f'"extra_body": {{{forged}}}, "sampling_params": {{"extra_args": {{{forged}}}}}}}'
@@ -372,7 +370,7 @@ def test_params_are_dropped_from_what_is_passed_through(
         b"{not json",
     ],
 )
-def test_what_names_no_params_is_passed_byte_for_byte(setup: Setup, body: bytes) -> None:
+def test_a_body_without_params_is_passed_byte_for_byte(setup: Setup, body: bytes) -> None:
     assert passed(setup, body).json()["text"].encode() == body
 
 
@@ -388,7 +386,7 @@ def test_what_names_no_params_is_passed_byte_for_byte(setup: Setup, body: bytes)
     ],
     ids=range(6),
 )
-def test_what_cannot_be_read(setup: Setup, body: bytes, kind: str | None, status: int) -> None:
+def test_unreadable_bodies(setup: Setup, body: bytes, kind: str | None, status: int) -> None:
     answer = passed(setup, body, kind)
     assert answer.status_code == status
     if status == 400:
@@ -398,7 +396,7 @@ def test_what_cannot_be_read(setup: Setup, body: bytes, kind: str | None, status
 
 
 def raw(setup: Setup, request: bytes) -> bytes:
-    """All that comes back for these bytes on a connection of their own."""
+    """The answer to these bytes on a new connection."""
     host, port = setup.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(request)
@@ -422,7 +420,7 @@ def test_client_leaves_during_its_upload(
     assert capfd.readouterr().err == ""
 
 
-def test_a_defect_of_ours_is_an_openai_error(
+def test_a_defect_of_the_router_is_an_openai_error(
     capfd: pytest.CaptureFixture[str], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = make()
@@ -448,9 +446,7 @@ def test_a_defect_of_ours_is_an_openai_error(
     ("request_line", "status", "kind"),
     [("TRACE /x", 405, "MethodNotAllowedError"), ("OPTIONS *", 404, "NotFoundError")],
 )
-def test_what_the_framework_refuses(
-    setup: Setup, request_line: str, status: int, kind: str
-) -> None:
+def test_errors_of_the_framework(setup: Setup, request_line: str, status: int, kind: str) -> None:
     text = raw(setup, f"{request_line} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
     assert text.startswith(f"HTTP/1.1 {status} ".encode())
     assert json.loads(text.partition(b"\r\n\r\n")[2])["error"]["type"] == kind
@@ -498,7 +494,7 @@ def test_an_incomplete_answer_does_not_look_complete(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_what_an_answer_says_of_itself_is_kept(setup: Setup) -> None:
+def test_headers_of_an_answer_are_kept(setup: Setup) -> None:
     answer = client().get(f"{setup.url}/gzip", headers={"cookie": "mine=1", "expect": "x"})
     assert answer.text == "packed"
     assert answer.headers.get_list("set-cookie") == ["a=1", "b=2"]
@@ -525,7 +521,7 @@ def test_odd_header_values(setup: Setup, value: bytes) -> None:
 @pytest.mark.parametrize(
     "path", ["/disagg/release", "/disagg", "//disagg/release", "/x/../disagg/release"]
 )
-def test_engines_own_paths_are_not_for_clients(setup: Setup, path: str) -> None:
+def test_engines_internal_paths_are_not_for_clients(setup: Setup, path: str) -> None:
     body = b'{"kv_transfer_params": {}}'
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
     raw(setup, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -567,7 +563,7 @@ def test_two_routers_in_one_process(make: Make) -> None:
     assert (metric(one, counted), metric(two, counted)) == (1, 0)
 
 
-def test_a_server_that_ends_by_itself_is_noticed(setup: Setup) -> None:
+def test_a_server_that_exits_by_itself_is_noticed(setup: Setup) -> None:
     async def serve(*, stop: bool) -> None:
         server = RouterServer(create_app(RouterSection(port=0), []), bind("127.0.0.1", 0))
         await server.start()
@@ -581,5 +577,5 @@ def test_a_server_that_ends_by_itself_is_noticed(setup: Setup) -> None:
         await ended
 
     setup.loop.run(serve(stop=True))
-    with pytest.raises(RuntimeError, match="ended by itself"):
+    with pytest.raises(RuntimeError, match="exited by itself"):
         setup.loop.run(serve(stop=False))

@@ -1,4 +1,4 @@
-"""What changes an engine is asked of all of them."""
+"""Requests that change an engine's state go to all engines; LoRA adapters of later engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from disagg.router.topology import EngineEndpoint
 from disagg.testing.http import client
 
 Make = Callable[..., Setup]
-# Of vLLM's routes that only POST has: those that ask something, and those of nobody's here.
+# vLLM's POST-only routes that only query, or that no engine here has.
 ASKING = re.compile(
     r"/(v1/|cohere/v2/|v2/)?(systemone|chat|completions|responses|messages|embed|pooling|classify|score|rerank|tokenize"
     r"|detokenize|audio/|generative_scoring|structured|inference|render|derender)"
@@ -45,7 +45,7 @@ def engines(setup: Setup) -> list[FakeEngine]:
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/sleep?level=1", "/%73leep"])
-def test_all_engines_are_asked(make: Make, path: str) -> None:
+def test_a_change_goes_to_all_engines(make: Make, path: str) -> None:
     setup = make(others=["prefill", "decode"])
     answer = post(setup, path, {"lora_name": "a", "kv_transfer_params": {"x": 1}})
     assert answer.status_code == 200
@@ -54,7 +54,7 @@ def test_all_engines_are_asked(make: Make, path: str) -> None:
         assert engine.asked.count(answer.json()["path"]) == 1
 
 
-def test_what_only_asks_goes_to_one(make: Make) -> None:
+def test_a_query_goes_to_one_engine(make: Make) -> None:
     setup = make(others=["prefill", "decode"])
     for path in ("/tokenize", "/v1/score"):
         assert post(setup, path, {}).status_code == 200
@@ -62,7 +62,7 @@ def test_what_only_asks_goes_to_one(make: Make) -> None:
         assert asked == ["decode"]
 
 
-def test_who_does_not_do_it_is_named(make: Make, setup: Setup) -> None:
+def test_an_engine_that_refuses_is_named(make: Make, setup: Setup) -> None:
     setup.decode.refusing["/sleep"] = (400, {"error": {"message": "it is running"}})
     answer = post(setup, "/sleep")
     assert answer.status_code == 400
@@ -77,8 +77,8 @@ def test_who_does_not_do_it_is_named(make: Make, setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_failure_with_status_200_is_told(setup: Setup, role: str) -> None:
-    """Blocks are held, and vLLM says so: whoever asks is to ask again."""
+def test_a_failure_with_status_200_reaches_the_client(setup: Setup, role: str) -> None:
+    """vLLM reports that blocks are in use: the client should retry."""
     for engine in engines(setup):
         engine.refusing["/reset_prefix_cache"] = (200, {"success": engine.role != role})
     answer = post(setup, "/reset_prefix_cache?reset_external=true")
@@ -92,8 +92,8 @@ def test_an_engine_that_is_gone(setup: Setup) -> None:
     assert "decode-0 answered 503: the decode engine cannot be reached" in answer.text
 
 
-def test_no_route_of_vllms_is_forgotten() -> None:
-    """The installed one: a new route must be looked at."""
+def test_no_route_of_vllm_is_missing() -> None:
+    """Of the installed vLLM: a new route must be classified here."""
     folder = Path(vllm.__file__).parent / "entrypoints"
     source = "".join(file.read_text() for file in folder.rglob("api_router.py"))
     routes = set(re.findall(r'@router\.(?:post|put|delete|patch)\(\s*"([^"]+)"', source))
@@ -112,7 +112,7 @@ def replace(setup: Setup, engines: list[EngineEndpoint]) -> None:
     setup.loop.run(setup.server.replace(engines, {}))
 
 
-def test_who_comes_later_loads_the_adapters_first(make: Make) -> None:
+def test_a_new_engine_loads_the_adapters_first(make: Make) -> None:
     setup = make(others=["decode"])
     prefill, decode, later = setup.endpoints
     newcomer = setup.others[0]
@@ -139,20 +139,20 @@ A = {"lora_name": "a", "lora_path": "/x", "is_3d_lora_weight": False, "load_inpl
 
 
 def loads(engine: FakeEngine) -> list[Any]:
-    """What it was asked to load, while its gate is set."""
+    """The load requests that it got while its gate is set."""
     return [body for body in engine.bodies if "lora_name" in body]
 
 
 def gated(engine: FakeEngine) -> FakeEngine:
-    """So that what it is asked to load is kept."""
+    """With a gate, so that it records load requests."""
     engine.gate = threading.Event()
     engine.gate.set()
     return engine
 
 
-def test_the_engines_know_what_this_router_was_not_asked(make: Make) -> None:
-    """Another process of it was, or it itself before it was started anew; and what was unloaded
-    over another one is not loaded again."""
+def test_engines_report_adapters_that_this_process_did_not_load(make: Make) -> None:
+    """Another router process loaded them, or this one before its restart. An adapter that another
+    process unloaded is not loaded again."""
     setup = make(others=["prefill", "decode"])
     prefill, decode, *later = setup.endpoints
     replace(setup, [prefill, decode])
@@ -164,8 +164,8 @@ def test_the_engines_know_what_this_router_was_not_asked(make: Make) -> None:
     assert [*map(loads, new)] == [[A], [A]]
 
 
-def test_who_is_still_loading_is_not_asked_what_there_is(make: Make) -> None:
-    """All were gone at once: the first to be back has not yet what the second one needs."""
+def test_an_engine_that_still_loads_is_not_asked_for_adapters(make: Make) -> None:
+    """All engines were lost: the first one back does not have yet what the second one needs."""
     setup = make(others=["prefill", "decode"])
     prefill, decode, first, second = setup.endpoints
     replace(setup, [prefill, decode])
@@ -179,7 +179,7 @@ def test_who_is_still_loading_is_not_asked_what_there_is(make: Make) -> None:
     slow.gate.set()
 
 
-def test_a_router_that_starts_sees_that_all_have_the_same(make: Make) -> None:
+def test_a_new_router_gives_all_engines_the_same_adapters(make: Make) -> None:
     setup = make(others=["decode"])
     fakes = [gated(one) for one in engines(setup)]
     for engine, adapters in zip(fakes, ([A], None, []), strict=True):
@@ -195,7 +195,7 @@ def test_a_router_that_starts_sees_that_all_have_the_same(make: Make) -> None:
         setup.loop.run(server.stop(1))
 
 
-def test_an_adapter_that_cannot_be_loaded_keeps_nobody_away(make: Make) -> None:
+def test_an_adapter_that_fails_to_load_does_not_block_its_engine(make: Make) -> None:
     setup = make(others=["decode"])
     prefill, decode, later = setup.endpoints
     newcomer = setup.others[0]

@@ -1,4 +1,4 @@
-"""Readiness reflects the data path, and comes back by itself; spans of a request."""
+"""Readiness reflects the data path, and recovers without requests; spans of a request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_handoffs_that_fail_are_not_ready_until_one_works(make: Make) -> None:
     setup.decode.handoffs = {"loaded": 3, "failed": 2}
     until(lambda: ready(setup).status_code == 503)
     assert ready(setup).json()["engines"] == {"prefill-0": "up", "decode-0": "handoffs fail"}
-    # Nobody sends anything: the router tries a small handoff itself.
+    # Without requests, the router makes a small trial handoff.
     until(lambda: bool(setup.decode.bodies))
     assert setup.decode.bodies[0]["kv_transfer_params"] == PARAMS
     assert setup.decode.bodies[0]["max_tokens"] == 1
@@ -43,7 +43,7 @@ def test_handoffs_that_fail_are_not_ready_until_one_works(make: Make) -> None:
     until(lambda: ready(setup).status_code == 200)
 
 
-def test_some_failures_among_successes_are_no_reason(make: Make) -> None:
+def test_some_failures_among_successes_keep_it_ready(make: Make) -> None:
     setup = make(section={"probe_interval_s": 0.05})
     for number in range(10):
         setup.decode.handoffs = {"loaded": number, "failed": number}

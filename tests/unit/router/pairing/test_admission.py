@@ -1,4 +1,4 @@
-"""Who is let in, who waits, who is sent away; and what decode computes by itself."""
+"""Which requests are admitted, queued or refused, and which prompts decode computes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def gate() -> threading.Event:
     return threading.Event()
 
 
-def test_waits_in_turn_and_429_when_the_queue_is_full(make: Make, gate: threading.Event) -> None:
+def test_requests_queue_in_order_and_get_429_when_the_queue_is_full(
+    make: Make, gate: threading.Event
+) -> None:
     setup = make(limits={"max_in_flight": 2, "max_queued": 1})
     setup.decode.gate = gate
     with ThreadPoolExecutor(3) as pool:
@@ -72,7 +74,7 @@ def test_a_wait_has_a_deadline(make: Make, gate: threading.Event) -> None:
     assert metric(setup, "disagg_router_in_flight") == metric(setup, "disagg_router_queued") == 0
 
 
-def test_who_leaves_the_queue_takes_no_seat(make: Make, gate: threading.Event) -> None:
+def test_a_client_that_leaves_the_queue_takes_no_seat(make: Make, gate: threading.Event) -> None:
     setup = make(limits={"max_in_flight": 1})
     setup.decode.gate = gate
     with ThreadPoolExecutor(2) as pool:
@@ -122,7 +124,7 @@ def test_short_prompts_are_computed_by_decode(make: Make) -> None:
     assert metric(setup, 'disagg_router_local_total{reason="short_prompt"}') == 1
 
 
-def test_what_decode_holds_is_not_handed_over_again(make: Make) -> None:
+def test_a_prefix_at_decode_is_not_handed_off_again(make: Make) -> None:
     setup = make(section={"pairing": {"local_prefill_tokens": 64}})
     turn = list(range(1000, 1000 + 128 * 5))
     complete(setup, turn)
@@ -135,8 +137,8 @@ def test_what_decode_holds_is_not_handed_over_again(make: Make) -> None:
     assert metric(setup, 'disagg_router_local_total{reason="prefix_known"}') == 2
 
 
-def reads_slowly(setup: Setup, gate: threading.Event) -> None:
-    """1,000 tokens in 5 s, as far as the router has seen; from now on engines wait at the gate."""
+def slow_prefill(setup: Setup, gate: threading.Event) -> None:
+    """The router has measured 1,000 tokens in 5 s. From now on the engines wait for the gate."""
     setup.prefill.first_byte_s = 0.5
     assert complete(setup, list(range(100))).status_code == 200
     for engine in (setup.prefill, setup.decode):
@@ -145,13 +147,13 @@ def reads_slowly(setup: Setup, gate: threading.Event) -> None:
 
 
 @pytest.mark.parametrize(("share", "read_by"), [(0.02, (3, 2)), (2, (5, 0))])
-def test_decode_helps_when_prefill_is_busy(
+def test_decode_computes_prompts_when_prefill_is_busy(
     make: Make, gate: threading.Event, share: float, read_by: tuple[int, int]
 ) -> None:
-    """By turns: prefill has as much before it as decode, or one prompt more. Not where that is
-    not worth the wait of the requests that decode has."""
+    """Alternately, prefill has the same backlog as decode, or one prompt more. Decode computes none
+    if that would delay its other requests too much."""
     setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_share": share}})
-    reads_slowly(setup, gate)
+    slow_prefill(setup, gate)
     with ThreadPoolExecutor(5) as pool:
         answers = []
         for number in range(5):
@@ -164,10 +166,10 @@ def test_decode_helps_when_prefill_is_busy(
     assert metric(setup, 'disagg_router_local_total{reason="prefill_busy"}') == read_by[1]
 
 
-def test_decode_helps_with_what_is_soon_read(make: Make, gate: threading.Event) -> None:
-    """What all who are there wait for is the prompt's own time."""
+def test_decode_computes_short_prompts_sooner(make: Make, gate: threading.Event) -> None:
+    """The other requests at decode wait for the time of this prompt."""
     setup = make(section={"pairing": {"local_prefill_tokens": 64, "prefill_wait_share": 2}})
-    reads_slowly(setup, gate)
+    slow_prefill(setup, gate)
     with ThreadPoolExecutor(3) as pool:
         answers = []
         for number, (length, read_by) in enumerate([(1000, (1, 0)), (1000, (2, 0)), (100, (2, 1))]):
@@ -187,7 +189,7 @@ def test_failed_answers_are_not_remembered(make: Make) -> None:
     assert len(setup.prefill.bodies) == 2
 
 
-def test_without_prefill_decode_serves_alone(make: Make) -> None:
+def test_without_prefill_decode_serves(make: Make) -> None:
     setup = make(section={"probe_interval_s": 0.1, "pairing": {"local_prefill_tokens": 0}})
     setup.loop.run(setup.prefill.stop())
     until(lambda: client().get(f"{setup.url}/ready", timeout=10).status_code == 503)

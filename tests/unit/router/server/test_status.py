@@ -1,4 +1,4 @@
-"""What people see: the document of `/ui/state`, the page that shows it, and `disagg status`."""
+"""The status document `/ui/state`, the page that shows it, and `disagg status`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def status(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_engines_pairings_and_traffic(make: Make) -> None:
+def test_engines_pairings_and_requests(make: Make) -> None:
     setup = make(section={"pairing": {"local_prefill_tokens": 20}})
     setup.decode.handoffs = {"loaded": 5, "failed": 1}
     for length in (4, 30, 30):
@@ -98,7 +98,7 @@ def test_the_command(setup: Setup) -> None:
     assert status("no-url").returncode == 1
 
 
-def test_the_page_asks_nobody_else(setup: Setup) -> None:
+def test_the_page_loads_nothing_external(setup: Setup) -> None:
     page = client().get(f"{setup.url}/ui", timeout=10)
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -127,4 +127,4 @@ def test_the_page_in_a_browser(setup: Setup) -> None:
     until(lambda: state_of(setup)["engines"][0]["state"] == "starts again")
     dom = seen()
     assert '<td class="bad left">starts again</td>' in dom
-    assert "degraded: decode alone" in dom
+    assert "degraded: decode only" in dom

@@ -1,4 +1,4 @@
-"""Every request has an id that goes everywhere, and one line that says what became of it."""
+"""Every request has one id in all logs and headers, and one line in the access log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BODY = {"model": "m", "prompt": "x", "stream": False}
 
 
 class Lines(list[dict[str, Any]]):
-    """What the access log says, as far as it was read."""
+    """The lines of the access log that were read so far."""
 
     def __init__(self, output: pytest.CaptureFixture[str]) -> None:
         self._output = output
@@ -43,7 +43,7 @@ def post(setup: Setup, body: Any = None, **headers: str) -> httpx.Response:
 
 
 def logged(lines: Lines, count: int) -> Lines:
-    """So many lines; a client has its answer a little earlier."""
+    """Wait for so many lines: a client gets its answer a little earlier."""
     deadline = time.monotonic() + 5
     while len(lines) < count and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -66,13 +66,13 @@ def test_the_id_goes_everywhere(setup: Setup, lines: Lines) -> None:
 
 
 @pytest.mark.parametrize("bad", ["two words", "x" * 200, ""])
-def test_an_id_that_is_no_word_is_replaced(setup: Setup, bad: str) -> None:
+def test_an_invalid_id_is_replaced(setup: Setup, bad: str) -> None:
     given = post(setup, **{"x-request-id": bad}).headers["x-request-id"]
     assert given != bad
     assert len(given) == 32
 
 
-def test_lines_of_what_went_otherwise(make: Make, lines: Lines) -> None:
+def test_lines_of_failures_and_retries(make: Make, lines: Lines) -> None:
     setup = make(api_keys=[ApiKey("ann", "right"), ApiKey(None, "plain")])
     assert post(setup).status_code == 401
     key = {"authorization": "Bearer right"}
@@ -111,6 +111,6 @@ def test_a_request_whose_line_cannot_be_written_is_answered(
     monkeypatch.setattr(sys, "stdout", Full())
     with caplog.at_level(logging.WARNING):
         assert [post(setup).status_code for _ in range(2)] == [200, 200]
-    assert [r.getMessage() for r in caplog.records if "logged" in r.getMessage()] == [
-        "requests cannot be logged: no space left"
+    assert [r.getMessage() for r in caplog.records if "access log" in r.getMessage()] == [
+        "cannot write the access log: no space left"
     ]

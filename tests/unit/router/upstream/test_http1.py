@@ -1,4 +1,4 @@
-"""The legs' HTTP client against real sockets, which say what no engine should."""
+"""The legs' HTTP client against real sockets that also send malformed answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: 1\r\nx-a: 2\r\n\r\nhello"
 
 
 class Engine:
-    """What it got, and how many connections it had. `speak` answers one request."""
+    """Records its requests and connections. `speak` answers one request."""
 
     def __init__(self, speak: Speak) -> None:
         self._speak = speak
@@ -28,7 +28,8 @@ class Engine:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
+        # Cancelled with the test's end.
+        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
@@ -51,7 +52,7 @@ async def running(speak: Speak, round_s: float) -> AsyncIterator[tuple[Engine, C
 
 
 def says(*parts: bytes, close: bool = False) -> Speak:
-    """These parts, each in a packet of its own."""
+    """Answers these parts, each in its own packet."""
 
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for part in parts:
@@ -130,7 +131,7 @@ def test_kept_connections(parts: list[bytes], body: bytes) -> None:
         for _ in range(3):
             answer = await post(engine, client)
             assert await answer.read() == body
-            answer.close()  # of no effect
+            answer.close()  # has no effect
             await asyncio.sleep(0.05)
         assert engine.connections == 1
 
@@ -147,12 +148,12 @@ def _each(letters: bytes) -> list[bytes]:
 @pytest.mark.parametrize(
     ("round_s", "parts", "reads"),
     [
-        # The first bytes are handed on at once, twice; nor is the end waited with.
+        # The first two chunks are passed on at once. The end does not wait for a round.
         (60.0, [*_each(b"abcd"), b"0\r\n\r\n"], [b"a", b"b", b"cd"]),
         (60.0, [b"1\r\na\r\n0\r\n\r\n"], [b"a"]),
-        # Nor is what would be too much to keep.
+        # Neither does more than the buffer may hold.
         (60.0, [*_each(b"ab"), b"40000\r\n" + b"b" * 0x40000, b"\r\n0\r\n\r\n"], None),
-        # What comes seldom is never waited with, and nothing where there are no rounds.
+        # A chunk that arrives slowly does not wait, nor any chunk without rounds.
         (0.0, [*_each(b"abcd"), b"0\r\n\r\n"], [b"a", b"b", b"c", b"d"]),
         (0.001, [*_each(b"abcd"), b"0\r\n\r\n"], [b"a", b"b", b"c", b"d"]),
         (1.0, _each(b"abcd"), [b"a", b"b", b"cd"]),
@@ -175,7 +176,7 @@ def test_a_burst_is_read_in_few_pieces(
     asked(says(CHUNKED, *parts), use, round_s)
 
 
-def test_what_came_before_a_break_is_read() -> None:
+def test_bytes_before_an_error_are_read() -> None:
     async def use(engine: Engine, client: Client) -> None:
         answer = await post(engine, client)
         assert [await answer.readany() for _ in range(3)] == [b"a", b"b", b"c"]
@@ -195,7 +196,7 @@ def test_what_came_before_a_break_is_read() -> None:
         [b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhello"],
     ],
 )
-def test_connections_not_used_again(parts: list[bytes]) -> None:
+def test_connections_that_are_not_reused(parts: list[bytes]) -> None:
     async def use(engine: Engine, client: Client) -> None:
         for _ in range(3):
             assert await (await post(engine, client)).read() == b"hello"
@@ -206,7 +207,7 @@ def test_connections_not_used_again(parts: list[bytes]) -> None:
     asked(says(*parts), use)
 
 
-def test_at_once_each_has_a_connection() -> None:
+def test_concurrent_requests_have_a_connection_each() -> None:
     async def use(engine: Engine, client: Client) -> None:
         answers = await asyncio.gather(*(post(engine, client) for _ in range(20)))
         assert [await answer.read() for answer in answers] == [b"hello"] * 20
@@ -218,7 +219,7 @@ def test_at_once_each_has_a_connection() -> None:
     asked(says(WHOLE), use)
 
 
-def test_an_end_by_the_connection() -> None:
+def test_an_answer_that_ends_with_its_connection() -> None:
     async def use(engine: Engine, client: Client) -> None:
         assert await (await post(engine, client)).read() == b"abcdef"
 
@@ -249,7 +250,7 @@ def test_no_answer(parts: list[bytes]) -> None:
     "head",
     [b"Content-Length: 9", b"Transfer-Encoding: chunked"],
 )
-def test_what_came_is_read_before_the_loss(head: bytes) -> None:
+def test_bytes_before_the_loss_are_read(head: bytes) -> None:
     body = b"3\r\nabc\r\n" if b"chunked" in head else b"abc"
 
     async def use(engine: Engine, client: Client) -> None:
@@ -272,7 +273,7 @@ def test_a_broken_chunk_is_a_loss() -> None:
     asked(says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"zz\r\nabc\r\n"), use)
 
 
-def test_nobody_there() -> None:
+def test_no_server() -> None:
     async def use(engine: Engine, client: Client) -> None:
         with pytest.raises(EngineLost, match="no connection"):
             await client.post("http://127.0.0.1:1", "/", b"", b"", 5.0)
@@ -281,7 +282,7 @@ def test_nobody_there() -> None:
 
 
 def test_silence_before_the_head() -> None:
-    """It ends the connection; a head in time leaves the rest all the time it takes."""
+    """It closes the connection. After a head in time, the body has no time limit here."""
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -309,7 +310,7 @@ def test_silence_before_the_head() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
-def test_who_leaves_ends_the_connection(how: str) -> None:
+def test_a_reader_that_leaves_closes_the_connection(how: str) -> None:
     async def use(engine: Engine, client: Client) -> None:
         if how == "close":
             (await post(engine, client)).close()
@@ -351,7 +352,7 @@ def test_an_unread_answer_makes_the_engine_wait() -> None:
     asked(speak, use)
 
 
-def test_a_set_error_comes_after_the_data() -> None:
+def test_a_set_error_is_raised_after_the_data() -> None:
     async def use(engine: Engine, client: Client) -> None:
         answer = await post(engine, client)
         waiting = asyncio.create_task(answer.read())

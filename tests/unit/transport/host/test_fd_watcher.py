@@ -47,6 +47,8 @@ def test_a_callback_that_fails_stops_no_other() -> None:
     pairs[1][1].close()
     assert told.wait(2)
     watch.close()
+    for ours, _ in pairs:
+        ours.close()
 
 
 def test_the_thread_sleeps_and_ends() -> None:
