@@ -1,7 +1,7 @@
-"""The command line. It says what other modules decide, and must never decide anything itself.
+"""The command line. It calls other modules and prints; it must never decide anything itself.
 
-Everything heavy is imported inside the one command that needs it, so that `disagg --help`
-answers at once. Exit status: 0 done, 1 something failed, 2 the configuration is wrong.
+Each command imports its heavy modules itself, so that `disagg --help` answers at once. Exit status:
+0 done, 1 something failed, 2 the configuration is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ app = typer.Typer(
 
 
 class Connector(StrEnum):
-    """The names that `--connector` takes."""
+    """The values of `--connector`."""
 
     disagg = "disagg"
     nixl = "nixl"
@@ -44,7 +44,7 @@ _PASS_ON: dict[str, Any] = {
 
 
 def main() -> None:
-    """Run one command; errors raised on purpose end in readable lines, not in a traceback."""
+    """Run one command. A `DisaggError` is printed in readable lines, without a traceback."""
     try:
         app()
     except DisaggError as error:
@@ -53,7 +53,7 @@ def main() -> None:
 
 @app.command()
 def serve(file: File) -> None:
-    """Run a deployment in the foreground, on this machine or on the Ray cluster it belongs to."""
+    """Run a deployment in the foreground, on this machine or on a Ray cluster (RAY_ADDRESS)."""
     from disagg import config
     from disagg.preflight import checks
 
@@ -85,40 +85,58 @@ def check(
 
 @app.command()
 def plan(
-    speeds: Annotated[Path, typer.Option(metavar="FILE", help="What `disagg bench speeds` wrote.")],
+    speeds: Annotated[
+        Path, typer.Option(metavar="FILE", help="The file that `disagg bench speeds` wrote.")
+    ],
     ttft: Annotated[float, typer.Option(help="Target: seconds to the first token.")],
-    itl: Annotated[float, typer.Option(help="Target: seconds between tokens, a request's mean.")],
+    itl: Annotated[
+        float, typer.Option(help="Target: mean seconds between the tokens of a request.")
+    ],
     trace: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Requests: at, prompt_tokens, output_tokens; JSON lines, "
-            "or a .csv with these headers.",
+            help="Requests with the fields at, prompt_tokens, output_tokens: JSON lines, "
+            "or a .csv file with these headers.",
         ),
     ] = None,
     synthetic: Annotated[
         str | None,
-        typer.Option(help="Instead: requests=N,prompt=MEAN,output=MEAN[,sigma=S] (log-normal)."),
+        typer.Option(
+            help="Instead of --trace: requests=N,prompt=MEAN,output=MEAN[,sigma=S] (log-normal)."
+        ),
     ] = None,
-    share: Annotated[float, typer.Option(help="Of the requests that must meet both.")] = 0.9,
+    share: Annotated[
+        float, typer.Option(help="Share of the requests that must meet both targets, 0 to 1.")
+    ] = 0.9,
     rate: Annotated[
         float | None,
-        typer.Option(help="Requests a second: scales arrivals, or makes them where none are."),
+        typer.Option(
+            help="Requests per second. Scales the trace's arrivals; a trace without arrivals "
+            "gets Poisson arrivals."
+        ),
     ] = None,
-    prefill_cost: Annotated[float, typer.Option(help="Of one prefill engine.")] = 1.0,
-    decode_cost: Annotated[float, typer.Option(help="Of one decode engine.")] = 1.0,
+    prefill_cost: Annotated[
+        float, typer.Option(help="Cost of one prefill engine, in any unit.")
+    ] = 1.0,
+    decode_cost: Annotated[
+        float, typer.Option(help="Cost of one decode engine, in the same unit.")
+    ] = 1.0,
     local_prefill_tokens: options.LocalPrefillTokens = 64,
     prefill_wait_share: options.PrefillWaitShare = None,
     first_token: options.FirstToken = "decode",
     first_token_hold_s: options.FirstTokenHoldS = 0.0,
     prefill: Annotated[
-        int | None, typer.Option(min=0, help="No search: what would so many do?")
+        int | None,
+        typer.Option(min=0, help="Simulate this number of prefill engines instead of searching."),
     ] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="With --prefill.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of all that is random.")] = 0,
+    decode: Annotated[
+        int | None, typer.Option(min=1, help="With --prefill: the number of decode engines.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
-    """Say how many prefill and decode engines a load wants, by simulation.
+    """Find how many prefill and decode engines a load needs, by simulation.
 
     Exit status 1 if no number of engines meets the targets.
     """
@@ -147,16 +165,20 @@ def plan(
 @app.command("make-model")
 def make_model(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],
-    layers: Annotated[int, typer.Option(help="Transformer layers.")] = 4,
+    layers: Annotated[int, typer.Option(help="Number of transformer layers.")] = 4,
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 256,
-    kv_heads: Annotated[int, typer.Option(help="Key-value heads.")] = 2,
+    kv_heads: Annotated[int, typer.Option(help="Number of key-value heads.")] = 2,
     head_dim: Annotated[int, typer.Option(help="Size of one head.")] = 64,
-    vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 4096,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    vocab_size: Annotated[int, typer.Option(help="Size of the vocabulary, in tokens.")] = 4096,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the weights: the same seed gives the same bytes.")
+    ] = 0,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
-    max_position_embeddings: Annotated[int, typer.Option(help="Longest context.")] = 32768,
+    max_position_embeddings: Annotated[
+        int, typer.Option(help="Longest context, in tokens.")
+    ] = 32768,
 ) -> None:
-    """Write a small random-weight Qwen3 checkpoint that vLLM loads; no model hub is asked."""
+    """Write a small Qwen3 checkpoint with random weights that vLLM loads. Needs no model hub."""
     from disagg.testing import checkpoint
 
     made = checkpoint.make_model(
@@ -178,45 +200,57 @@ def router(
     decode: Annotated[list[str], typer.Option(help="URL of a decode engine; repeat for more.")],
     prefill: Annotated[
         list[str] | None,
-        typer.Option(help="URL of a prefill engine; repeat for more. None: decode does it all."),
+        typer.Option(
+            help="URL of a prefill engine; repeat for more. Without one, decode engines compute "
+            "all prompts."
+        ),
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="YAML of what a deployment has in `router`."),
+        typer.Option(
+            "--config", metavar="FILE", help="YAML with the keys of a deployment's router section."
+        ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")] = None,
-    processes: Annotated[int | None, typer.Option(help="Processes that share the port.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on; 0 takes any free port.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Number of router processes that share the port.")
+    ] = None,
     api_keys_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Variable with the keys of clients.")
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the clients' API keys."),
     ] = None,
     engine_key_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Variable with the key of the engines.")
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the engines' key."),
     ] = None,
-    prefill_policy: Annotated[str | None, typer.Option(help="How prefill is chosen.")] = None,
-    decode_policy: Annotated[str | None, typer.Option(help="How decode is chosen.")] = None,
+    prefill_policy: Annotated[
+        str | None, typer.Option(help="Policy that chooses the prefill engine.")
+    ] = None,
+    decode_policy: Annotated[
+        str | None, typer.Option(help="Policy that chooses the decode engine.")
+    ] = None,
     local_prefill_tokens: Annotated[
-        int | None, typer.Option(help="Decode computes up to so long a prompt itself.")
+        int | None, typer.Option(help=options.LOCAL_PREFILL_TOKENS_HELP)
     ] = None,
     prefill_wait_share: Annotated[
-        float | None,
-        typer.Option(help="And any that waits longer for prefill, by this share."),
+        float | None, typer.Option(help=options.PREFILL_WAIT_SHARE_HELP)
     ] = None,
-    first_token: Annotated[
-        str | None, typer.Option(help="Whose first token a stream has: prefill's or decode's.")
-    ] = None,
+    first_token: Annotated[str | None, typer.Option(help=options.FIRST_TOKEN_HELP)] = None,
     first_token_hold_s: Annotated[
-        float | None, typer.Option(help="How long prefill's may wait for decode's.")
+        float | None, typer.Option(help=options.FIRST_TOKEN_HOLD_S_HELP)
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate; serves https.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate, to serve https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
     connector: Annotated[
-        Connector, typer.Option(help="Whose transfer contract the engines speak.")
+        Connector, typer.Option(help="The KV connector that the engines use.")
     ] = Connector.disagg,
 ) -> None:
-    """Run the router alone, before engines that someone else started.
+    """Run the router alone, in front of engines that are already running.
 
-    Options win over the file.
+    Options override the file.
     """
     from disagg import config
 
@@ -228,7 +262,7 @@ def router(
         "first_token": first_token,
         "first_token_hold_s": first_token_hold_s,
     }
-    options = {
+    given = {
         "host": host,
         "port": port,
         "processes": processes,
@@ -237,7 +271,7 @@ def router(
         "tls_key_file": tls_key,
         "pairing": _given(pairing),
     }
-    section = config.load_router(file, _given(options))
+    section = config.load_router(file, _given(given))
     run = import_module("disagg.router.main").run
     raise typer.Exit(
         run(
@@ -252,20 +286,23 @@ def router(
 
 @app.command()
 def drain(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Where the router listens.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="The router's URL.")],
     key_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Variable with an API key of the router.")
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with an API key of the router."),
     ] = None,
     ca: Annotated[
         Path | None, typer.Option(metavar="FILE", help="PEM certificates to trust.")
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when all is served.")] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Take requests again.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds that --wait waits at most.")] = 600.0,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return when all running requests have ended.")
+    ] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Accept requests again.")] = False,
+    timeout: Annotated[float, typer.Option(help="Longest wait of --wait, in seconds.")] = 600.0,
 ) -> None:
-    """Have a router take no new requests, and end when the running ones are served.
+    """Make a router refuse new requests and end when the running requests have ended.
 
-    The router of `disagg serve` goes on running, and takes requests again with --undo.
+    The router of `disagg serve` does not end. --undo makes it accept requests again.
     """
     run = import_module("disagg.router.drain_client").run
     raise typer.Exit(run(url, key_env=key_env, ca=ca, wait=wait, undo=undo, timeout_s=timeout))
@@ -273,10 +310,10 @@ def drain(
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Argument(help="The router's address.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Argument(help="The router's URL.")] = "http://127.0.0.1:8000",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
     ca: Annotated[
-        Path | None, typer.Option(help="Certificate to trust, of a router with TLS.")
+        Path | None, typer.Option(help="PEM certificate to trust, for a router with TLS.")
     ] = None,
 ) -> None:
     """Show a running router's engines, pairings, handoffs and recent failures.
@@ -290,21 +327,23 @@ def status(
 
 Address = Annotated[
     str | None,
-    typer.Option(help="Ray's address; default: RAY_ADDRESS, or what runs on this machine."),
+    typer.Option(
+        help="Ray's address. Default: RAY_ADDRESS, or the deployments of this user on this machine."
+    ),
 ]
-Wait = Annotated[bool, typer.Option(help="Show what happens, and return when it is done.")]
+Wait = Annotated[bool, typer.Option(help="Show the progress, and return when the change is done.")]
 
 
 @app.command()
 def scale(
     counts: Annotated[list[str], typer.Argument(metavar="POOL=N", help="prefill=3 decode=2")],
-    name: Annotated[str | None, typer.Option(help="The deployment, if several run.")] = None,
+    name: Annotated[str | None, typer.Option(help="The deployment's name, if several run.")] = None,
     address: Address = None,
     wait: Wait = True,
 ) -> None:
-    """Have other numbers of engines; those that go serve first what they have.
+    """Change the numbers of engines. An engine that leaves finishes its requests first.
 
-    Exit status 0 when they are there, 2 if it was refused.
+    Exit status 0 when the change is done, 2 if it was refused.
     """
     replicas = import_module("disagg.config").replicas_of(counts)
     run = import_module("disagg.cluster.commands").scale
@@ -313,10 +352,10 @@ def scale(
 
 @app.command()
 def apply(file: File, address: Address = None, wait: Wait = True) -> None:
-    """Have a running deployment as in a changed file, engine by engine, with no failed request.
+    """Replace a running deployment's engines to match a changed file, one by one.
 
-    Exit status 0 when all engines are replaced, 1 if one did not start and all was taken back, 2
-    if the file is wrong or changes what needs a new start.
+    No request fails. Exit status 0 when all engines are replaced, 1 if an engine did not start and
+    the change was undone, 2 if the file is wrong or a change needs a restart of the deployment.
     """
     from disagg import config
     from disagg.preflight import checks
@@ -329,23 +368,27 @@ def apply(file: File, address: Address = None, wait: Wait = True) -> None:
 
 @app.command()
 def dashboard(
-    url: Annotated[str | None, typer.Option(help="A running Grafana to send it to.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="URL of a running Grafana that gets the dashboard.")
+    ] = None,
     token_env: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Variable with a token of Grafana's (role Editor)."),
+        typer.Option(
+            metavar="NAME", help="Environment variable with a Grafana token (role Editor)."
+        ),
     ] = None,
     ca: Annotated[
         Path | None, typer.Option(metavar="FILE", help="PEM certificates to trust.")
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write files for a new Prometheus and Grafana here."),
+        typer.Option(metavar="DIR", help="Folder for the files of a new Prometheus and Grafana."),
     ] = None,
     router: Annotated[
-        str, typer.Option(help="With --folder: the router that Prometheus asks for metrics.")
+        str, typer.Option(help="With --folder: URL of the router that Prometheus scrapes.")
     ] = "http://127.0.0.1:8000",
     prometheus: Annotated[
-        str, typer.Option(help="With --folder: the Prometheus that Grafana asks.")
+        str, typer.Option(help="With --folder: URL of the Prometheus that Grafana queries.")
     ] = "http://127.0.0.1:9090",
 ) -> None:
     """Set up the Grafana dashboard: in a running Grafana, or as files for a new one."""
@@ -362,16 +405,16 @@ def dashboard(
 
 @app.command()
 def demo() -> None:
-    """Show it all: serve a small model, hand caches over, and compare with a single engine."""
+    """Serve a small model on CPU, hand caches off, and compare the answers with a single engine."""
     _unwind_on_sigterm()
     raise typer.Exit(import_module("disagg.testing.demo").run())
 
 
 @app.command(context_settings=_PASS_ON)
 def bench(ctx: typer.Context) -> None:
-    """Measure; `disagg bench --help` lists what."""
+    """Run a benchmark; `disagg bench --help` lists them."""
     _unwind_on_sigterm()
-    # The typer app that owns these commands imports what it measures: not before it is needed.
+    # Imported here only: the benchmarks' typer app imports the modules that it measures.
     import_module("disagg.bench.cli").app(args=ctx.args, prog_name="disagg bench")
 
 
@@ -384,7 +427,7 @@ def version() -> None:
 
 
 def _unwind_on_sigterm() -> None:
-    """SIGTERM then ends as Ctrl-C does, and what was started is stopped on the way out."""
+    """Make SIGTERM raise SystemExit, so that context managers stop the started processes."""
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
 
 

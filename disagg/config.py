@@ -1,12 +1,12 @@
 """The YAML that describes one deployment: one pydantic model per section, and its loading.
 
-Imports neither torch, vLLM nor Ray, so that reading a file costs milliseconds, and must never
-decide what needs the machine: ports, folders' rights and vLLM's own argument names are
-checked in `disagg.preflight.checks`, secrets are read in `disagg.credentials`. Unknown keys are
-refused; nothing wrong becomes a default.
+Imports neither torch, vLLM nor Ray, so reading a file takes milliseconds. It must never check
+anything that depends on the machine: `disagg.preflight.checks` checks ports, the rights of folders
+and vLLM's argument names, and `disagg.credentials` reads secrets. Unknown keys are refused. A wrong
+value is never replaced by a default.
 
-A relative path in the file is taken from the folder in which `disagg` was started, as one on
-the command line is. Loading makes it absolute, because engines run in other folders.
+A relative path in the file is relative to the folder in which `disagg` was started, as on the
+command line. Loading makes it absolute, because engines run in other folders.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE, TransportName
 
 Role = Literal["prefill", "decode"]
-# Whose contract of `kv_transfer_params` the engines behind a router speak.
+# The KV connector of the engines behind a router, which defines their `kv_transfer_params`.
 ConnectorName = Literal["disagg", "nixl", "example"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def is_local(checkpoint: str) -> bool:
-    """Whether a checkpoint is a folder (there, or meant to be) rather than a hub's name."""
+    """Whether a checkpoint is a folder, existing or not, and not a name on a model hub."""
     return _HUB_NAME.fullmatch(checkpoint) is None or Path(checkpoint).is_dir()
 
 
@@ -51,7 +51,7 @@ def _absolute_checkpoint(checkpoint: str) -> str:
 
 
 def _numbers_as_text(env: Any) -> Any:
-    # YAML reads `OMP_NUM_THREADS: 1` as a number. A bool has no one spelling: it is refused.
+    # YAML reads `OMP_NUM_THREADS: 1` as a number. A bool is refused: its spelling is ambiguous.
     if not isinstance(env, dict):
         return env
     return {
@@ -61,7 +61,7 @@ def _numbers_as_text(env: Any) -> Any:
 
 def _each_once(names: list[TransportName]) -> list[TransportName]:
     if len(set(names)) != len(names):
-        raise ValueError("names one twice; keep the first of each")
+        raise ValueError("names a transport twice; keep the first one")
     return names
 
 
@@ -71,7 +71,7 @@ Environment = Annotated[dict[str, str], BeforeValidator(_numbers_as_text)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused."""
+    """Base of all sections: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -79,42 +79,45 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Which checkpoint to serve."""
 
-    path: Checkpoint = Field(description="Checkpoint folder, or a hub name")
-    served_name: str | None = Field(None, description="Name in the API; the path if not given")
+    path: Checkpoint = Field(description="Checkpoint folder, or a name on a model hub")
+    served_name: str | None = Field(None, description="The model's name in the API; default: path")
     tokenizer: Checkpoint | None = None
     revision: str | None = None
     trust_remote_code: bool = False
 
 
 class ResourcesSection(Section):
-    """What one engine asks of Ray."""
+    """The resources that one engine requests from Ray."""
 
     num_cpus: float = Field(1.0, ge=0)
     num_gpus: float = Field(0.0, ge=0)
     custom: dict[str, float] = Field(default_factory=dict, description="Ray's custom resources")
     labels: dict[str, str] = Field(
-        default_factory=dict, description="Labels that its Ray node must have, as Ray selects them"
+        default_factory=dict,
+        description="Labels that the engine's Ray node must have, as Ray's label selectors",
     )
 
 
 class EngineSection(Section):
-    """What all engines share; a pool's own values win."""
+    """Settings of all engines. A pool's own values override them."""
 
     args: dict[str, Any] = Field(
-        default_factory=dict, description="vLLM engine arguments by their own names"
+        default_factory=dict, description="vLLM engine arguments, by vLLM's names"
     )
-    env: Environment = Field(default_factory=dict)
-    startup_timeout_s: float = Field(600.0, gt=0)
+    env: Environment = Field(default_factory=dict, description="Environment variables of engines")
+    startup_timeout_s: float = Field(
+        600.0, gt=0, description="Seconds in which an engine must start"
+    )
     hang_timeout_s: float = Field(
         120.0,
         gt=3,
-        description="An engine that makes no step for so long is ended and started again",
+        description="An engine that makes no progress for this many seconds is restarted",
     )
     max_restarts: int = Field(
-        5, ge=0, description="How often in a row an engine that dies is started again"
+        5, ge=0, description="Restarts in a row, after which an engine that dies is given up"
     )
     drain_timeout_s: float = Field(
-        300.0, ge=0, description="How long an engine that goes may serve what it has"
+        300.0, ge=0, description="Seconds that an engine which drains may finish its requests"
     )
     placement: Literal["near", "spread"] = Field(
         "near", description="near: prefill and decode share nodes where there is room"
@@ -122,16 +125,18 @@ class EngineSection(Section):
 
 
 class AutoscaleSection(Section):
-    """How many engines a pool has, by what they have to do."""
+    """How the number of engines of a pool follows its load."""
 
     min_replicas: int = Field(1, ge=1)
     max_replicas: int = Field(ge=1)
     target_queue: float = Field(
         8.0, gt=0, description="Requests that one engine should have, running and waiting"
     )
-    target_kv_usage: float = Field(0.8, gt=0, le=1, description="Of an engine's KV cache")
+    target_kv_usage: float = Field(
+        0.8, gt=0, le=1, description="Share of its KV cache that one engine should use"
+    )
     cooldown_s: float = Field(
-        60.0, ge=0, description="An engine goes when it was not needed for so long"
+        60.0, ge=0, description="The pool shrinks when an engine was not needed for these seconds"
     )
 
     @model_validator(mode="after")
@@ -146,11 +151,15 @@ class AutoscaleSection(Section):
 class PoolSection(Section):
     """The engines of one role."""
 
-    replicas: int = Field(1, ge=1, description="With autoscale: at the start")
+    replicas: int = Field(1, ge=1, description="Number of engines; with autoscale, at the start")
     autoscale: AutoscaleSection | None = None
     resources: ResourcesSection = ResourcesSection()
-    args: dict[str, Any] = Field(default_factory=dict)
-    env: Environment = Field(default_factory=dict)
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="vLLM engine arguments; override engine.args"
+    )
+    env: Environment = Field(
+        default_factory=dict, description="Environment variables; override engine.env"
+    )
 
     @model_validator(mode="after")
     def _within(self) -> PoolSection:
@@ -164,12 +173,14 @@ class PoolSection(Section):
 
 
 class StorageSection(Section):
-    """The folder that handoff files pass through."""
+    """The folder for handoff files of the transport shared_storage."""
 
     path: LocalPath | None = Field(
-        None, description="Default: a folder of this user's in the temp dir"
+        None, description="Default: this user's folder in the temporary directory"
     )
-    max_bytes: int = Field(8 << 30, gt=0, description="A handoff that would pass it is refused")
+    max_bytes: int = Field(
+        8 << 30, gt=0, description="Limit of all files; a handoff that would exceed it is refused"
+    )
     fsync: bool = False
 
 
@@ -183,66 +194,89 @@ class TransferSection(Section):
     staging_bytes: int = Field(
         64 << 20,
         gt=0,
-        description="On GPUs: set aside for transfers, of each rank; as much of the host is pinned",
+        description="On GPUs: bytes that each rank reserves on its GPU for transfers; it pins as "
+        "many bytes of host memory",
     )
-    lease_s: float = Field(30.0, gt=0, le=3600)
-    load_deadline_s: float = Field(30.0, gt=0, le=3600)
+    lease_s: float = Field(
+        30.0, gt=0, le=3600, description="Seconds that prefill keeps a prompt's blocks for decode"
+    )
+    load_deadline_s: float = Field(
+        30.0, gt=0, le=3600, description="Seconds after which a load of KV blocks fails"
+    )
     host: str | None = Field(
-        None, description="Address of the control channel; default: the node's"
+        None, description="Address of the control channel; default: the node's address"
     )
-    secret_env: str | None = Field(None, description="Environment variable with the secret")
-    secret_file: LocalPath | None = None
-    strict: bool = Field(False, description="Refuse a request for which no KV could be loaded")
+    secret_env: str | None = Field(
+        None, description="Environment variable with the deployment's secret"
+    )
+    secret_file: LocalPath | None = Field(None, description="File with the deployment's secret")
+    strict: bool = Field(False, description="Refuse a request whose KV cache cannot be loaded")
 
 
 class HostTierSection(Section):
-    """Blocks that left the accelerator, in host memory."""
+    """Tier of KV blocks in host memory."""
 
-    max_bytes: int = Field(4 << 30, gt=0, description="Of each worker rank, taken at start")
+    max_bytes: int = Field(
+        4 << 30, gt=0, description="Bytes that each worker rank allocates at its start"
+    )
     eviction: Literal["lru", "arc"] = "lru"
 
 
 class DirectoryTierSection(Section):
-    """Blocks in files that engines share, and that outlive them."""
+    """Tier of KV blocks in files, which engines share and which outlive them."""
 
-    path: LocalPath = Field(description="A folder that all engines see")
-    max_bytes: int = Field(64 << 30, gt=0, description="Of all files in it together")
+    path: LocalPath = Field(description="A folder that all engines can read and write")
+    max_bytes: int = Field(64 << 30, gt=0, description="Limit of all files in the folder together")
     reset_keeps_files: bool = Field(
-        False, description="Weights never change here: after a reset files are used as before"
+        False,
+        description="Use the files also after a reset of the prefix cache; only for weights that "
+        "never change",
     )
 
 
 class TiersSection(Section):
-    """Where KV blocks rest below the accelerator; without a tier they are computed again."""
+    """Tiers for KV blocks outside the GPU. Blocks that no tier has are computed again."""
 
     host: HostTierSection | None = None
     directory: DirectoryTierSection | None = Field(
-        None, description="Goes through the host tier, a small one if none is given"
+        None, description="Needs the host tier; without one, a small host tier is made"
     )
-    blocks_per_chunk: int = Field(1, ge=1, description="Blocks that are kept and moved as one")
+    blocks_per_chunk: int = Field(1, ge=1, description="Blocks that are stored and moved together")
 
 
 class LimitsSection(Section):
-    """Bounds of the router, each process's own."""
+    """Limits of the router. Each router process counts on its own."""
 
-    max_body_bytes: int = Field(32 << 20, gt=0)
+    max_body_bytes: int = Field(32 << 20, gt=0, description="Largest body of a request")
     max_prompt_tokens: int | None = Field(
-        None, gt=0, description="Longest prompt; of text, four characters are taken for a token"
+        None, gt=0, description="Longest prompt; in a text, four characters count as one token"
     )
-    max_in_flight: int = Field(4096, gt=0, description="Requests in all; more wait")
-    max_in_flight_per_engine: int = Field(512, gt=0)
-    max_queued: int = Field(1024, ge=0, description="Requests that wait; more get 429")
-    queue_timeout_s: float = Field(30.0, gt=0, description="Longest wait, then 429")
-    connect_timeout_s: float = Field(5.0, gt=0)
-    prefill_timeout_s: float = Field(300.0, gt=0)
-    first_byte_timeout_s: float = Field(600.0, gt=0)
-    between_bytes_timeout_s: float = Field(120.0, gt=0)
-    receive_timeout_s: float = Field(60.0, gt=0, description="A client sends its request in it")
+    max_in_flight: int = Field(4096, gt=0, description="Running requests; further requests wait")
+    max_in_flight_per_engine: int = Field(
+        512, gt=0, description="Running requests of one engine; further requests wait"
+    )
+    max_queued: int = Field(
+        1024, ge=0, description="Waiting requests; further requests get status 429"
+    )
+    queue_timeout_s: float = Field(
+        30.0, gt=0, description="Seconds that a request may wait; then it gets status 429"
+    )
+    connect_timeout_s: float = Field(5.0, gt=0, description="Seconds to connect to an engine")
+    prefill_timeout_s: float = Field(300.0, gt=0, description="Seconds of the prefill leg")
+    first_byte_timeout_s: float = Field(
+        600.0, gt=0, description="Seconds until an engine's first byte"
+    )
+    between_bytes_timeout_s: float = Field(
+        120.0, gt=0, description="Seconds between two reads from an engine"
+    )
+    receive_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds in which a client must send its request"
+    )
     unread_timeout_s: float = Field(
-        120.0, gt=0, description="How long a client may read nothing of its answer"
+        120.0, gt=0, description="Seconds for which a client may read nothing of its answer"
     )
     drain_s: float = Field(
-        30.0, ge=0, description="How long running requests may go on after SIGTERM"
+        30.0, ge=0, description="Seconds that running requests may go on after SIGTERM"
     )
 
 
@@ -250,32 +284,37 @@ PolicyName = Literal["round_robin", "least_loaded", "prefix_affinity", "session_
 
 
 class PairingSection(Section):
-    """How the router chooses an engine of each pool."""
+    """How the router chooses the prefill and the decode engine of a request."""
 
     prefill: PolicyName = "least_loaded"
     decode: PolicyName = "least_loaded"
     session_header: str = Field(
-        "x-session-id", pattern=r"^[A-Za-z0-9-]+$", description="What session_affinity goes by"
+        "x-session-id",
+        pattern=r"^[A-Za-z0-9-]+$",
+        description="HTTP header with the session's id, for session_affinity",
     )
     local_prefill_tokens: int = Field(
-        64, ge=0, description="Decode computes up to so many tokens itself: no handoff"
+        64, ge=0, description="Decode computes prompts of up to this many tokens itself"
     )
     prefill_wait_share: float | None = Field(
         None,
         ge=0,
-        description="Decode computes a prompt itself that would wait longer for prefill, by this "
-        "share of the time to read it for each request that the decode engine has, or by four "
-        "times as much if it would not be among the slowest tenth; without it, never",
+        description="Also prefill on decode if the prompt's wait at prefill exceeds its wait at "
+        "decode by a threshold. The threshold is this share of the prompt's compute time, for each "
+        "request that the decode engine has. A request outside the slowest 10 % moves only above "
+        "four times the threshold. Default: never",
     )
     first_token: Role = Field(
         "decode",
-        description="Whose first token a stream begins with: prefill's is there a handoff sooner",
+        description="The role whose first token begins a stream. Prefill's token comes earlier, by "
+        "the time of the handoff",
     )
     first_token_hold_s: float = Field(
         0.0,
         ge=0,
-        description="How long prefill's first token may wait for decode's: so much shorter is the "
-        "pause behind it; not of who waited longer than most",
+        description="Longest time, in seconds, that prefill's first token is held until decode "
+        "answers. It shortens the pause after that token. A request whose first token is among the "
+        "slowest 10 % is not held",
     )
 
     @model_validator(mode="after")
@@ -283,7 +322,7 @@ class PairingSection(Section):
         if self.first_token_hold_s and self.first_token != "prefill":
             raise ValueError(
                 f"first_token_hold_s ({self.first_token_hold_s:g}) holds prefill's first token, "
-                "and streams begin with decode's; set first_token: prefill, or leave it out"
+                "but streams begin with decode's; set first_token: prefill, or remove it"
             )
         return self
 
@@ -292,19 +331,31 @@ class RouterSection(Section):
     """The OpenAI endpoint."""
 
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535, description="0: any free port")
+    port: int = Field(8000, ge=0, le=65535, description="0 takes any free port")
     api_keys_env: str | None = Field(
-        None, description="Environment variable: NAME=KEY, or bare keys, with commas between"
+        None,
+        description="Environment variable with the clients' keys: NAME=KEY or bare keys, separated "
+        "by commas",
     )
-    api_keys_file: LocalPath | None = Field(None, description="The same, or one a line")
-    tls_cert_file: LocalPath | None = Field(None, description="PEM; https with tls_key_file")
-    tls_key_file: LocalPath | None = None
-    processes: int = Field(1, ge=1, le=64, description="Router processes that share the port")
-    probe_interval_s: float = Field(2.0, gt=0, description="How often engines are asked for health")
+    api_keys_file: LocalPath | None = Field(
+        None, description="File with the clients' keys, separated by commas or lines"
+    )
+    tls_cert_file: LocalPath | None = Field(
+        None, description="PEM certificate; with tls_key_file, the router serves https"
+    )
+    tls_key_file: LocalPath | None = Field(None, description="PEM key of the certificate")
+    processes: int = Field(
+        1, ge=1, le=64, description="Number of router processes that share the port"
+    )
+    probe_interval_s: float = Field(
+        2.0, gt=0, description="Seconds between two health probes of an engine"
+    )
     migration_limit: int = Field(
-        1, ge=0, description="How often a stream whose engine died goes on elsewhere"
+        1, ge=0, description="How often a stream continues on another engine after a death"
     )
-    access_log: bool = Field(True, description="One JSON line a request on standard output")
+    access_log: bool = Field(
+        True, description="Write one line of JSON per request to standard output"
+    )
     pairing: PairingSection = PairingSection()
     limits: LimitsSection = LimitsSection()
 
@@ -322,19 +373,19 @@ class Deployment(Section):
     router: RouterSection = RouterSection()
 
     def pool(self, role: Role) -> PoolSection:
-        """The section of one role."""
+        """The section of this role's pool."""
         return self.prefill if role == "prefill" else self.decode
 
     def args(self, role: Role) -> dict[str, Any]:
-        """The user's engine arguments of one role: the pool's own win."""
+        """The user's engine arguments for a role. The pool's own override the common ones."""
         return {**self.engine.args, **self.pool(role).args}
 
     def spreads_ranks(self, role: Role) -> bool:
-        """Whether an engine's ranks are Ray's to place, on several nodes if need be."""
+        """Whether Ray places each rank of an engine, on several nodes if necessary."""
         return self.args(role).get("distributed_executor_backend") == "ray"
 
     def with_replicas(self, replicas: Mapping[Role, int]) -> Deployment:
-        """The same with other numbers of engines."""
+        """The same deployment with these numbers of engines."""
         pools: dict[str, Any] = {
             role: self.pool(role).model_copy(update={"replicas": count})
             for role, count in replicas.items()
@@ -343,8 +394,8 @@ class Deployment(Section):
 
 
 def load_router(path: Path | None, options: Mapping[str, Any]) -> RouterSection:
-    """The settings of a router that stands alone: a file with what else is in `router`, and
-    options, which win. Raises ConfigError with one line for each problem."""
+    """The settings of a router without a deployment. The file has the keys of `router`; `options`
+    override them. Raises ConfigError with one line for each problem."""
     content = read_mapping(path) if path is not None else {}
     pairing = content.get("pairing", {})
     if isinstance(pairing, dict):
@@ -356,7 +407,7 @@ def load_router(path: Path | None, options: Mapping[str, Any]) -> RouterSection:
 
 
 def load(path: str | Path) -> Deployment:
-    """Read one file. Raises ConfigError with one line for each problem."""
+    """Read a deployment's file. Raises ConfigError with one line for each problem."""
     content = read_mapping(Path(path))
     try:
         return Deployment.model_validate(content)
@@ -365,7 +416,7 @@ def load(path: str | Path) -> Deployment:
 
 
 def replicas_of(words: Sequence[str]) -> dict[Role, int]:
-    """Of `prefill=3`, `decode=2`. Raises ConfigError."""
+    """The numbers of engines in words such as `prefill=3`. Raises ConfigError."""
     found: dict[Role, int] = {}
     for word in words:
         role, _, count = word.partition("=")

@@ -1,7 +1,7 @@
-"""Reads a YAML file, and words what is wrong with one so that a person can mend it.
+"""Reads a YAML file, and writes each problem as one line for the user.
 
-Every problem is one line: the key's path in the file, the value, the fix. Knows YAML and
-pydantic, and nothing of what the keys mean; never turns something wrong into a default.
+The line has the key's path in the file, the value and the fix. This module knows YAML and pydantic,
+but not the meaning of the keys. It must never replace a wrong value by a default.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from disagg.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which besides refuses a key given twice (PyYAML keeps the last)."""
+    """PyYAML's safe loader, but it refuses a key that is given twice. PyYAML keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Any, int] = {}
@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """The file's keys and values. Raises ConfigError if it can't be read or is no mapping."""
+    """The file's keys and values. Raises ConfigError if the file is unreadable or no mapping."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
@@ -44,7 +44,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); save it as UTF-8") from error
     except yaml.YAMLError as error:
         raise ConfigError(_syntax_problem(path, error)) from error
-    except ValueError as error:  # PyYAML lets these through, for 2026-13-01 for example
+    except ValueError as error:  # PyYAML does not wrap all errors, for example of 2026-13-01
         raise ConfigError(f"{path}: {error}; put the value in quotes") from error
     if content is None:
         raise ConfigError(f"{path}: empty; see serve_configs/cpu-1p1d.yaml for a small example")
@@ -69,16 +69,16 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Words that lead from a misspelt name to a known one."""
+    """A hint for a misspelt name: the nearest known name, or all known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]}?"
-    return f"known: {', '.join(names)}" if len(names) <= 12 else "no known name is like it"
+    return f"known: {', '.join(names)}" if len(names) <= 12 else "no known name is similar"
 
 
 def show(value: object) -> str:
-    """A value as one short piece of a line."""
+    """A value in at most 60 characters."""
     if value is None:
         return "empty"
     text = repr(value)

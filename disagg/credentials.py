@@ -1,7 +1,7 @@
-"""What a deployment keeps secret: its own secret, the clients' API keys, and the TLS files.
+"""A deployment's secrets: its own secret, the clients' API keys, and the TLS files.
 
-Read and judged before anything listens. A message must never show a secret or a key, nor a part
-of one: it says where the entry stands instead.
+They are read and checked before anything listens. A message must never show a secret or a key, nor
+a part of one. It names the place of the entry instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """What one client shows; the name is for the log."""
+    """The key of one client. The name is for the log."""
 
     name: str | None
     value: str = field(repr=False)
@@ -40,9 +40,9 @@ class TlsFiles(NamedTuple):
 
 
 def secret(deployment: Deployment) -> str:
-    """The configured secret, or a fresh random one: ask once per run, and hand it on.
+    """The configured secret, or a new random one. Call it once per run, and pass the result on.
 
-    Raises ConfigError if it is configured twice, can't be read, or is too short to be one.
+    Raises ConfigError if the secret is configured twice, unreadable or too short.
     """
     transfer = deployment.transfer
     value = _env_or_file(
@@ -60,10 +60,10 @@ def secret(deployment: Deployment) -> str:
 
 
 def api_keys(router: RouterSection, section: str = "router.") -> tuple[ApiKey, ...]:
-    """The keys that clients must show; empty when none are configured.
+    """The keys that clients must send; empty if none are configured.
 
-    `section` stands before a key's name in messages. Raises ConfigError if they are configured
-    twice, can't be read, name no key, or name one twice.
+    `section` is the prefix of a setting's name in messages. Raises ConfigError if the keys are
+    configured twice or unreadable, if there is no key, or if one is given twice.
     """
     env_key, file_key = f"{section}api_keys_env", f"{section}api_keys_file"
     value = _env_or_file(env_key, router.api_keys_env, file_key, router.api_keys_file)
@@ -84,20 +84,20 @@ def api_keys(router: RouterSection, section: str = "router.") -> tuple[ApiKey, .
 
 
 def engine_key(env: str) -> str:
-    """The key that engines ask for, from a variable. Raises ConfigError."""
+    """The key that the engines require, from an environment variable. Raises ConfigError."""
     value = os.environ.get(env, "").strip()
     if not _KEY.fullmatch(value):
         raise ConfigError(
-            f"--engine-key-env: {env!r} — this variable holds no key; export the one that the "
-            "engines were started with (VLLM_API_KEY)"
+            f"--engine-key-env: {env!r} — this variable holds no key; export the key with which "
+            "the engines were started (VLLM_API_KEY)"
         )
     return value
 
 
 def tls(router: RouterSection, section: str = "router.") -> TlsFiles | None:
-    """The certificate and key to serve https with; None for http.
+    """The certificate and key for https; None for http.
 
-    Raises ConfigError if one is missing, can't be read, or they don't belong together.
+    Raises ConfigError if one is missing or unreadable, or if they do not belong together.
     """
     cert_key, key_key = f"{section}tls_cert_file", f"{section}tls_key_file"
     cert, key = router.tls_cert_file, router.tls_key_file
@@ -112,20 +112,22 @@ def tls(router: RouterSection, section: str = "router.") -> TlsFiles | None:
         if f"{kind}-----" not in _text(name, path):
             raise ConfigError(f"{name}: {str(path)!r} — holds no {kind.lower()}; name a PEM file")
     try:
-        # An encrypted key would have OpenSSL ask at the terminal: give it a wrong answer instead.
+        # For an encrypted key OpenSSL would ask for a password at the terminal. It gets an empty
+        # one instead.
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, lambda: b"")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            problem = f"is not the key of {cert_key} ({str(cert)!r}); name the one that is"
+            problem = f"is not the key of {cert_key} ({str(cert)!r}); name that certificate's key"
         else:
             why = (error.reason or "unknown").replace("_", " ").lower()
-            problem = f"can't be used with {str(cert)!r} ({why}); name an unencrypted key of it"
+            problem = f"can't be used with {str(cert)!r} ({why}); name its key, unencrypted"
         raise ConfigError(f"{key_key}: {str(key)!r} — {problem}") from error
     return TlsFiles(cert, key)
 
 
 def _parsed(text: str, source: str) -> Iterator[ApiKey]:
-    """`name=key` or a bare key each; a name is a plain word, so that no key is taken for one."""
+    """The keys in a text: each is `name=key` or a bare key. A name must be a plain word, so that
+    no part of a key is taken for a name."""
     plain = [_COMMENT.sub("", line) for line in text.splitlines()]
     entries = [entry.strip() for line in plain for entry in line.split(",")]
     for number, entry in enumerate(filter(None, entries), start=1):
@@ -151,7 +153,7 @@ def _parsed(text: str, source: str) -> Iterator[ApiKey]:
 
 
 def _env_or_file(env_key: str, env: str | None, file_key: str, file: Path | None) -> str | None:
-    """The text that one of two keys leads to; None when neither is set."""
+    """The text from one of two settings, a variable or a file; None if neither is set."""
     if env is not None and file is not None:
         raise ConfigError(f"{env_key}: {env!r} — {file_key} is set too; keep one of them")
     if env is not None:

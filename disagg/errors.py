@@ -8,10 +8,10 @@
     │   ├── PeerRefused         hello failed: other model, layout, secret or version
     │   ├── PeerLost            connection refused, reset, or silent past the deadline
     │   └── DataCorrupt         size, fingerprint or checksum of what arrived is wrong
-    └── HiddenStatesError       a request's hidden states can't be had
-        ├── HiddenStatesTimeout the writer lives, and was not done in time; a TimeoutError too
-        ├── HiddenStatesFailed  the writer could not write them, and says why
-        └── HiddenStatesLost    the writer died first
+    └── HiddenStatesError       a request's hidden states are not available
+        ├── HiddenStatesTimeout the writer lives but has not finished in time; a TimeoutError too
+        ├── HiddenStatesFailed  the writer could not write them; the message has the reason
+        └── HiddenStatesLost    the writer died before it wrote them
 
 A TransferError never reaches a client: the decode engine then computes the prompt itself.
 """
@@ -24,7 +24,7 @@ class DisaggError(Exception):
 
 
 class ConfigError(DisaggError):
-    """The configuration is wrong. `problems` holds one line for each thing to mend."""
+    """The configuration is wrong. `problems` holds one line for each problem."""
 
     def __init__(self, problems: list[str] | str) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -57,7 +57,7 @@ class LeaseGone(TransferError):
 
 
 class PeerRefused(TransferError):
-    """The peer is not one we exchange blocks with; the message names the field."""
+    """This worker does not exchange blocks with the peer; the message names the field."""
 
     reason = "refused"
 
@@ -69,22 +69,22 @@ class PeerLost(TransferError):
 
 
 class DataCorrupt(TransferError):
-    """What arrived is not what was sent."""
+    """The received bytes are not the sent bytes."""
 
     reason = "corrupt"
 
 
 class HiddenStatesError(DisaggError):
-    """A request's hidden states can't be had."""
+    """A request's hidden states are not available."""
 
 
 class HiddenStatesTimeout(HiddenStatesError, TimeoutError):
-    """Their writer was still at work when the time was over."""
+    """The writer had not finished when the timeout ended."""
 
 
 class HiddenStatesFailed(HiddenStatesError):
-    """Their writer could not write them; the message says why."""
+    """The writer could not write them; the message has the reason."""
 
 
 class HiddenStatesLost(HiddenStatesError):
-    """Their writer ended before it had written them."""
+    """The writer ended before it wrote them."""

@@ -1,5 +1,4 @@
-"""Options that several commands have: settings of the router that a load is measured or planned
-with. As in `router.pairing` of the YAML."""
+"""Options that several commands share: the router's settings of `router.pairing` in the YAML."""
 
 from __future__ import annotations
 
@@ -7,16 +6,20 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-Role: TypeAlias = Literal["prefill", "decode"]  # without pydantic, which takes a while
+# As in `disagg.config`, which imports pydantic and so takes longer to import.
+Role: TypeAlias = Literal["prefill", "decode"]
 
-LocalPrefillTokens = Annotated[
-    int, typer.Option(min=0, help="Decode computes up to so long a prompt itself.")
-]
-PrefillWaitShare = Annotated[
-    float | None,
-    typer.Option(min=0, help="And any that waits longer for prefill, by this share."),
-]
-FirstToken = Annotated[Role, typer.Option(help="Whose first token a stream begins with.")]
-FirstTokenHoldS = Annotated[
-    float, typer.Option(min=0, help="How long prefill's may wait for decode's.")
-]
+LOCAL_PREFILL_TOKENS_HELP = "Decode computes prompts of up to this many tokens itself."
+PREFILL_WAIT_SHARE_HELP = (
+    "Also prefill on decode if the wait for prefill exceeds this share of the prompt's compute "
+    "time."
+)
+FIRST_TOKEN_HELP = "The role whose first token begins a stream: prefill or decode."
+FIRST_TOKEN_HOLD_S_HELP = (
+    "Longest time, in seconds, that prefill's first token is held until decode answers."
+)
+
+LocalPrefillTokens = Annotated[int, typer.Option(min=0, help=LOCAL_PREFILL_TOKENS_HELP)]
+PrefillWaitShare = Annotated[float | None, typer.Option(min=0, help=PREFILL_WAIT_SHARE_HELP)]
+FirstToken = Annotated[Role, typer.Option(help=FIRST_TOKEN_HELP)]
+FirstTokenHoldS = Annotated[float, typer.Option(min=0, help=FIRST_TOKEN_HOLD_S_HELP)]

@@ -1,7 +1,7 @@
-"""Makes Grafana's JSON of the panels: `python -m disagg.dashboards.grafana` writes `disagg.json`.
+"""Makes Grafana's JSON from the panels: `python -m disagg.dashboards.grafana` writes `disagg.json`.
 
-That file is what is shipped; a test says when it was not written again. Schema version 39 is read
-by Grafana 10.3 and all later ones.
+That file is shipped. A test fails if it does not match the panels. Grafana 10.3 and later read
+schema version 39.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The same, as the file has it."""
+    """The dashboard as the text of the file."""
     return json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -78,7 +78,7 @@ def _deployment_variable() -> dict[str, Any]:
         "refresh": 2,  # when the time range changes
         "multi": True,
         "includeAll": True,
-        "allValue": ".*",  # matches what has no such label, too
+        "allValue": ".*",  # also matches series without this label
         "current": {"text": ["All"], "value": ["$__all"], "selected": True},
     }
 
@@ -136,7 +136,7 @@ def _timeseries(panel: Panel) -> dict[str, Any]:
 
 
 def _stat() -> dict[str, Any]:
-    """A tile for each engine, green while it answers."""
+    """A tile for each engine, green while the engine answers."""
     states = {"0": {"text": "down", "color": "red"}, "1": {"text": "up", "color": "green"}}
     return {
         "fieldConfig": {

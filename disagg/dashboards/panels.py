@@ -1,12 +1,12 @@
-"""What the dashboard shows: rows of panels, each with its PromQL.
+"""The dashboard's rows of panels, each with its PromQL.
 
-The same families come in two ways: from the router's `/metrics` under their own names, and from
-Ray's metrics endpoint as `ray_NAME`, with `_` for each `:`. The dashboard's variable `via` holds
-the beginning of a name, so every query asks by a pattern of names, of which one way has one.
-A panel asks only for what is really emitted; a test compares.
+Prometheus gets the same metrics from two sources: from the router's `/metrics` under their own
+names, and from Ray's metrics endpoint as `ray_NAME`, with `_` for each `:`. The dashboard's
+variable `via` holds the prefix of a source. So each query selects by a pattern of names, which
+matches the name of one source. A panel uses only metrics that are emitted; a test compares.
 
-Of a Ray cluster with several deployments, the variable `deployment` chooses some; without that
-label there is nothing to choose.
+In a Ray cluster with several deployments, the variable `deployment` selects some of them. The
+router's own `/metrics` has no such label.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# A pattern of names begins with `^`, where one of Ray's begins with `ray_`: Grafana takes no
-# empty value.
+# The prefix of the router's names is `^`, the start of a pattern: Grafana accepts no empty value.
 VIA = {"the router's /metrics": "^", "Ray's metrics endpoint": "ray_"}
 _RANGE = "$__rate_interval"
 
 
 @dataclass(frozen=True)
 class Query:
-    """One line of a graph, or one for each set of labels that `legend` names."""
+    """One line of a graph, or one line for each set of labels that `legend` names."""
 
     expr: str
     legend: str
@@ -31,7 +30,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph. `unit` is Grafana's own name of a unit; `width` of 24."""
+    """One graph. unit: Grafana's name of a unit. width: columns, of 24."""
 
     title: str
     help: str
@@ -56,14 +55,14 @@ def _requests() -> list[Panel]:
     return [
         Panel(
             "Time to first byte (TTFT)",
-            "From a request's arrival at the router to its answer's first byte.",
+            "From a request's arrival at the router to the first byte of its answer.",
             "s",
             _quantiles("disagg_router_ttft_seconds"),
         ),
         Panel(
             "Time between tokens (ITL)",
-            "tokens: between two tokens of an answer, on the engines. chunks: the mean between "
-            "the chunks of one answer, at the router.",
+            "tokens: time between two tokens of an answer, at the engine. chunks: mean time "
+            "between the chunks of an answer, at the router.",
             "s",
             [
                 *_quantiles("vllm:inter_token_latency_seconds", what="tokens "),
@@ -72,7 +71,7 @@ def _requests() -> list[Panel]:
         ),
         Panel(
             "Requests",
-            "By the status that the client got; 499: the client left.",
+            "By the status that the client got. 499: the client disconnected.",
             "reqps",
             [_rates("disagg_router_requests_total", "status")],
             stacked=True,
@@ -91,8 +90,8 @@ def _requests() -> list[Panel]:
         ),
         Panel(
             "Tokens",
-            "Prompt tokens taken in and tokens generated, by engine. A prompt that was handed "
-            "over counts on both engines.",
+            "Prompt tokens and generated tokens, by engine. A prompt that was handed off counts "
+            "at both engines.",
             "short",
             [
                 _rates("vllm:prompt_tokens_total", "engine", legend="{{engine}} prompt/s"),
@@ -107,13 +106,14 @@ def _handoff() -> list[Panel]:
     return [
         Panel(
             "Handoff on the decode engine",
-            "From taking a lease into use to its release: connecting, moving, checking.",
+            "From acquiring a lease to its release: connecting, moving blocks, checking them.",
             "s",
             _quantiles(seconds),
         ),
         Panel(
             "Legs at the router",
-            "The prefill leg; and from its answer to the first bytes of decode's.",
+            "prefill: the prefill leg. then decode: from the prefill leg's end to the decode leg's "
+            "first bytes.",
             "s",
             [
                 *_quantiles("disagg_router_prefill_seconds", (0.5, 0.99), what="prefill "),
@@ -122,14 +122,14 @@ def _handoff() -> list[Panel]:
         ),
         Panel(
             "KV moved",
-            "Bytes that arrived each second, by transport.",
+            "Bytes received per second, by transport.",
             "Bps",
             [_rates(moved, "transport")],
             stacked=True,
         ),
         Panel(
             "Speed of a handoff",
-            "Bytes that arrived for each second that handoffs took, by decode engine.",
+            "Bytes received per second of handoff time, by decode engine.",
             "Bps",
             [
                 Query(
@@ -140,14 +140,14 @@ def _handoff() -> list[Panel]:
         ),
         Panel(
             "Handoffs",
-            "By how they ended on the decode engine.",
+            "By outcome at the decode engine.",
             "ops",
             [_rates("disagg_handoffs_total", "transport", "outcome")],
             stacked=True,
         ),
         Panel(
             "Pairings",
-            "Requests that were handed off, by who computed the prompt and who answered.",
+            "Requests that were handed off, by their prefill and decode engine.",
             "reqps",
             [
                 _rates(
@@ -166,7 +166,7 @@ def _engines() -> list[Panel]:
     return [
         Panel(
             "Engines",
-            "0: it is away, or has a problem; the page /ui says which.",
+            "0: the engine does not answer or has a problem; the page /ui has the details.",
             "short",
             [_now("disagg_router_engine_up", "engine", function="min")],
             kind="stat",
@@ -174,13 +174,13 @@ def _engines() -> list[Panel]:
         ),
         Panel(
             "KV cache in use",
-            "Share of an engine's blocks that requests hold.",
+            "Share of an engine's KV cache blocks that requests use.",
             "percentunit",
             [_now("vllm:kv_cache_usage_perc", "engine", function="max")],
         ),
         Panel(
             "Queues of the engines",
-            "Requests that run on an engine, and that wait there for a place in a step.",
+            "Requests that run on an engine, and requests that wait there.",
             "short",
             [
                 _now("vllm:num_requests_waiting", "engine", legend="{{engine}} waiting"),
@@ -189,7 +189,7 @@ def _engines() -> list[Panel]:
         ),
         Panel(
             "Leases held",
-            "Prompts whose blocks a prefill engine keeps until decode has fetched them.",
+            "Prompts whose blocks a prefill engine keeps until a decode engine has fetched them.",
             "short",
             [_now("disagg_leases_held", "engine")],
         ),
@@ -200,21 +200,23 @@ def _failures() -> list[Panel]:
     return [
         Panel(
             "KV that did not arrive",
-            "Decode then computed the prompt itself; docs/connector.md explains the reasons.",
+            "Loads of KV blocks that failed, so that decode computed the prompt. "
+            "docs/connector.md explains the reasons.",
             "ops",
             [_rates("disagg_kv_load_failures_total", "reason")],
             stacked=True,
         ),
         Panel(
             "Prompts left to decode",
-            "Requests that were not handed off, and why; docs/router.md explains the reasons.",
+            "Requests that were not handed off, by reason. docs/router.md explains the reasons.",
             "reqps",
             [_rates("disagg_router_local_total", "reason")],
             stacked=True,
         ),
         Panel(
             "Errors, retries, moves",
-            "Answers of 500 and more, legs that went to another engine, streams whose engine died.",
+            "Answers with status 500 and above, legs that were retried on another engine, streams "
+            "whose engine died.",
             "ops",
             [
                 _rates(
@@ -229,20 +231,20 @@ def _failures() -> list[Panel]:
         ),
         Panel(
             "Leases",
-            "By how they ended on the prefill engine.",
+            "By outcome at the prefill engine.",
             "ops",
             [_rates("disagg_leases_total", "outcome")],
             stacked=True,
         ),
         Panel(
             "Waits for a seat",
-            "How long requests waited at the router that had to wait.",
+            "Waiting time at the router of the requests that had to wait.",
             "s",
             _quantiles("disagg_router_queue_seconds", (0.5, 0.99)),
         ),
         Panel(
             "Engines at rest",
-            "1 while an engine that keeps failing gets trial requests alone.",
+            "1 while an engine that keeps failing gets only trial requests.",
             "short",
             [_now("disagg_router_engine_resting", "engine", function="max")],
         ),

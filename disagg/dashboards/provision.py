@@ -1,7 +1,7 @@
-"""`disagg dashboard`: takes the dashboard to a running Grafana, or writes the files of a new one.
+"""`disagg dashboard`: sends the dashboard to a running Grafana, or writes the files for a new one.
 
-Nothing that is there is lost unasked: over HTTP the dashboard of our own uid is replaced, and a
-folder's files are only those that this wrote or that were not there.
+It must never overwrite anything else. Over HTTP it replaces only the dashboard with our uid. In a
+folder it writes only files that it wrote before or that do not exist.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from disagg.errors import ConfigError, DisaggError
 
 ANSWER_S = 10.0
 HEAD = "# Written by `disagg dashboard --folder`."
-_MARKS = (HEAD, f'{{\n "uid": "{UID}",')  # how our files begin
-# Where Grafana's packages and images look for what is provisioned.
+_MARKS = (HEAD, f'{{\n "uid": "{UID}",')  # the first characters of our files
+# The provisioning folder of Grafana's packages and images.
 PROVISIONING = "/etc/grafana/provisioning"
 _REFUSED = {
-    401: "the token is not one of this Grafana's; name a variable with one in --token-env",
+    401: "the token is not valid for this Grafana; name a variable with a valid one in --token-env",
     403: "the token may not write dashboards; give its service account the role Editor",
-    404: "there is no Grafana's API; write the address that a browser shows, without a path of its "
-    "pages",
+    404: "no Grafana API at this URL; give Grafana's root URL, without the path of a page",
     412: "a dashboard that was provisioned from files cannot be replaced; change its files",
 }
 
 
 def send(url: str, token_env: str | None, ca: Path | None) -> str:
-    """Create or replace the dashboard over Grafana's HTTP API; returns the address of its page.
+    """Create or replace the dashboard through Grafana's HTTP API. Returns the URL of its page.
 
-    Without a token only a Grafana that lets everybody write takes it. Raises ConfigError or
+    Without a token it works only if Grafana lets everybody write. Raises ConfigError or
     DisaggError.
     """
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise ConfigError(f"--url: {url!r} — not one of a Grafana; write http://HOST:3000")
+        raise ConfigError(f"--url: {url!r} — not a Grafana's URL; write http://HOST:3000")
     headers = {"content-type": "application/json", **_authorization(token_env)}
     content = {"dashboard": json.loads(FILE.read_text("utf-8")), "overwrite": True}
     root = url.rstrip("/")
@@ -53,27 +52,30 @@ def send(url: str, token_env: str | None, ca: Path | None) -> str:
             page = str(answered["url"])
     except HTTPError as error:
         why = _REFUSED.get(error.code) or _message(error)
-        raise DisaggError(f"{url} answers {error.code}: {why}") from error
+        raise DisaggError(f"{url} returned {error.code}: {why}") from error
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else error
         raise DisaggError(f"{url}: {reason or type(error).__name__}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DisaggError(f"{url}: this is no answer of a Grafana's") from error
+        raise DisaggError(f"Not a Grafana: {url} returned an unexpected answer") from error
     origin = urlsplit(url)
-    return f"{origin.scheme}://{origin.netloc}{page}"  # the page's path has Grafana's own root
+    return f"{origin.scheme}://{origin.netloc}{page}"  # `page` includes Grafana's root path
 
 
 def write(folder: Path, router: str, prometheus: str) -> list[Path]:
-    """Write what Prometheus and Grafana read at their start; returns the files written.
+    """Write the configuration files of Prometheus and Grafana. Returns the paths written.
 
-    `prometheus.yml` has the router as its target; `provisioning/` is for Grafana's folder of that
-    name. Raises ConfigError.
+    `prometheus.yml` has the router as its target. `provisioning/` belongs into Grafana's folder of
+    that name. Raises ConfigError.
     """
     contents = files(router, prometheus)
     foreign = [path for name in contents if (path := folder / name).exists() and not _ours(path)]
     if foreign:
         raise ConfigError(
-            [f"--folder: {path} is there and not of this command; remove it" for path in foreign]
+            [
+                f"--folder: {path} exists and was not written by this command; remove it"
+                for path in foreign
+            ]
         )
     try:
         for name, content in contents.items():
@@ -82,16 +84,16 @@ def write(folder: Path, router: str, prometheus: str) -> list[Path]:
             path.write_text(content, "utf-8")
     except OSError as error:
         raise ConfigError(
-            f"--folder: {str(folder)!r} — {error.strerror}; name one that can be written"
+            f"--folder: {str(folder)!r} — {error.strerror}; name a writable folder"
         ) from error
     return [folder / name for name in contents]
 
 
 def files(router: str, prometheus: str) -> dict[str, str]:
-    """Their text, by path. Raises ConfigError."""
+    """The text of each file, by path. Raises ConfigError."""
     target = urlsplit(router)
     if target.scheme not in ("http", "https") or not target.hostname:
-        raise ConfigError(f"--router: {router!r} — not one of a router; write http://HOST:PORT")
+        raise ConfigError(f"--router: {router!r} — not a router's URL; write http://HOST:PORT")
     scrape = {
         "job_name": "disagg",
         "scrape_interval": "5s",

@@ -1,5 +1,5 @@
-"""How many prefill and decode engines a load wants: a simulation, and a search over it.
+"""How many prefill and decode engines a load needs: a simulation, and a search over it.
 
-Knows measured speeds and no engine: imports neither vLLM nor Ray, asks nothing over the network,
-and must never guess a speed that nobody measured.
+The simulation uses measured speeds. The package must never import vLLM or Ray, use the network, or
+guess a speed that was not measured.
 """

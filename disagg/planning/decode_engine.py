@@ -1,12 +1,12 @@
-"""A decode engine in the simulation: continuous batching, handoffs, prompts of its own.
+"""A decode engine in the simulation: continuous batching, handoffs, and prompts computed locally.
 
-Steps are counted one by one and simulated in stretches: while nothing comes and nobody finishes,
-each step is longer than the last by the same amount, so a whole stretch is one event, whatever
-its length. Steps that compute prompts as well are simulated singly.
+Steps are counted one by one, but simulated in stretches. While no request arrives or finishes, each
+step is longer than the step before by the same amount. So a whole stretch is one event, whatever
+its length. A step that also computes prompts is one event.
 
-A request is admitted when the KV cache has room for its prompt and its whole answer and a seat
-of `max_num_seqs` is free, in the order of arrival; its handoff begins then. vLLM knows no
-answer's length, admits earlier, and preempts when it was wrong.
+Requests are admitted in the order of arrival. A request is admitted when the KV cache has room for
+its prompt and its whole answer, and a seat of `max_num_seqs` is free. Then its handoff begins. vLLM
+does not know the length of an answer: it admits earlier, and preempts if the cache gets full.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from disagg.planning.events import Clock
 from disagg.planning.speeds import DecodeSpeed, HandoffSpeed
 
 
-class Watcher(Protocol):
-    """Who is told what comes out."""
+class TokenListener(Protocol):
+    """Is called with the tokens of a decode engine."""
 
     def first_token(self, now: float, request: int) -> None:
-        """The first token of an answer."""
+        """The engine made the answer's first token."""
 
     def last_token(self, now: float, request: int) -> None:
-        """The answer is whole."""
+        """The engine made the answer's last token."""
 
     def gaps(self, first_s: float, last_s: float, count: int) -> None:
-        """So many times between tokens, from `first_s` to `last_s` in even steps."""
+        """`count` times between two tokens, from `first_s` to `last_s` in even steps."""
 
 
 class DecodeEngine:
-    """Gets requests whose prompt is computed elsewhere, or is to be computed here."""
+    """Gets requests whose prompt a prefill engine computed, or that it computes itself."""
 
     __slots__ = (
         "_admitted",
@@ -52,6 +52,7 @@ class DecodeEngine:
         "_is_local",
         "_joining",
         "_kv_used",
+        "_listener",
         "_local",
         "_outputs",
         "_plan",
@@ -65,7 +66,6 @@ class DecodeEngine:
         "_steps",
         "_to_fetch",
         "_waiting",
-        "_watcher",
     )
 
     def __init__(
@@ -75,43 +75,44 @@ class DecodeEngine:
         sizes: tuple[Sequence[int], Sequence[int]],
         is_local: Callable[[int], bool],
         clock: Clock,
-        watcher: Watcher,
+        listener: TokenListener,
     ) -> None:
         self._speed, self._handoff, self._is_local = speed, handoff, is_local
         self._prompts, self._outputs = sizes
-        self._clock, self._watcher = clock, watcher
-        # Before their turn: for room, for a handoff's, and those that join with the next step.
+        self._clock, self._listener = clock, listener
+        # Requests that wait for room, for a handoff, and for the next step.
         self._waiting: deque[int] = deque()
         self._to_fetch: deque[int] = deque()
         self._joining: list[int] = []
         self._fetching = self._admitted = self._kv_used = 0
-        # Prompts that are computed here, and how far the first of them is.
+        # Prompts that are computed here, and the number of computed tokens of the first.
         self._local: deque[int] = deque()
         self._computed = 0
         self._finishing: list[int] = []
-        # Who runs, by the number of the step that makes its last token; their tokens in all.
+        # Running requests, each with the number of the step that makes its last token.
         self._running: list[tuple[int, int]] = []
+        # `_context`: tokens of all running requests.
         self._context = self._step = 0
-        # The stretch that runs: its steps (0: none), the first one's time, growth from step to
-        # step. A stretch that is cut short is planned anew, and the old plan's end is void.
+        # The current stretch: its steps (0: none), the time of its first step, the growth from step
+        # to step. If a stretch is cut short, it gets a new plan, and the old plan's end is ignored.
         self._starting = False
         self._steps = self._plan = self._gap_count = 0
         self._began = self._step_s = self._growth = 0.0
         self._busy_s = self._sequence_s = 0.0
 
     def add(self, now: float, request: int) -> None:
-        """A request has come."""
+        """A request arrives."""
         self._waiting.append(request)
         if self._admit(now):
             self._wake(now)
 
     def busy_s(self, now: float) -> tuple[float, float]:
-        """Seconds of its life so far in which it computed, and the sum of those of sequences."""
+        """Seconds so far in which it ran steps, and the sum over its sequences."""
         runs_s = now - self._began if self._steps else 0.0
         return self._busy_s + runs_s, self._sequence_s + runs_s * len(self._running)
 
     def _admit(self, now: float) -> bool:
-        """Give room to those in front; returns whether there are prompts to compute here."""
+        """Admit waiting requests in order. Returns whether there are prompts to compute here."""
         speed, waiting = self._speed, self._waiting
         while waiting and self._admitted < speed.max_num_seqs:
             request = waiting[0]
@@ -143,18 +144,18 @@ class DecodeEngine:
     # ---- steps -----------------------------------------------------------------------------
 
     def _wake(self, now: float) -> None:
-        """Somebody joins: now if nothing runs, or when the step that runs is over."""
+        """A request joins: now if no step runs, else after the current step."""
         if self._steps == 0:
             if not self._starting:
                 self._starting = True
-                self._clock.at(now, self._begin, 0)  # with all that come at the same moment
+                self._clock.at(now, self._begin, 0)  # together with other arrivals of this moment
         elif self._steps > 1:
             over = self._steps_until(now - self._began)
             if over < self._steps:
                 self._schedule(over)
 
     def _steps_until(self, elapsed: float) -> int:
-        """Steps of the stretch until the one is over that runs after so many seconds."""
+        """Steps of the stretch up to and including the one that runs after `elapsed` seconds."""
         first, growth = self._step_s, self._growth
         if growth > 0:
             half = first - growth / 2
@@ -162,7 +163,7 @@ class DecodeEngine:
         else:
             estimate = elapsed / first
         steps = max(1, math.ceil(estimate))
-        # Rounding may be one off either way.
+        # Rounding may be off by one, up or down.
         while steps > 1 and self._takes(steps - 1) >= elapsed:
             steps -= 1
         while self._takes(steps) < elapsed:
@@ -182,7 +183,7 @@ class DecodeEngine:
         self._starting = False
         self._gap_count = len(running)
         for request in self._joining:
-            # The handoff brought all but the first token, which the next step makes.
+            # The handoff brought the prompt; the next step makes the first token.
             heapq.heappush(running, (self._step + self._outputs[request], request))
             self._context += self._prompts[request]
         if not running and not self._local:
@@ -197,11 +198,11 @@ class DecodeEngine:
             self._schedule(running[0][0] - self._step)
         if self._joining:
             for request in self._joining:
-                self._watcher.first_token(now + self._step_s, request)
+                self._listener.first_token(now + self._step_s, request)
             self._joining = []
 
     def _compute_prompts(self, room: int) -> None:
-        """Prompts' tokens that the step takes along."""
+        """Add prompt tokens to the step, up to `room` tokens."""
         speed, local = self._speed, self._local
         while local and room > 0:
             prompt = self._prompts[local[0]]
@@ -218,7 +219,7 @@ class DecodeEngine:
         if plan != self._plan:
             return
         running, steps = self._running, self._steps
-        self._told_gaps(steps)
+        self._report_gaps(steps)
         self._busy_s, self._sequence_s = self.busy_s(now)
         self._steps = 0
         self._step += steps
@@ -227,7 +228,7 @@ class DecodeEngine:
             self._leave(now, heapq.heappop(running)[1])
         finishing, self._finishing = self._finishing, []
         for request in finishing:
-            self._watcher.first_token(now, request)
+            self._listener.first_token(now, request)
             self._context += self._prompts[request] + 1
             if self._outputs[request] == 1:
                 self._leave(now, request)
@@ -236,21 +237,21 @@ class DecodeEngine:
         self._admit(now)
         self._begin(now, 0)
 
-    def _told_gaps(self, steps: int) -> None:
-        """Every sequence has one gap a step, but for the first token of those that joined."""
+    def _report_gaps(self, steps: int) -> None:
+        """Every sequence has one gap per step, except for the first token of those that joined."""
         sequences, last = len(self._running), self._step_s + (steps - 1) * self._growth
         if self._gap_count == sequences:
             if sequences:
-                self._watcher.gaps(self._step_s, last, steps * sequences)
+                self._listener.gaps(self._step_s, last, steps * sequences)
             return
         if self._gap_count:
-            self._watcher.gaps(self._step_s, self._step_s, self._gap_count)
+            self._listener.gaps(self._step_s, self._step_s, self._gap_count)
         if steps > 1:
-            self._watcher.gaps(self._step_s + self._growth, last, (steps - 1) * sequences)
+            self._listener.gaps(self._step_s + self._growth, last, (steps - 1) * sequences)
 
     def _leave(self, now: float, request: int) -> None:
         tokens = self._prompts[request] + self._outputs[request]
         self._context -= tokens
         self._kv_used -= tokens
         self._admitted -= 1
-        self._watcher.last_token(now, request)
+        self._listener.last_token(now, request)

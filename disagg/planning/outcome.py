@@ -1,6 +1,6 @@
-"""What a simulated load got: percentiles, the share that met the targets, how busy engines were.
+"""The outcome of a simulated load: percentiles, the share that met the targets, engines' use.
 
-Only counts what a simulation told it; must never judge which numbers of engines are right.
+It only counts. It must never decide which numbers of engines are right.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Targets:
-    """A request meets them when its first token came within `ttft` seconds, and the mean time
-    between its tokens is at most `itl`. `share`: of the requests that must."""
+    """A request meets the targets if its first token came within `ttft` seconds, and the mean time
+    between its tokens is at most `itl` seconds. share: share of the requests that must."""
 
     ttft: float
     itl: float
     share: float
 
     def misses_allowed(self, requests: int) -> int:
-        """Requests that may miss them. Rounded first: 10 % of 30 are three, not 2.9999…"""
+        """Number of requests that may miss them. Rounded first: 10 % of 30 are 3, not 2.9999…"""
         return int(round((1 - self.share) * requests, 6))
 
 
 class Gaps:
-    """All times between two tokens, kept as runs of evenly spaced ones."""
+    """All times between two tokens, stored as runs of evenly spaced times."""
 
     def __init__(self) -> None:
         self._low, self._high, self._count = array("d"), array("d"), array("d")
 
     def add(self, first_s: float, last_s: float, count: int) -> None:
-        """So many times, from one to another in even steps; they never shrink in a run."""
+        """Add a run of `count` times, from `first_s` up to `last_s` in even steps."""
         self._low.append(first_s)
         self._high.append(last_s)
         self._count.append(count)
 
     def quantile(self, share: float) -> float:
-        """The time that this share of all does not exceed; NaN if there are none."""
+        """The time that this share of all times does not exceed; NaN if there are no times."""
         if not self._count:
             return float("nan")
         low, high = np.asarray(self._low), np.asarray(self._high)
@@ -62,7 +62,7 @@ class Gaps:
 
 @dataclass(frozen=True)
 class SimulationOutcome:
-    """One simulated run with so many engines. Times in seconds, of requests that were served."""
+    """One simulated run. Times in seconds, of requests that were served."""
 
     prefill: int
     decode: int
@@ -71,32 +71,34 @@ class SimulationOutcome:
     itl_p50: float
     itl_p99: float
     requests: int
-    missed: int  # one of the targets or both
-    late_first: int  # missed the first target
-    slow_next: int  # and the second
-    refused: int  # fit into no engine's cache
-    # Shares of the time in which requests came, NaN if all came at once.
+    missed: int  # requests that missed one target or both
+    late_first: int  # requests that missed `ttft`
+    slow_next: int  # requests that missed `itl`
+    refused: int  # requests that fit into no engine's cache
+    # Shares of the time until the last arrival; NaN if all requests came at once.
     prefill_busy: float
     decode_busy: float
     decode_batch: float  # sequences in a step, mean over the steps' time
 
     @property
     def share(self) -> float:
-        """Of the requests that met both targets."""
+        """Share of the requests that met both targets."""
         return 1 - self.missed / self.requests
 
     def meets(self, targets: Targets) -> bool:
-        """Whether enough of them did."""
+        """Whether enough requests met the targets."""
         return self.missed <= targets.misses_allowed(self.requests)
 
     def as_json(self) -> dict[str, Any]:
-        """The figures, None for what is not a number."""
+        """The figures as JSON values; NaN becomes None."""
         figures = {**vars(self), "share": self.share}
         return {name: None if value != value else value for name, value in figures.items()}
 
 
 def missed(ttft: Floats, between: Floats, targets: Targets) -> tuple[npt.NDArray[np.bool_], ...]:
-    """Which requests missed the first target, which the second. NaN as the time to the first
-    token: refused, which misses both; NaN between tokens: an answer of one token."""
+    """Two masks of requests: those that missed `ttft`, and those that missed `itl`.
+
+    `ttft` NaN: the request was refused, and misses both. `between` NaN: an answer of one token.
+    """
     refused = np.isnan(ttft)
     return refused | (ttft > targets.ttft), refused | (between > targets.itl)

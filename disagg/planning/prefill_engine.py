@@ -1,8 +1,8 @@
-"""A prefill engine in the simulation: one step at a time, prompts in the order of their arrival.
+"""A prefill engine in the simulation: one step at a time, prompts in the order of arrival.
 
-As vLLM's scheduler with chunked prefill: a step takes prompts until `max_num_batched_tokens`,
-the last one in part if it does not fit. Prefix caches are not part of the model, nor is the KV
-cache's size: see `report.NOT_MODELLED`.
+It works as vLLM's scheduler with chunked prefill: a step takes prompts up to
+`max_num_batched_tokens`, and a part of the last prompt if it does not fit. Prefix caches and the
+size of the KV cache are not modelled: see `report.NOT_MODELLED`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from disagg.planning.events import Clock, Happening
+from disagg.planning.events import Clock, EventCallback
 from disagg.planning.speeds import PrefillSpeed
 
 
@@ -31,24 +31,24 @@ class PrefillEngine:
     )
 
     def __init__(
-        self, speed: PrefillSpeed, prompts: Sequence[int], clock: Clock, done: Happening
+        self, speed: PrefillSpeed, prompts: Sequence[int], clock: Clock, done: EventCallback
     ) -> None:
         self._speed, self._prompts, self._clock, self._done = speed, prompts, clock, done
         self._queue: deque[int] = deque()
-        self._computed = 0  # tokens of the first in the queue that earlier steps have computed
+        self._computed = 0  # tokens of the queue's first prompt that are computed
         self._computing = False
         self._finishing: list[int] = []
         self._began = self._busy_s = 0.0
 
     def add(self, now: float, request: int) -> None:
-        """A prompt has come."""
+        """A prompt arrives."""
         self._queue.append(request)
         if not self._computing:
             self._computing, self._began = True, now
-            self._clock.at(now, self._begin, 0)  # with all that come at the same moment
+            self._clock.at(now, self._begin, 0)  # together with other arrivals of this moment
 
     def busy_s(self, now: float) -> float:
-        """Seconds of its life so far in which it computed."""
+        """Seconds so far in which it ran steps."""
         return self._busy_s + (now - self._began if self._computing else 0.0)
 
     def _begin(self, now: float, _: int) -> None:
@@ -57,7 +57,7 @@ class PrefillEngine:
         steps, tokens, attended = 1, 0, 0.0
         left = prompts[queue[0]] - self._computed
         if left > room:
-            # Steps that the first prompt fills alone, whatever comes meanwhile: all in one event.
+            # The first prompt fills these steps alone, whatever arrives meanwhile: one event.
             steps = (left - 1) // room
             tokens = steps * room
             attended = tokens * (self._computed + tokens / 2)

@@ -1,6 +1,6 @@
-"""`disagg plan`: reads trace and speeds, has the search done, and prints what was found.
+"""`disagg plan`: reads trace and speeds, runs the search, and prints the result.
 
-Says every assumption beside the result; must never decide a number of engines itself.
+It prints every assumption beside the result. It must never decide a number of engines itself.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from disagg.planning.search import Choice, Costs, Unreachable, search
 from disagg.planning.simulation import Routing, SimulatedLoad, simulate
 
 ASSUMED = (
-    "prompts are computed whole: no prefix cache, no tiers, no prompt is like another",
-    "a request meets the next-token target by the mean time between its tokens",
+    "every prompt is computed whole: no prefix cache, no tiers, no shared prefixes",
+    "a request meets the --itl target by the mean time between its tokens",
     "a decode engine admits a request when its prompt and its whole answer fit into the KV cache; "
     "vLLM admits earlier, and preempts",
-    "engines are as fast as measured, whoever else runs: each has its own cores or GPUs",
+    "engines are as fast as measured, because each has its own cores or GPUs",
 )
 NOT_MODELLED = (
-    "a full KV cache of a prefill engine, and leases that run out",
-    "a network that handoffs share: each gets the measured speed",
-    "the router's limits, its queue",
-    "other policies than least_loaded",
-    "engines that fail, start or drain; speculative decoding; clients that leave",
+    "a full KV cache of a prefill engine, and leases that expire",
+    "a network that handoffs share: each handoff has the measured speed",
+    "the router's limits and its queue",
+    "policies other than least_loaded",
+    "engines that fail, start or drain; speculative decoding; clients that disconnect",
 )
 
 
 @dataclass(frozen=True)
 class Question:
-    """What the command line asks, by its options' names. Raises ConfigError."""
+    """The options of `disagg plan`, by their names. Raises ConfigError if one is wrong."""
 
     trace: Path | None
     synthetic: str | None
@@ -65,16 +65,16 @@ class Question:
         held = self.routing.first_token_hold_s
         if held and self.routing.first_token != "prefill":
             raise ConfigError(
-                f"--first-token-hold-s: {held:g} — holds prefill's first token, and streams begin "
+                f"--first-token-hold-s: {held:g} — holds prefill's first token, but streams begin "
                 "with decode's; add --first-token prefill"
             )
         if not 0 < self.share <= 1:
             raise ConfigError(f"--share: {self.share:g} — must be more than 0 and at most 1")
         if (self.trace is None) == (self.synthetic is None):
-            raise ConfigError("--trace: name a file, or describe a load by --synthetic; not both")
+            raise ConfigError("--trace: name a file, or describe a load with --synthetic; not both")
         if (self.prefill is None) != (self.decode is None):
             missing = "prefill" if self.prefill is None else "decode"
-            raise ConfigError(f"--{missing}: missing; set both numbers, or none for a search")
+            raise ConfigError(f"--{missing}: missing; set both numbers, or neither for a search")
 
     @property
     def targets(self) -> Targets:
@@ -86,15 +86,17 @@ class Question:
 
     @property
     def engines(self) -> tuple[int, int] | None:
-        """So many (prefill, decode), instead of a search."""
+        """The numbers (prefill, decode) to simulate; None for a search."""
         if self.prefill is None or self.decode is None:
             return None
         return self.prefill, self.decode
 
 
 def run(question: Question, *, as_json: bool) -> int:
-    """Answer it. Returns 0, or 1 if no number of engines (or not those asked about) meets the
-    targets. Raises ConfigError."""
+    """Search or simulate, and print the result. Raises ConfigError.
+
+    Returns 0, or 1 if no numbers of engines meet the targets, or the given numbers do not.
+    """
     load = _load(question)
     console = Console(highlight=False, soft_wrap=True)
     reason, choice = None, None
@@ -192,9 +194,9 @@ def _assumptions(load: SimulatedLoad) -> list[str]:
         f"- handoff: {_ms(h.latency_s)} ms and {h.bytes_per_token:,.0f} bytes a token at "
         f"{h.bytes_per_s / 1e9:.3g} GB/s, {h.parallel} at once",
         f"- decode computes prompts of at most {routing.local_prefill_tokens} tokens itself"
-        f"{_helps(routing)}, in steps that take {d.prompt_token_s * 1e6:.3g} us longer a token and "
-        f"{d.prompt_token_context_s * 1e9:.3g} ns a token and token before it",
-        *_begins(routing),
+        f"{_local_prefill(routing)}, in steps that take {d.prompt_token_s * 1e6:.3g} us longer a "
+        f"token and {d.prompt_token_context_s * 1e9:.3g} ns a token and token before it",
+        *_first_token(routing),
         f"- router: {_ms(speeds.router_s)} ms a request, least_loaded for both roles, seed "
         f"{load.seed}",
         *(f"- {line}" for line in ASSUMED),
@@ -202,19 +204,19 @@ def _assumptions(load: SimulatedLoad) -> list[str]:
     ]
 
 
-def _helps(routing: Routing) -> str:
+def _local_prefill(routing: Routing) -> str:
     share = routing.prefill_wait_share
     if share is None:
         return ""
-    return f", and those that would wait longer for prefill, by {share:g} (prefill_wait_share)"
+    return f", and those that would wait longer at prefill (prefill_wait_share {share:g})"
 
 
-def _begins(routing: Routing) -> list[str]:
+def _first_token(routing: Routing) -> list[str]:
     if routing.first_token == "decode":
         return []
     held = routing.first_token_hold_s
     return [
-        "- answers whose prompt prefill computed are streamed, and begin with its own first token"
+        "- answers whose prompt prefill computed are streamed, and begin with prefill's first token"
         + (f", held for up to {_ms(held)} ms" if held else "")
     ]
 
@@ -227,7 +229,7 @@ def _ms(seconds: float) -> str:
 
 
 def _down(share: float) -> str:
-    """Never rounded up to a target that was missed."""
+    """A share in percent, rounded down: a missed target must not look met."""
     return f"{math.floor(share * 10000) / 100:g} %"
 
 

@@ -1,12 +1,14 @@
 """The cheapest numbers of engines that meet the targets.
 
-First what no number of engines can change: requests that miss a target on engines of their own.
-Then the fewest prefill engines beside decode engines in plenty, the fewest decode engines beside
-prefill engines in plenty, and from this corner outwards the cheapest pair that serves. More
-engines are taken never to be worse, which chance can contradict by an engine or two; where a
-number passes fifty it is found to within one in fifty.
+1. Refuse what no number of engines can change: requests that miss a target on idle engines.
+2. Find the fewest prefill engines, with more decode engines than needed.
+3. Find the fewest decode engines, with more prefill engines than needed.
+4. From these two numbers upwards, find the cheapest pair that meets the targets.
 
-Must never print, and knows of a load only what `simulation` answers.
+The search assumes that more engines never make the result worse. By chance they can, so the result
+may be off by an engine or two. Numbers above 50 are found to within 2 %.
+
+This module must never print. It learns about a load only through `simulation`.
 """
 
 from __future__ import annotations
@@ -20,33 +22,31 @@ from disagg.errors import DisaggError
 from disagg.planning.outcome import SimulationOutcome
 from disagg.planning.simulation import SimulatedLoad, meets, simulate
 
-_PLENTY = 4  # times what serves: what is added beyond changes nothing
-_FINE = 50  # numbers beyond it are found to within one in so many
+_PLENTY = 4  # times the number that serves; more engines change nothing
+_FINE = 50  # numbers above it are found to within one part in 50
 
 
 class Unreachable(DisaggError):
-    """No number of engines meets the targets; the message says why."""
+    """No number of engines meets the targets; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one engine of each role, in any unit."""
+    """Cost of one engine of each role, in any unit."""
 
     prefill: float
     decode: float
 
     def of(self, prefill: int, decode: int) -> float:
-        """Of so many."""
+        """The cost of these numbers of engines."""
         return self.prefill * prefill + self.decode * decode
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The cheapest that meets the targets, and others to see it among, cheapest first.
-
-    `together`: the fewest engines that meet them without prefill engines, each computing its own
-    prompts; None if no number does.
-    """
+    """best: the cheapest outcome that meets the targets. candidates: it and its neighbours,
+    cheapest first. together: the fewest engines that meet the targets without prefill engines; None
+    if no number does."""
 
     best: SimulationOutcome
     candidates: list[SimulationOutcome]
@@ -54,7 +54,7 @@ class Choice:
 
 
 def search(load: SimulatedLoad, costs: Costs) -> Choice:
-    """Find it. Raises Unreachable."""
+    """Find the cheapest numbers. Raises Unreachable."""
     refuse_unreachable(load)
     pair = _Cheapest(load, costs).pair()
     around = {pair} | {at for at in _around(*pair) if min(at) > 0}
@@ -72,7 +72,7 @@ def _step(number: int, share: int) -> int:
 
 
 def refuse_unreachable(load: SimulatedLoad) -> None:
-    """Raises Unreachable if too many requests miss a target with nothing else in the way."""
+    """Raises Unreachable if too many requests miss a target on idle engines."""
     trace, speeds, targets = load.trace, load.speeds, load.targets
     late: list[tuple[float, int]] = []
     slow: list[tuple[float, int]] = []
@@ -94,19 +94,19 @@ def refuse_unreachable(load: SimulatedLoad) -> None:
         return
     why = [
         f"no number of engines meets the targets: {missed:,} of {len(trace):,} requests miss them "
-        f"on engines of their own, and {1 - targets.share:.4g} of all may"
+        f"even on idle engines, and only a share of {1 - targets.share:.4g} may miss them"
     ]
     if late:
         seconds, tokens = min(late)
         why.append(
-            f"{len(late):,} get their first token after --ttft {targets.ttft:g} s; the quickest "
-            f"of them, a prompt of {tokens:,} tokens, takes {seconds:.3g} s"
+            f"{len(late):,} get their first token after --ttft {targets.ttft:g} s; the fastest "
+            f"of them, with a prompt of {tokens:,} tokens, takes {seconds:.3g} s"
         )
     if slow:
         seconds, tokens = min(slow)
         why.append(
-            f"{len(slow):,} have more than --itl {targets.itl:g} s between tokens; the quickest "
-            f"of them, of {tokens:,} tokens in all, {seconds:.3g} s"
+            f"{len(slow):,} have more than --itl {targets.itl:g} s between tokens; the fastest "
+            f"of them, with {tokens:,} tokens in all, has {seconds:.3g} s"
         )
     if unfit:
         why.append(
@@ -132,8 +132,8 @@ class _Cheapest:
         least_decode = self._least_decode(prefill_plenty, decode_plenty, guess=enough[1])
         best = (least_prefill, decode_plenty)
         stride = _step(least_prefill, _FINE)
-        # The corner itself comes second: its last requests can want decode engines in plenty, and
-        # with a price to beat one look is enough.
+        # The smallest number of prefill engines comes second. It may need many decode engines, and
+        # once there is a cost to beat, one simulation is enough to rule that out.
         nearest = (least_prefill + stride, least_prefill)
         beyond = itertools.count(least_prefill + 2 * stride, stride)
         for prefill in itertools.chain(nearest, beyond):
@@ -153,7 +153,7 @@ class _Cheapest:
         return _least(lambda decode: self._serves(prefill, decode), guess or least, most, least)
 
     def _enough(self) -> tuple[int, int]:
-        """Some numbers that serve, by doubling from what the work alone takes."""
+        """Numbers that serve, found by doubling from the smallest numbers that the work needs."""
         most = len(self._load.trace)
         pair = min(most, _prefill_work(self._load)), min(most, _decode_work(self._load))
         while not self._serves(*pair):
@@ -173,11 +173,11 @@ class _Cheapest:
 
 
 def _least(serves: Callable[[int], bool], guess: int, most: int, least: int = 1) -> int:
-    """The fewest from `least` on that serve, when `most` do; quick if `guess` is near."""
+    """The smallest number from `least` that serves, if `most` does. Fast if `guess` is near it."""
     below, enough = least - 1, most
     stride = _step(guess, _FINE)
     at = max(least, min(guess, most - 1))
-    # Ever larger strides from the guess, until one serves and the other does not.
+    # Growing strides from the guess, until one end serves and the other does not.
     while below < at < enough:
         if serves(at):
             enough = at
@@ -218,8 +218,11 @@ def _prefill_work(load: SimulatedLoad) -> int:
 
 
 def _decode_work(load: SimulatedLoad) -> int:
-    """Of the growth of steps with each sequence and its tokens; what a step costs anyhow is
-    shared by who runs together."""
+    """Decode engines that the work needs at least.
+
+    Counts only what each sequence and its tokens add to a step. The fixed cost of a step is shared
+    by all sequences in it.
+    """
     speed, trace = load.speeds.decode, load.trace
     seconds = sum(
         output * (speed.step(1, prompt + output // 2) - speed.step_s)

@@ -1,11 +1,12 @@
-"""A load on so many engines, event by event: what each request gets.
+"""Simulates a load on a number of engines, event by event.
 
-The way of a request is the router's: a decode engine is drawn, then, unless its prompt is short,
-a prefill engine, each the less loaded of two drawn at random (`least_loaded` in
-`disagg/router/pairing/policies.py`: prompt tokens of the requests in flight and 256 for each); the
-prompt is computed, handed off, and decoded. Without prefill engines decode computes every prompt.
-What `Routing` says beyond that is done as the router does it.
-One seed gives one result. Must never look at the real clock.
+Requests are routed as the router does. A decode engine is chosen, then a prefill engine, unless the
+prompt is short. Each is the less loaded of two random engines (`least_loaded` in
+`disagg/router/pairing/policies.py`: prompt tokens of the requests in flight, and 256 for each
+request). Then the prompt is computed, handed off, and decoded. Without prefill engines decode
+computes every prompt. The settings of `Routing` work as in the router.
+
+One seed gives one result. This module must never read the real clock.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from disagg.router.pairing.first_token_hold import FirstTokenHold
 from disagg.router.pairing.local_prefill import LocalPrefill
 from disagg.router.pairing.prefill_backlog import PrefillBacklog, Speed
 
-# What a request costs besides its prompt, in prompt tokens, as the router counts.
+# Load of a request besides its prompt, in prompt tokens, as the router counts it.
 _REQUEST_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Settings of the router, as in `router.pairing` of the YAML."""
+    """The router's settings of `router.pairing` in the YAML."""
 
     local_prefill_tokens: int = 64
     prefill_wait_share: float | None = None
@@ -44,7 +45,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class SimulatedLoad:
-    """What does not change from one number of engines to another."""
+    """All inputs of a simulation except the numbers of engines."""
 
     trace: Trace
     speeds: Speeds
@@ -53,12 +54,14 @@ class SimulatedLoad:
     seed: int
 
     def is_local(self, request: int, prefill: int) -> bool:
-        """Whether decode computes this prompt whatever prefill has to do, with so many prefill
-        engines."""
+        """Whether decode computes this prompt whatever the load of prefill is.
+
+        `prefill`: the number of prefill engines.
+        """
         return prefill == 0 or self.trace.prompt[request] <= self.routing.local_prefill_tokens
 
     def begins_at_prefill(self, request: int) -> bool:
-        """Whether the answer does, if its prompt is computed there."""
+        """Whether the answer begins with prefill's first token, if prefill computes the prompt."""
         return self.routing.first_token == "prefill" and self.trace.output[request] > 1
 
     def first_token_alone(self, request: int) -> float:
@@ -72,20 +75,20 @@ class SimulatedLoad:
         return first
 
     def fits(self, request: int) -> bool:
-        """Whether a decode engine's cache has room for it at all."""
+        """Whether the request fits into an empty decode engine's cache."""
         tokens = self.trace.prompt[request] + self.trace.output[request]
         return tokens <= self.speeds.decode.kv_tokens
 
 
 def simulate(load: SimulatedLoad, prefill: int, decode: int) -> SimulationOutcome:
-    """The load on so many engines, to its last token."""
+    """Simulate the load on these numbers of engines, to the last token."""
     run = _Run(load, prefill, decode, misses=len(load.trace))
     run.serve()
     return run.outcome()
 
 
 def meets(load: SimulatedLoad, prefill: int, decode: int) -> bool:
-    """Whether enough requests meet the targets; ends as soon as too many have missed them."""
+    """Whether enough requests meet the targets. Ends as soon as too many have missed them."""
     run = _Run(load, prefill, decode, load.targets.misses_allowed(len(load.trace)))
     try:
         run.serve()
@@ -95,7 +98,7 @@ def meets(load: SimulatedLoad, prefill: int, decode: int) -> bool:
 
 
 class _TooManyMisses(Exception):
-    """No need to go on."""
+    """Ends a simulation whose result is known."""
 
 
 class _Pool:
@@ -106,7 +109,7 @@ class _Pool:
         self._random = drawn.random
 
     def take(self, tokens: int) -> int:
-        """The engine that gets a request."""
+        """Choose the engine of a request, and add the request to its load."""
         cost, count = self._cost, len(self._cost)
         chosen = int(self._random() * count)
         if count > 1:
@@ -118,13 +121,13 @@ class _Pool:
         return chosen
 
     def leave(self, engine: int, tokens: int) -> None:
-        """The engine has nothing more to do with the request."""
+        """The request has left the engine."""
         self._cost[engine] -= tokens + _REQUEST_TOKENS
 
 
-class _Help:
-    """When decode reads a prompt that would wait for prefill: the rule of the router
-    (`Service._prefill_is_busy`), by its estimates."""
+class _WaitRule:
+    """When decode computes a prompt that would wait at prefill: the router's rule and estimates
+    (`prefill_wait_share`, `LocalPrefill`)."""
 
     def __init__(self, share: float, prompts: Sequence[int], prefill: int, decode: int) -> None:
         self._local_prefill, self._prompts, self._now = LocalPrefill(share), prompts, 0.0
@@ -139,12 +142,12 @@ class _Help:
     def left(self, engine: int) -> None:
         self._requests[engine] -= 1
 
-    def is_wanted(self, now: float, request: int, engine: int) -> bool:
-        """From this decode engine, where the request has its seat."""
+    def is_local(self, now: float, request: int, engine: int) -> bool:
+        """Whether this decode engine, where the request has its seat, computes the prompt."""
         self._now = now
         wait_s = math.inf
-        for reading in self._prefill:  # maybe thousands, of which the first is idle
-            wait_s = min(wait_s, reading.left_s())
+        for backlog in self._prefill:  # may be thousands, but usually the first is idle
+            wait_s = min(wait_s, backlog.left_s())
             if not wait_s:
                 break
         return self._local_prefill.is_worth_it(
@@ -154,19 +157,19 @@ class _Help:
             self._requests[engine],
         )
 
-    def prefill_reads(self, now: float, request: int, engine: int) -> None:
+    def prefill_begins(self, now: float, request: int, engine: int) -> None:
         self._now = now
         self._prefill[engine].begin(self._prompts[request])
 
-    def prefill_has_read(self, now: float, request: int, engine: int) -> None:
+    def prefill_ends(self, now: float, request: int, engine: int) -> None:
         self._now = now
         self._prefill[engine].finish(self._prompts[request])
 
-    def decode_reads(self, now: float, request: int, engine: int) -> None:
+    def decode_begins(self, now: float, request: int, engine: int) -> None:
         self._now = now
         self._decode[engine].begin(self._prompts[request])
 
-    def decode_answers(self, now: float, request: int, engine: int) -> None:
+    def decode_ends(self, now: float, request: int, engine: int) -> None:
         self._now = now
         self._decode[engine].forget(self._prompts[request])
 
@@ -181,10 +184,11 @@ class _Run:
         self._load, self._trace, self._misses_left = load, trace, misses
         self._clock, self._gaps = Clock(), Gaps()
         share = load.routing.prefill_wait_share
-        self._help: _Help | None = None
+        self._wait_rule: _WaitRule | None = None
         if share is not None and prefill:
-            self._help = _Help(share, trace.prompt, prefill, decode)
-        # As decode sees them: of who begins at prefill, the first token is the prompt's last.
+            self._wait_rule = _WaitRule(share, trace.prompt, prefill, decode)
+        # Prompt and output tokens at decode. If an answer begins with prefill's first token, decode
+        # gets that token as the last one of the prompt.
         self._sizes = [*trace.prompt], [*trace.output]
         self._is_local = [False] * len(trace)
         self._prefill_pool, self._decode_pool = _Pool(prefill, drawn), _Pool(decode, drawn)
@@ -205,13 +209,13 @@ class _Run:
         ]
         self._prefill_of, self._decode_of = [-1] * len(trace), [-1] * len(trace)
         self._first, self._last = [math.nan] * len(trace), [math.nan] * len(trace)
-        self._begun: dict[int, float] = {}  # until when prefill's first token is held
+        self._begun: dict[int, float] = {}  # time until which prefill's first token is held
         self._first_token_hold = FirstTokenHold(load.routing.first_token_hold_s)
-        # Until the last request came: seconds of prefill steps, of decode steps, of sequences.
+        # Until the last arrival: seconds of prefill steps, of decode steps, of decode sequences.
         self._busy_s = (0.0, 0.0, 0.0)
 
     def serve(self) -> None:
-        """Let all requests come, and everything happen."""
+        """Simulate all arrivals and events."""
         clock, load = self._clock, self._load
         to_prefill = load.speeds.router_s + load.speeds.prefill.request_s
         to_decode = load.speeds.router_s + load.speeds.decode.request_s
@@ -227,21 +231,21 @@ class _Run:
                 clock.at(now + to_decode, self._at_decode, request)
             else:
                 engine = self._prefill_of[request] = self._prefill_pool.take(tokens)
-                if self._help is not None:
-                    self._help.prefill_reads(now, request, engine)
+                if self._wait_rule is not None:
+                    self._wait_rule.prefill_begins(now, request, engine)
                 clock.at(now + to_prefill, self._at_prefill, request)
         self._busy_s = self._busy_until(self._trace.at[-1])
         clock.run(math.inf)
 
     def _stays(self, now: float, request: int) -> bool:
         """Whether decode computes the prompt."""
-        helping, engine = self._help, self._decode_of[request]
+        rule, engine = self._wait_rule, self._decode_of[request]
         stays = self._load.is_local(request, len(self._prefill))
-        if helping is not None:
-            helping.seated(engine)
-            stays = stays or helping.is_wanted(now, request, engine)
+        if rule is not None:
+            rule.seated(engine)
+            stays = stays or rule.is_local(now, request, engine)
             if stays:
-                helping.decode_reads(now, request, engine)
+                rule.decode_begins(now, request, engine)
         return stays
 
     def _busy_until(self, now: float) -> tuple[float, float, float]:
@@ -255,8 +259,8 @@ class _Run:
     def _prefilled(self, now: float, request: int) -> None:
         engine = self._prefill_of[request]
         self._prefill_pool.leave(engine, self._trace.prompt[request])
-        if self._help is not None:
-            self._help.prefill_has_read(now, request, engine)
+        if self._wait_rule is not None:
+            self._wait_rule.prefill_ends(now, request, engine)
         if self._load.begins_at_prefill(request):
             self._begun[request] = now + self._first_token_hold.of(now - self._trace.at[request])
             prompts, outputs = self._sizes
@@ -267,10 +271,10 @@ class _Run:
     def _at_decode(self, now: float, request: int) -> None:
         self._decode[self._decode_of[request]].add(now, request)
 
-    # ---- what the decode engines tell --------------------------------------------------------
+    # ---- TokenListener: called by the decode engines -----------------------------------------
 
     def first_token(self, now: float, request: int) -> None:
-        """See `decode_engine.Watcher`, as of the next two."""
+        """See `TokenListener`, also for the next two methods."""
         until = self._begun.pop(request, None)
         if until is not None:
             held = min(until, now)
@@ -279,14 +283,14 @@ class _Run:
                 self._gaps.add(now - held, now - held, 1)
             return
         self._first[request] = now
-        if self._help is not None and self._is_local[request]:
-            self._help.decode_answers(now, request, self._decode_of[request])
+        if self._wait_rule is not None and self._is_local[request]:
+            self._wait_rule.decode_ends(now, request, self._decode_of[request])
 
     def last_token(self, now: float, request: int) -> None:
         self._last[request] = now
         self._decode_pool.leave(self._decode_of[request], self._trace.prompt[request])
-        if self._help is not None:
-            self._help.left(self._decode_of[request])
+        if self._wait_rule is not None:
+            self._wait_rule.left(self._decode_of[request])
         targets, first = self._load.targets, self._first[request]
         gaps = self._trace.output[request] - 1
         late = first - self._trace.at[request] > targets.ttft
@@ -301,10 +305,10 @@ class _Run:
         if self._misses_left < 0:
             raise _TooManyMisses
 
-    # ---- what came of it ---------------------------------------------------------------------
+    # ---- result ------------------------------------------------------------------------------
 
     def outcome(self) -> SimulationOutcome:
-        """After `serve`."""
+        """The outcome. Call it after `serve`."""
         first, last = np.array(self._first), np.array(self._last)
         ttft = first - np.array(self._trace.at)
         late, slow = missed(ttft, self._between(first, last), self._load.targets)

@@ -1,4 +1,4 @@
-"""What an engine costs: the speeds that `disagg bench speeds` measures, and their file.
+"""The speeds of engines that `disagg bench speeds` measures, and their file.
 
 All times are seconds. A step of an engine, which computes `tokens` of prompts and one token of
 each running sequence, takes
@@ -7,9 +7,9 @@ each running sequence, takes
     decode:   step_s + sequence_s * sequences + context_token_s * context
               + prompt_token_s * tokens + prompt_token_context_s * attended
 
-where `context` is the sum of the running sequences' lengths, and `attended` the sum, over all
-prompt tokens of the step, of the tokens before each: n tokens after p others attend to
-n * (p + n / 2). Nothing here is a default: a speed that is not in the file is an error.
+`context` is the sum of the running sequences' lengths in tokens. `attended` is the number of tokens
+before each prompt token of the step, summed over these tokens: n tokens after p others attend to
+n * (p + n / 2). There are no defaults: a speed that is not in the file is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class SpeedsSection(BaseModel):
-    """Base of all parts: frozen, unknown keys refused."""
+    """Base of all parts: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, validate_by_name=True
@@ -36,9 +36,11 @@ class SpeedsSection(BaseModel):
 
 
 class PrefillSpeed(SpeedsSection):
-    """A prefill engine."""
+    """Speed of a prefill engine."""
 
-    request_s: Seconds = Field(description="Of a request, in which the engine can do other work")
+    request_s: Seconds = Field(
+        description="Time of each request during which the engine can do other work"
+    )
     step_s: Seconds
     token_s: Annotated[float, Field(gt=0)]
     token_context_s: Seconds
@@ -46,16 +48,18 @@ class PrefillSpeed(SpeedsSection):
     max_num_seqs: Count
 
     def alone(self, prompt: int) -> float:
-        """Computing this prompt on an engine that does nothing else."""
+        """Seconds to compute this prompt on an idle engine."""
         steps = -(-prompt // self.max_num_batched_tokens)
         work = self.token_s * prompt + self.token_context_s * prompt * prompt / 2
         return self.request_s + steps * self.step_s + work
 
 
 class DecodeSpeed(SpeedsSection):
-    """A decode engine."""
+    """Speed of a decode engine."""
 
-    request_s: Seconds = Field(description="Of a request, in which the engine can do other work")
+    request_s: Seconds = Field(
+        description="Time of each request during which the engine can do other work"
+    )
     step_s: Annotated[float, Field(gt=0)]
     sequence_s: Seconds
     context_token_s: Seconds
@@ -66,45 +70,45 @@ class DecodeSpeed(SpeedsSection):
     kv_tokens: Count = Field(description="Tokens that its KV cache has room for")
 
     def step(self, sequences: int, context: int) -> float:
-        """A step in which no prompt is computed."""
+        """Seconds of a step that computes no prompt."""
         return self.step_s + self.sequence_s * sequences + self.context_token_s * context
 
     def between_alone(self, prompt: int, output: int) -> float:
-        """Mean time between the tokens of an answer that runs alone."""
+        """Mean seconds between the tokens of an answer on an otherwise idle engine."""
         return self.step(1, 0) + self.context_token_s * (prompt + output / 2)
 
     def prompt_alone(self, prompt: int) -> float:
-        """Computing this prompt here, as far as the first token, with nothing beside it."""
+        """Seconds to compute this prompt and its first token on an idle decode engine."""
         steps = -(-prompt // self.max_num_batched_tokens)
         work = self.prompt_token_s * prompt + self.prompt_token_context_s * prompt * prompt / 2
         return self.request_s + steps * self.step_s + work
 
 
 class HandoffSpeed(SpeedsSection):
-    """What moving a prompt's KV cache costs."""
+    """Speed of a handoff."""
 
     latency_s: Seconds
     bytes_per_token: Annotated[float, Field(gt=0)]
-    bytes_per_s: Annotated[float, Field(gt=0)] = Field(description="Of one handoff")
-    parallel: Count = Field(description="Handoffs at once, of one decode engine")
+    bytes_per_s: Annotated[float, Field(gt=0)] = Field(description="Speed of one handoff")
+    parallel: Count = Field(description="Handoffs that one decode engine runs at once")
 
     def takes(self, prompt: int) -> float:
-        """Seconds for the cache of this prompt."""
+        """Seconds to move the KV cache of this prompt."""
         return self.latency_s + prompt * self.bytes_per_token / self.bytes_per_s
 
 
 class Speeds(SpeedsSection):
-    """The whole file. `measured` says where they are from; it is shown and not used."""
+    """The whole file. `measured` describes the measurement; it is only printed."""
 
     measured: dict[str, Any] = Field(min_length=1)
     prefill: PrefillSpeed
     decode: DecodeSpeed
-    # "handover": its name in files of 0.1.
+    # Files of 0.1 call it "handover".
     handoff: HandoffSpeed = Field(validation_alias=AliasChoices("handoff", "handover"))
-    router_s: Seconds = Field(description="What the router adds to a request")
+    router_s: Seconds = Field(description="Time that the router adds to a request")
 
     def first_token_alone(self, prompt: int, *, local: bool) -> float:
-        """Time to the first token when nothing else runs; `local`: decode computes the prompt."""
+        """Seconds to the first token on idle engines. `local`: decode computes the prompt."""
         if local:
             return self.router_s + self.decode.prompt_alone(prompt)
         handed = self.router_s + self.prefill.alone(prompt) + self.handoff.takes(prompt)

@@ -1,8 +1,8 @@
-"""The load: when requests come and how long their prompts and answers are.
+"""The load: arrival times of requests, and the lengths of their prompts and answers.
 
-From a file (JSON lines or CSV), or made from a description; arrivals can be scaled to a rate, or
-made by a seeded Poisson process where a file has none. Never repairs a line: what is wrong is
-said with file, line and field.
+A load comes from a file (JSON lines or CSV), or is generated from a description. Arrivals can be
+scaled to a rate. If a file has no arrivals, a seeded Poisson process makes them. A wrong line is
+never repaired: the error names file, line and field.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXAMPLE = '{"at": 0.5, "prompt_tokens": 800, "output_tokens": 100}'
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order of their arrival. Seconds from the first one, and tokens."""
+    """Requests in the order of arrival. at: seconds after the first one. prompt, output: tokens."""
 
     at: Sequence[float]
     prompt: Sequence[int]
@@ -39,7 +39,7 @@ class Trace:
 
     @property
     def rate(self) -> float:
-        """Requests a second, infinite if all come at once."""
+        """Requests per second; infinite if all arrive at once."""
         if len(self) < 2 or self.at[-1] <= 0:
             return math.inf
         return (len(self) - 1) / self.at[-1]
@@ -54,10 +54,8 @@ class _Row:
 
 
 def read(path: Path, rate: float | None, seed: int) -> Trace:
-    """A file's requests. `rate` scales its arrivals, or makes them where it has none.
-
-    Raises ConfigError.
-    """
+    """A file's requests. `rate` (requests per second) scales the arrivals, or makes them if the
+    file has none. Raises ConfigError."""
     rows = list(_csv_rows(path) if path.suffix == ".csv" else _json_rows(path))
     if not rows:
         raise ConfigError(f"{path}: no requests; write lines like {_EXAMPLE}")
@@ -65,12 +63,12 @@ def read(path: Path, rate: float | None, seed: int) -> Trace:
     if timed and len(timed) < len(rows):
         odd = next(row for row in rows if (row.at is None) == (rows[0].at is not None))
         raise ConfigError(
-            f"{odd.place}: at: {'missing' if odd.at is None else 'given'}, unlike the lines before;"
-            " give it on every line, or on none and set --rate"
+            f"{odd.place}: at: {'missing' if odd.at is None else 'given'}, unlike in the lines "
+            "before; give it on every line, or on no line and set --rate"
         )
     if not timed:
         if rate is None:
-            raise ConfigError(f"{path}: at: on no line; set --rate to requests a second")
+            raise ConfigError(f"{path}: at: on no line; set --rate to the requests per second")
         at = _poisson(len(rows), rate, seed)
         origin = f"{path}, arrivals: Poisson, {rate:g} a second, seed {seed}"
     else:
@@ -80,10 +78,10 @@ def read(path: Path, rate: float | None, seed: int) -> Trace:
 
 
 def synthetic(text: str, rate: float | None, seed: int) -> Trace:
-    """Requests of a description, `requests=N,prompt=MEAN,output=MEAN[,sigma=S]`.
+    """Requests generated from a description, `requests=N,prompt=MEAN,output=MEAN[,sigma=S]`.
 
-    Sizes are log-normal with these means, `sigma` of their logarithm (0, the default: all alike);
-    arrivals are Poisson at `rate`. Raises ConfigError.
+    Sizes are log-normal with these means; `sigma` is that of their logarithm (default 0: all sizes
+    equal). Arrivals are Poisson at `rate` requests per second. Raises ConfigError.
     """
     values = {"sigma": 0.0}
     known = ("requests", "prompt", "output", "sigma")
@@ -97,7 +95,7 @@ def synthetic(text: str, rate: float | None, seed: int) -> Trace:
             f"--synthetic: {missing[0]}: missing; write requests=10000,prompt=1000,output=200"
         )
     if rate is None:
-        raise ConfigError("--rate: missing; --synthetic needs requests a second")
+        raise ConfigError("--rate: missing; --synthetic needs the requests per second")
     random = np.random.default_rng([seed, 1])
     count, sigma = math.ceil(values["requests"]), values["sigma"]
 
@@ -123,7 +121,9 @@ def _scaled(path: Path, at: list[float], rate: float | None) -> tuple[list[float
     if rate is None:
         return at, str(path)
     if at[-1] <= 0:
-        raise ConfigError(f"{path}: at: the same on every line; leave it out, and --rate makes it")
+        raise ConfigError(
+            f"{path}: at: equal on all lines; remove it, and --rate makes the arrivals"
+        )
     factor = (len(at) - 1) / at[-1] / rate
     return [time * factor for time in at], f"{path}, arrivals scaled to {rate:g} a second"
 
@@ -147,7 +147,7 @@ def _csv_rows(path: Path) -> Iterator[_Row]:
     for fields in reader:
         place = f"{path}:{reader.line_num}"
         if None in fields or None in fields.values():
-            raise ConfigError(f"{place}: not as many fields as the header; give each column one")
+            raise ConfigError(f"{place}: not as many fields as the header; give one per column")
         yield _row(place, {name.strip(): _number(value) for name, value in fields.items()})
 
 
@@ -161,7 +161,7 @@ def _text(path: Path) -> str:
 
 
 def _number(text: str) -> Any:
-    """A CSV's field as the JSON value that it stands for; empty: none."""
+    """A CSV field as a JSON value; None if it is empty."""
     try:
         return json.loads(text) if text.strip() else None
     except ValueError:

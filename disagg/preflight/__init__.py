@@ -1,1 +1,1 @@
-"""What can be known before anything is started: checks, and the resolved plan."""
+"""Checks and the resolved plan of a deployment, before anything is started."""

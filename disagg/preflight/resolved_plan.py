@@ -1,7 +1,7 @@
 """The resolved plan of a deployment: what `disagg serve` would start, as plain data.
 
-Only tells; must never decide a value that the cluster or an engine does not decide the same
-way, and never holds a secret. What is only known at start stands in angle brackets.
+It must never contain a secret, nor a value that differs from the value that the cluster or an
+engine uses. A value that is known only at start is a description in angle brackets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ANY_PORT = "<any free port>"
 
 
 def resolve(deployment: Deployment) -> dict[str, Any]:
-    """The plan in values that JSON and YAML can hold, in the order in which one reads it."""
+    """The plan in values for JSON and YAML, in the order of the deployment's file."""
     router, transfer = deployment.router, deployment.transfer
     scheme = "http" if router.tls_cert_file is None else "https"
     return {

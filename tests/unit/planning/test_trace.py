@@ -41,7 +41,7 @@ def test_arrivals_are_made_where_none_are(tmp_path: Path) -> None:
     assert list(read.at) != list(trace.read(path, 50.0, 8).at)
     with pytest.raises(ConfigError) as caught:
         trace.read(path, None, 0)
-    assert problem(caught) == f"{path}: at: on no line; set --rate to requests a second"
+    assert problem(caught) == f"{path}: at: on no line; set --rate to the requests per second"
 
 
 def test_synthetic_sizes_have_their_means() -> None:

@@ -54,7 +54,7 @@ def test_a_sound_deployment_passes() -> None:
             "float32",
         ),
         ({"max_num_seqs": [1]}, "engine.args.max_num_seqs: [1] — must be a whole number"),
-        ({"block_size": 16}, "engine.args.block_size: 16 — vLLM on CPU wants a multiple of 32; "
+        ({"block_size": 16}, "engine.args.block_size: 16 — vLLM on CPU needs a multiple of 32; "
          "set 32"),
         ({"block_size": 0}, "engine.args.block_size: 0 — must be at least 1"),
         ({"model": "x"}, "engine.args.model: 'x' — set by disagg; set model.path"),
@@ -65,7 +65,7 @@ def test_a_sound_deployment_passes() -> None:
         ),
         (
             {"decode_context_parallel_size": 2},
-            "engine.args.decode_context_parallel_size: 2 — its blocks can't be handed off; "
+            "engine.args.decode_context_parallel_size: 2 — such blocks can't be handed off; "
             "set 1 or remove it",
         ),
     ],
@@ -102,8 +102,8 @@ def test_on_gpus_the_block_size_is_left_to_vllm() -> None:
         (
             {"dtype": "float16"},
             {},
-            "prefill.args.dtype: 'float16' — decode.args.dtype: not set: they must agree, or no "
-            "block can be exchanged; set engine.args.dtype alone",
+            "prefill.args.dtype: 'float16' — decode.args.dtype: not set: they must be equal, or no "
+            "block can be exchanged; set only engine.args.dtype",
         ),
         ({"block_size": 64}, {}, "prefill.args.block_size: 64"),
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "decode.args.kv_cache_dtype"),
@@ -112,13 +112,13 @@ def test_on_gpus_the_block_size_is_left_to_vllm() -> None:
         (
             {"speculative_config": {"method": "eagle3", "model": "/head"}},
             {"speculative_config": {"method": "ngram"}},
-            "decode.args.speculative_config: {'method': 'ngram'}: the draft has a KV cache",
+            "decode.args.speculative_config: {'method': 'ngram'}: this draft has a KV cache",
         ),
         (
             {"max_model_len": 4096},
             {"max_model_len": 2048},
-            "decode.args.max_model_len: 2048 — prefill.args.max_model_len: 4096: decode must take "
-            "every prompt that prefill takes; set 4096 or more",
+            "decode.args.max_model_len: 2048 — prefill.args.max_model_len: 4096: decode must "
+            "accept every prompt that prefill accepts; set 4096 or more",
         ),
     ],
 )
@@ -187,7 +187,7 @@ def test_an_engine_has_a_gpu_for_each_rank() -> None:
 
 
 def test_pipeline_stages_on_cpu_are_warmed_up() -> None:
-    """vLLM does it for compiled models alone, and an engine that was not fails when it is asked."""
+    """vLLM warms up only compiled models. Without a warm-up the engine fails at a request."""
     args = {"pipeline_parallel_size": 2}
     made = deployment_with(prefill={"args": args})
     specs = [EngineSpec(made, role, 0, "run", "/tmp/kv", True, "s", "k") for role in ROLES]
@@ -196,7 +196,7 @@ def test_pipeline_stages_on_cpu_are_warmed_up() -> None:
     assert prefill["compilation_config"]["backend"] == "eager"
     assert decode["enforce_eager"] is True
     (line,) = problems_of(engine={"args": {"enforce_eager": True}}, decode={"args": args})
-    assert line.startswith("engine.args.enforce_eager: True — on CPU, vLLM fails")
+    assert line.startswith("engine.args.enforce_eager: True — with it, an engine with pipeline")
 
 
 def test_rays_executor_wants_gpus() -> None:
@@ -248,12 +248,13 @@ def test_the_port_must_be_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         (line,) = problems_of(router={"port": port})
-    assert line == f"router.port: {port} — in use on 127.0.0.1; set another one, or 0 for any free"
+    fix = "set another port, or 0 for a free one"
+    assert line == f"router.port: {port} — in use on 127.0.0.1; {fix}"
     checks.check(deployment_with(router={"port": port}))
 
 
 def test_the_host_must_be_this_machines() -> None:
-    assert "no address of this machine" in problems_of(router={"host": "192.0.2.1"})[0]
+    assert "not an address of this machine" in problems_of(router={"host": "192.0.2.1"})[0]
     assert problems_of(router={"host": "no.such.host.invalid"})[0].startswith("router.host: ")
 
 
@@ -287,7 +288,7 @@ def test_the_secrets_variable_is_not_the_users() -> None:
 def test_without_vllm_names_are_unchecked_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_args, "known_arguments", lambda: None)
     warnings = checks.check(deployment_with(engine={"args": {"no_such_thing": 1}}))
-    assert any("unchecked" in line for line in warnings)
+    assert any("arguments are not checked" in line for line in warnings)
 
 
 @pytest.mark.parametrize(
