@@ -50,6 +50,7 @@ class Host:
         self.address, self.address6 = f"192.0.2.{number}", f"2001:db8::{number:x}"
         self.pid = 0
         """Of its first process; all others end with it."""
+        self.started: list[subprocess.Popen[bytes]] = []
 
     def words(self, argv: Sequence[str]) -> list[str]:
         """The command that runs this one there, in the working directory of whoever runs it."""
@@ -61,7 +62,7 @@ class Host:
         """Run a program there, what it says in a file. It ends with the host."""
         more = {"TMPDIR": str(self.folder), **(env or {})}
         with log.open("ab") as out:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self.words(argv),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -69,6 +70,8 @@ class Host:
                 env=os.environ | more,
                 start_new_session=True,
             )
+        self.started.append(process)
+        return process
 
     @contextlib.contextmanager
     def network(self) -> Iterator[None]:
@@ -124,7 +127,11 @@ class Hosts:
     ) -> None:
         for process in reversed(self._first):
             process.kill()  # and, by --kill-child, all that is there
-            process.wait(_END_S)
+            process.communicate(timeout=_END_S)
+        for host in self._hosts.values():
+            for process in host.started:
+                process.kill()  # nsenter stops with a program that is stopped
+                process.wait(_END_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def silence(self, name: str) -> None:

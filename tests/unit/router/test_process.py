@@ -198,6 +198,7 @@ def test_tls_and_keys(start: Callable[..., Router], tmp_path: Path) -> None:
         assert [sent["authorization"] for sent in engine.headers] == ["Bearer of-the-engines"]
     until(lambda: len(router.log) == 2)
     assert [line.get("key") for line in router.log] == [None, "ann"]
+    trusting.close()
     with pytest.raises(httpx.ConnectError):
         complete(router.url)  # a client that does not trust the certificate
     with pytest.raises(httpx.HTTPError):

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -65,6 +65,7 @@ class Pair:
     peers: Peers
     endpoint: Endpoint
     folder: Path
+    channels: list[Channel] = field(default_factory=list)
 
     def grant(self, lease: int, block_ids: list[int], seconds: float = 30) -> None:
         self.leases.grant(lease, f"request-{lease}", block_ids, seconds)
@@ -110,7 +111,10 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     peers = Peers("decode-0", FINGERPRINT, SECRET)
     receiver = SharedStorageReceiver(target, storage)
     endpoint = Endpoint("127.0.0.1", server.port, "life-1")
-    yield Pair(source, target, leases, server, sender, receiver, peers, endpoint, storage.folder)
+    pair = Pair(source, target, leases, server, sender, receiver, peers, endpoint, storage.folder)
+    yield pair
+    for opened in pair.channels:
+        opened.close()
     peers.close()
     server.close()
     sender.close()
@@ -408,7 +412,9 @@ def test_sweep_takes_what_dead_processes_left(pair: Pair) -> None:
 
 
 def channel(pair: Pair, secret: bytes = SECRET) -> Channel:
-    return Channel.connect("127.0.0.1", pair.server.port, secret, Deadline.after(5))
+    opened = Channel.connect("127.0.0.1", pair.server.port, secret, Deadline.after(5))
+    pair.channels.append(opened)
+    return opened
 
 
 def ask(on: Channel, message: p.Request) -> p.Answer:
