@@ -3,7 +3,7 @@
 For a second after each message a vLLM worker calls `os.sched_yield` in a loop. On a GPU host
 that spends a core nobody misses. Where the same cores must compute, it is worse than a waste:
 on two cores and Linux 6.18, requests stalled for tenths of a second, up to seconds, and no longer
-did when the loop slept 50 us instead (docs/benchmarks.md). Why is not proven; that kernel's
+did when the loop slept 50 us instead (docs/decisions/0001). Why is not proven; that kernel's
 scheduler is thought to charge each yield to the process that makes it.
 """
 
