@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -25,6 +23,8 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from disagg.bench.results import Output, Row, Target, target
+from disagg.bench.results import Table as ResultTable
 from disagg.chaos.answer_check import RIGHT, WRONG, Received, judge
 from disagg.chaos.expected_answers import CHAT, VOCABULARY
 from disagg.chaos.faulty_engine import DECODE, MID_STREAM, PREFILL
@@ -76,9 +76,7 @@ class Report:
         return sum(self.outcomes.values(), Counter[str]())
 
 
-def run(
-    requests: int, clients: int, seed: int, first_token: Role, *, json_path: Path | None
-) -> int:
+def run(requests: int, clients: int, seed: int, first_token: Role, output: Output) -> int:
     """Run it and print. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     report = uvloop.run(storm(requests, clients, seed, first_token, console))
@@ -95,12 +93,8 @@ def run(
         f"the slowest {report.slowest_s:.1f} s; router {report.rss_mib[0]:.0f} to "
         f"{report.rss_mib[-1]:.0f} MiB; problems: {len(report.problems) or 'none'}"
     )
-    results.note(f"{sum(report.total().values())} requests: {dict(report.total())}.")
-    problems = len(report.problems)
-    results.aim("answers that are neither right nor one well-formed error", "0", str(problems),
-                met=not problems)  # fmt: skip
-    if json_path is not None:
-        json_path.write_text(json.dumps(_as_json(report), indent=2))
+    command = "router-faults" if first_token == "decode" else f"router-faults-{first_token}"
+    output.write(command, _as_json(report), [_result_table(report)], _targets(report))
     return 1 if report.problems else 0
 
 
@@ -252,6 +246,28 @@ def _table(report: Report, role: int) -> Table:
     for kind in (PREFILL, DECODE)[role]:
         table.add_row(kind, *(str(rows[kind][column] or "") for column in columns))
     return table
+
+
+def _result_table(report: Report) -> ResultTable:
+    counts = report.total()
+    rows: list[Row] = [{"outcome": name, "count": counts[name]} for name in sorted(counts)]
+    rows += [
+        {"outcome": "streams that began with prefill's token", "count": report.begun_at_prefill},
+        {"outcome": "slowest answer, s", "count": round(report.slowest_s, 1)},
+        {"outcome": "router's memory at the start, MiB", "count": round(report.rss_mib[0])},
+        {"outcome": "router's memory at the end, MiB", "count": round(report.rss_mib[-1])},
+    ]
+    kinds = len(report.outcomes)
+    return ResultTable(f"{counts.total():,} requests, {kinds} combinations of faults", rows)
+
+
+def _targets(report: Report) -> list[Target | None]:
+    return [
+        target("wrong answers", report.total()[WRONG], at_most=0),
+        target(
+            "problems (wrong, late, still in flight, leases held)", len(report.problems), at_most=0
+        ),
+    ]
 
 
 def _as_json(report: Report) -> dict[str, Any]:

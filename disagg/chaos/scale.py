@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from disagg.bench.results import Output, target
+from disagg.bench.results import Row as ResultRow
+from disagg.bench.results import Table as ResultTable
 from disagg.chaos.steady_load import SteadyLoad
 from disagg.errors import DisaggError
 from disagg.testing import results
@@ -45,13 +48,13 @@ _DISAGG = [sys.executable, "-m", "disagg.cli"]
 class ScaleRow:
     """One order under load. Seconds from the order to its end."""
 
-    order: str
+    command: str
     seconds: float
     answers: int
     errors: int
 
 
-def run(clients: int) -> int:
+def run(clients: int, output: Output) -> int:
     """Run it. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     with _scene(console) as (folder, port, single):
@@ -67,12 +70,28 @@ def run(clients: int) -> int:
     Console(width=max(console.width, 100), highlight=False).print(results.keep(_table(rows)))
     load.report(console)
     unnoticed = all(row.answers and not row.errors for row in rows)
-    wrong, errors = load.counts["wrong"], sum(row.errors for row in rows)
-    results.aim("wrong answers and errors", "0", f"{wrong} and {errors}", met=not wrong + errors)
+    shown: list[ResultRow] = [
+        {
+            "command": f"disagg {row.command}",
+            "done after, s": round(row.seconds),
+            "answers meanwhile": row.answers,
+            "errors": row.errors,
+        }
+        for row in rows
+    ]
+    output.write(
+        "scale",
+        {"commands": [asdict(row) for row in rows], "answers": dict(load.counts)},
+        [ResultTable(f"Commands under the load of {clients} clients", shown)],
+        [
+            target("wrong answers", load.counts["wrong"], at_most=0),
+            target("errors", load.counts["error"], at_most=0),
+        ],
+    )
     return 0 if unnoticed and not load.counts["wrong"] else 1
 
 
-def run_waves(clients: int, waves: int, half_s: float) -> int:
+def run_waves(clients: int, waves: int, half_s: float, output: Output) -> int:
     """`waves` times `clients` for `half_s` and none for `half_s`. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     with _scene(console, _FOLLOWING) as (folder, port, single):
@@ -82,6 +101,24 @@ def run_waves(clients: int, waves: int, half_s: float) -> int:
     load.report(console)
     followed = changes == [["1 -> 2"], ["2 -> 1"]] * waves
     console.print("followed" if followed else f"did not follow: {changes}", markup=False)
+    edges: list[ResultRow] = [
+        {"clients": n, "changes of the decode pool": ", ".join(some) or "none"}
+        for n, some in zip((clients, 0) * waves, changes, strict=True)
+    ]
+    missed = sum(
+        found != wanted
+        for found, wanted in zip(changes, [["1 -> 2"], ["2 -> 1"]] * waves, strict=True)
+    )
+    output.write(
+        "scale-waves",
+        {"changes": changes, "answers": dict(load.counts)},
+        [ResultTable(f"The autoscaler, half a wave of {half_s:g} s each", edges)],
+        [
+            target("edges that the autoscaler did not follow once", missed, at_most=0),
+            target("wrong answers", load.counts["wrong"], at_most=0),
+            target("errors", load.counts["error"], at_most=0),
+        ],
+    )
     return 0 if followed and set(load.counts) == {"right"} else 1
 
 
@@ -176,5 +213,5 @@ def _table(rows: list[ScaleRow]) -> Table:
     for column in ("done after", "answers meanwhile", "errors"):
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(row.order, f"{row.seconds:.0f} s", str(row.answers), str(row.errors))
+        table.add_row(row.command, f"{row.seconds:.0f} s", str(row.answers), str(row.errors))
     return table

@@ -22,6 +22,7 @@ import httpx
 from rich.console import Console
 
 from disagg import config
+from disagg.bench.results import Output, Row, Table, target
 from disagg.chaos.sabotage import Saboteur
 from disagg.cluster import start
 from disagg.cluster.serve import Progress
@@ -58,6 +59,7 @@ def run(
     file: Path | None,
     transports: Sequence[TransportName] | None,
     sabotage: bool,
+    output: Output,
 ) -> int:
     """Run it, with the deployment of a file or a small one. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
@@ -88,13 +90,35 @@ def run(
             saboteur.end()
             console.print(f"sabotage: {dict(saboteur.done)}")
         held = held_after_quiet(running.url)
-        _print_metrics(console, running.url)
-    shown = f"outcomes: {dict(outcomes)}; held at the end: {held or 'nothing'}"
-    console.print(results.note(shown))
-    results.aim("wrong answers", "0", str(outcomes["wrong"]), met=not outcomes["wrong"])
-    results.aim("leases, requests and files held at the end", "nothing", str(held or "nothing"),
-                met=not held)  # fmt: skip
+        metrics = _metrics(running.url)
+    for line in metrics:
+        console.print(line)
+    console.print(f"outcomes: {dict(outcomes)}; held at the end: {held or 'nothing'}")
+    done = {} if saboteur is None else dict(saboteur.done)
+    output.write(
+        "soak",
+        {"outcomes": dict(outcomes), "sabotage": done, "held": held, "metrics": metrics},
+        [Table(f"{requests:,} requests, {concurrency} at once", _rows(outcomes, done, metrics))],
+        [
+            target("wrong answers", outcomes["wrong"], at_most=0),
+            target("errors", outcomes["error"], at_most=0),
+            target("leases, requests and chunks held at the end", len(held), at_most=0),
+        ],
+    )
     return 0 if not held and not outcomes["wrong"] and not outcomes["error"] else 1
+
+
+def _rows(
+    outcomes: Mapping[str, int], done: Mapping[str, int], metrics: Sequence[str]
+) -> list[Row]:
+    """Counts: of answers, of sabotage, and of the engines' metrics that are not zero."""
+    rows: list[Row] = [{"counted": f"answers: {k}", "count": n} for k, n in outcomes.items()]
+    rows += [{"counted": f"sabotage: {name}", "count": n} for name, n in done.items()]
+    for line in metrics:
+        name, _, value = line.rpartition(" ")
+        if float(value):
+            rows.append({"counted": f"`{name}`", "count": float(value)})
+    return rows
 
 
 def _deployment(file: Path | None, transports: Sequence[TransportName] | None) -> Deployment:
@@ -129,17 +153,16 @@ def as_options(args: Mapping[str, Any]) -> list[str]:
     return options
 
 
-def _print_metrics(console: Console, url: str) -> None:
-    """How the handoffs ended, as the engines counted."""
+def _metrics(url: str) -> list[str]:
+    """How the handoffs ended, as the engines counted: lines of the router's `/metrics`."""
     shown = (
         "disagg_handoffs_total",
         "disagg_kv_load_failures_total",
         "disagg_leases_total",
         "disagg_tier_hits_total",
     )
-    for line in client().get(f"{url}/metrics", timeout=10).text.splitlines():
-        if line.startswith(shown):
-            console.print(line)
+    lines = client().get(f"{url}/metrics", timeout=10).text.splitlines()
+    return [line for line in lines if line.startswith(shown)]
 
 
 def plans(requests: int, cancel: float, longest: int = max(_LENGTHS)) -> list[SoakPlan]:

@@ -10,7 +10,6 @@ prefill leg from request to answer.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import random
 import statistics
@@ -27,6 +26,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from disagg.bench.first_token.memcpy import allowed_ms, memcpy_speed
+from disagg.bench.results import Output, Target, target
+from disagg.bench.results import Row as ResultRow
+from disagg.bench.results import Table as ResultTable
 from disagg.bench.transfer import nixl
 from disagg.errors import ConfigError, StartupError
 from disagg.testing import results
@@ -40,6 +43,9 @@ KV_BYTES_PER_TOKEN = 32 << 10
 # Prompts in one chunk: of a chunked one ExampleConnector stores a part, and its reader dies.
 _ARGS = ("--max-num-batched-tokens", "16384")
 _SHORT = (64, 256)  # not in the table: for the threshold of handoffs that pay
+# What a connector may cost prefill's own answer, and two engines that never met.
+_PREFILL_AIM, _FIRST_AIM_MS = 1.03, 100.0
+_SHOWN = {"ours": "disagg", "example": "ExampleConnector", "nixl": "NixlConnector"}
 Samples = dict[tuple[int, str], list[float]]
 Row = dict[str, float]
 
@@ -62,7 +68,7 @@ def run(
     *,
     transport: TransportName,
     peers: Sequence[str],
-    json_path: Path | None,
+    output: Output,
 ) -> int:
     """Measure and print. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
@@ -75,7 +81,8 @@ def run(
         samples = _measure(pairs, servers, [*_SHORT, *lengths], repeats, folder, console)
         memory = {name: _memory(server) for name, server in servers.items()}
     names = [pair.name for pair in pairs[1:]]
-    rows = _report(samples, lengths, names)
+    memcpy = memcpy_speed()
+    rows = _report(samples, lengths, names, memcpy)
     meetings = {
         way: round(statistics.median(seconds) * 1000, 1)
         for (length, way), seconds in samples.items()
@@ -91,9 +98,13 @@ def run(
         f"up to about {threshold} tokens decode computes as fast as it takes them over: "
         "router.pairing.local_prefill_tokens"
     )
-    if json_path is not None:
-        result = {"rows": rows, "first_ms": meetings, "memory": memory}
-        json_path.write_text(json.dumps({**result, "local_prefill_tokens": threshold}, indent=2))
+    figures = {"rows": rows, "first_ms": meetings, "memory": memory, "memcpy_gb_s": memcpy / 1e9}
+    output.write(
+        "handoff" if transport == "process_memory" else f"handoff-{transport}",
+        {**figures, "local_prefill_tokens": threshold},
+        _tables(rows, meetings, ["ours", *names]),
+        _targets(rows, meetings, names),
+    )
     return 0
 
 
@@ -285,13 +296,16 @@ def _memory(server: VllmServer) -> str:
     return " + ".join(f"{size:.0f}" for size in sizes if size > 50) + " MiB resident"
 
 
-def _report(samples: Samples, lengths: Sequence[int], peers: Sequence[str]) -> list[Row]:
+def _report(
+    samples: Samples, lengths: Sequence[int], peers: Sequence[str], memcpy: float
+) -> list[Row]:
     rows = []
     for length in lengths:
         median = {way: statistics.median(s) for (at, way), s in samples.items() if at == length}
         row: Row = {f"{way} ms": round(seconds * 1000, 1) for way, seconds in median.items()}
         row |= {"tokens": length, "MB": round(length * KV_BYTES_PER_TOKEN / 1e6, 1)}
         row["excess ms"] = round((median["ours"] - median["ours floor"]) * 1000, 1)
+        row["allowed ms"] = allowed_ms(length * KV_BYTES_PER_TOKEN, memcpy)
         row["ours/local"] = round(median["ours"] / median["local"], 3)
         row["prefill/alone"] = round(median["ours prefill"] / median["prefill alone"], 3)
         for peer in peers:
@@ -300,12 +314,61 @@ def _report(samples: Samples, lengths: Sequence[int], peers: Sequence[str]) -> l
     return rows
 
 
+def _tables(
+    rows: Sequence[Row], meetings: dict[str, float], names: Sequence[str]
+) -> list[ResultTable]:
+    """First tokens by length, then the first handoffs between two engines."""
+    found: list[ResultRow] = []
+    for row in rows:
+        shown: ResultRow = {"tokens": int(row["tokens"]), "MB": row["MB"]}
+        shown |= {"prefix cache": row["ours floor ms"], "disagg": row["ours ms"]}
+        shown |= {"excess": row["excess ms"], "allowed excess": row["allowed ms"]}
+        for peer in names[1:]:
+            shown |= {
+                _SHOWN[peer]: row[f"{peer} ms"],
+                f"ratio to {_SHOWN[peer]}": row[f"ours/{peer}"],
+            }
+        shown |= {"computed by decode": row["local ms"], "prefill leg": row["ours prefill ms"]}
+        found.append(shown | {"prefill leg, ratio to plain": row["prefill/alone"]})
+    first: list[ResultRow] = [
+        {
+            "connector": _SHOWN[name],
+            "first": meetings[f"{name} first"],
+            "later, median": meetings[f"{name} later"],
+        }
+        for name in names
+    ]
+    return [
+        ResultTable("First token of decode, median ms", found),
+        ResultTable("First token of the first handoff between two engines (300 tokens), ms", first),
+    ]
+
+
+def _targets(
+    rows: Sequence[Row], meetings: dict[str, float], peers: Sequence[str]
+) -> list[Target | None]:
+    found: list[Target | None] = []
+    for row in rows:
+        at = f"{row['tokens']:,.0f} tokens"
+        for peer in peers:
+            name = f"first token, ratio to {_SHOWN[peer]}"
+            found.append(target(name, row[f"ours/{peer}"], at=at, at_most=1.0))
+        excess, allowed = row["excess ms"], row["allowed ms"]
+        found.append(target("excess over prefix cache, ms", excess, at=at, at_most=allowed))
+        name = "prefill leg, ratio to a plain request"
+        found.append(target(name, row["prefill/alone"], at=at, at_most=_PREFILL_AIM))
+    more = round(meetings["ours first"] - meetings["ours later"], 1)
+    name = "first handoff between two engines, ms more than later ones"
+    return [*found, target(name, more, at_most=_FIRST_AIM_MS)]
+
+
 def _table(rows: Sequence[Row], peers: Sequence[str], transport: str) -> Table:
     table = Table(
         title="First token of decode, median ms (float32, 32 KiB of KV a token, CPU); "
         f"ours over {transport}"
     )
-    columns = ["tokens", "MB", "ours floor ms", "ours ms", "excess ms", "local ms", "ours/local"]
+    columns = ["tokens", "MB", "ours floor ms", "ours ms", "excess ms", "allowed ms", "local ms"]
+    columns.append("ours/local")
     for peer in peers:
         columns += [f"{peer} floor ms", f"{peer} ms", f"ours/{peer}"]
     columns += ["ours prefill ms", "prefill/alone"]

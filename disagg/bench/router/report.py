@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from disagg.bench.results import Row, Target, target
+from disagg.bench.results import Table as ResultTable
 from disagg.bench.router.fake_engine import CHUNKS
 from disagg.testing import results
 
@@ -24,6 +26,7 @@ TARGETS = (DIRECT, OURS, WITH_TWO_PROCESSES, WITH_MIGRATION, PEER)
 
 
 _MEASURES = ("requests_s", "first_p50", "cpu")
+_BUSY = (16, 64)  # numbers of clients that the targets are for
 
 
 class RouterCase(NamedTuple):
@@ -136,7 +139,58 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)
 
 
-# ---- tables --------------------------------------------------------------------------------
+# ---- the results file ------------------------------------------------------------------------
+
+
+def tables(report: Mapping[str, Any]) -> list[ResultTable]:
+    """One for streams, one for answers in one piece."""
+    found = []
+    for mode in MODES:
+        mine = [_shown(row) for row in report["rows"] if row["mode"] == mode]
+        if mine:
+            found.append(ResultTable(_title(mode, report["pace_ms"]), mine))
+    return found
+
+
+def _shown(row: Mapping[str, Any]) -> Row:
+    streams = row["mode"] == "stream"
+    shown: Row = {"clients": row["clients"], "router": row["target"]}
+    shown["requests/s"] = row["requests_s"]
+    if streams:
+        shown["chunks/s"] = row["chunks_s"]
+    shown["first byte p50, ms"] = row["first_p50_ms"]
+    shown["first byte p99, ms"] = row["first_p99_ms"]
+    if streams:
+        shown["router CPU, s per million chunks"] = row["cpu_s_per_million_chunks"]
+    else:
+        shown["router CPU, ms per request"] = row["cpu_router_ms"]
+    shown[f"requests/s, ratio to {PEER}"] = row["requests_s_over_peer"]
+    shown[f"first byte p50, ratio to {PEER}"] = row["first_p50_over_peer"]
+    shown[f"CPU, ratio to {PEER}"] = row["cpu_over_peer"]
+    return shown
+
+
+def targets(report: Mapping[str, Any]) -> list[Target | None]:
+    """Against the peer: requests/s when busy, the first byte when idle. And two processes against
+    one."""
+    found: list[Target | None] = []
+    for row in report["rows"]:
+        clients, name = row["clients"], row["target"]
+        shape = "streams" if row["mode"] == "stream" else "whole answers"
+        at = f"{clients} client{'s' if clients > 1 else ''}, {shape}"
+        if name == OURS and clients in _BUSY:
+            ratio = row["requests_s_over_peer"]
+            found.append(target(f"requests/s, ratio to {PEER}", ratio, at=at, at_least=1.0))
+        if name == OURS and clients == 1:
+            ratio = row["first_p50_over_peer"]
+            found.append(target(f"first byte p50, ratio to {PEER}", ratio, at=at, at_most=1.0))
+        if name == WITH_TWO_PROCESSES and clients in _BUSY:
+            ratio = row["requests_s_over_ours"]
+            found.append(target("requests/s, 2 processes to 1", ratio, at=at, at_least=1.0))
+    return found
+
+
+# ---- tables on the terminal ------------------------------------------------------------------
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
@@ -170,9 +224,7 @@ def _judge(mode: str, mine: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _table(mode: str, mine: Sequence[Mapping[str, Any]], pace_ms: float) -> Table:
-    shape = f"as {CHUNKS} events" if mode == "stream" else "in one piece"
-    pace = f", {pace_ms:g} ms a token" if pace_ms else ""
-    table = Table(title=f"Routers in front of fake engines, answers {shape}{pace}")
+    table = Table(title=f"Routers in front of fake engines, {_title(mode, pace_ms)}")
     columns = [c for c in _COLUMNS if mode == "stream" or "chunks" not in c[0]]
     table.add_column("clients", justify="right", no_wrap=True)
     table.add_column("target", no_wrap=True)
@@ -186,6 +238,12 @@ def _table(mode: str, mine: Sequence[Mapping[str, Any]], pace_ms: float) -> Tabl
         cells = (_cell([row[key] for key in keys], digits) for _, keys, digits in columns)
         table.add_row(str(row["clients"]), row["target"], *cells)
     return table
+
+
+def _title(mode: str, pace_ms: float) -> str:
+    shape = f"as {CHUNKS} events" if mode == "stream" else "in one piece"
+    pace = f", {pace_ms:g} ms between tokens" if pace_ms else ""
+    return f"answers {shape}{pace}"
 
 
 def _cell(values: Sequence[float | None], digits: int) -> str:

@@ -7,7 +7,6 @@ every case and target in random order, so that drift of the machine falls on all
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from disagg.bench.results import Output
 from disagg.bench.router import load as router_load
 from disagg.bench.router.report import (
     DIRECT,
@@ -37,6 +37,8 @@ from disagg.bench.router.report import (
     Samples,
     rows,
     show,
+    tables,
+    targets,
 )
 from disagg.errors import ConfigError, StartupError
 from disagg.testing.launch import launch
@@ -83,7 +85,7 @@ class _Target:
         return _family(self.process) if self.process else []
 
 
-def run(plan: RouterBenchPlan, *, json_path: Path | None) -> int:
+def run(plan: RouterBenchPlan, output: Output) -> int:
     """Measure and print. Returns the exit status."""
     plan.check()
     console = Console(highlight=False, soft_wrap=True)
@@ -93,11 +95,11 @@ def run(plan: RouterBenchPlan, *, json_path: Path | None) -> int:
         for role in ("prefill", "decode"):
             urls[role], process = launch(stack, f"fake {role}", _engine(role, plan.pace_ms))
             engines.append(process)
-        targets = _start(stack, plan, urls, console)
-        samples = _measure(plan, targets, engines, console)
+        routers = _start(stack, plan, urls, console)
+        samples = _measure(plan, routers, engines, console)
         memory = {
             name: {"processes": len(t.processes()), "start": t.resident[0], "most": max(t.resident)}
-            for name, t in targets.items()
+            for name, t in routers.items()
             if t.process
         }
     report = {
@@ -110,8 +112,7 @@ def run(plan: RouterBenchPlan, *, json_path: Path | None) -> int:
         "rows": rows(samples),
     }
     show(report, console)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2))
+    output.write("router", report, tables(report), targets(report))
     return 0
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from disagg.bench.serve.score import FIRST_AIM, GAP_AIM, GOOD_SHARE
-from disagg.testing import results
+from disagg.bench.results import Row, Target, target
+from disagg.bench.results import Table as ResultTable
+from disagg.bench.serve.score import APART, FIRST_AIM, GAP_AIM, GOOD_SHARE
 
 _MEASURES = {"on_average": "mean gap", "throughout": "every gap"}
 _LEAST_WIDTH = 90
@@ -33,6 +34,56 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         if table.row_count:
             wide.print(results.keep(table))
     wide.print("\n" + _notes(report))
+
+
+# ---- the results file ------------------------------------------------------------------------
+
+
+def tables(report: Mapping[str, Any]) -> list[ResultTable]:
+    """The runs, then goodput."""
+    goodput: list[Row] = [
+        {"way": way, **{f"{name}, requests/s": values[key] for key, name in _MEASURES.items()}}
+        for way, values in report["goodput"].items()
+    ]
+    targets = report["targets"]
+    title = (
+        f"Goodput: the highest rate up to which {GOOD_SHARE:.0%} of the requests had their first "
+        f"token within {targets['ttft_s']:g} s and the others every {targets['itl_s'] * 1000:g} ms"
+    )
+    runs = [_shown(row) for row in report["rows"]]
+    return [ResultTable("The same load on each way to serve", runs), ResultTable(title, goodput)]
+
+
+def _shown(row: Mapping[str, Any]) -> Row:
+    shown: Row = {"load": _rate(row), "way": row["way"], "requests": row["requests"]}
+    shown |= {"failed": row["failed"], "handed off": row["handed_over"]}
+    times = {"first token": row["ttft_ms"]}
+    times |= {
+        f"first token of {length:,} prompt tokens": spread
+        for length, spread in row["ttft_ms_by_prompt"].items()
+        if 1 < len(row["ttft_ms_by_prompt"]) <= _MOST_LENGTHS
+    }
+    times["between tokens"] = row["itl_ms"]
+    shown |= {f"{name} p50 / p99, ms": _pair(spread) for name, spread in times.items()}
+    shown["longest gap, ms"] = row["itl_ms"]["longest"]
+    met = " / ".join(f"{row['met'][measure]:.0%}" for measure in _MEASURES)
+    return shown | {f"targets met ({' / '.join(_MEASURES.values())})": met}
+
+
+def targets(report: Mapping[str, Any]) -> list[Target | None]:
+    """p99 of `apart` against `colocated`, at each load."""
+    found: list[Target | None] = []
+    for one in report["ratios"]:
+        if one["way"] == APART:
+            at, gap, first = _rate(one), one["itl_p99"], one["ttft_p99"]
+            name = "between tokens p99, colocated / apart"
+            found.append(target(name, gap, at=at, at_least=GAP_AIM))
+            name = "first token p99, apart / colocated"
+            found.append(target(name, first, at=at, at_most=FIRST_AIM))
+    return found
+
+
+# ---- tables on the terminal ------------------------------------------------------------------
 
 
 def _runs(rows: Sequence[Mapping[str, Any]]) -> Table:

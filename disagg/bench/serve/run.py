@@ -12,7 +12,6 @@ that none has seen an engine that was stopped.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
@@ -26,9 +25,10 @@ from typing import Any
 from rich.console import Console
 
 from disagg.bench.first_token.handoff import KV_BYTES_PER_TOKEN, MODEL
+from disagg.bench.results import Output
 from disagg.bench.serve import load as serve_load
 from disagg.bench.serve import trace as serve_trace
-from disagg.bench.serve.report import line, show
+from disagg.bench.serve.report import line, show, tables, targets
 from disagg.bench.serve.score import (
     APART,
     APART_ALL,
@@ -135,7 +135,7 @@ class ServePlan:
         return ServeLoad(rate, len(asks) / self.duration_s, asks)
 
 
-def run(plan: ServePlan, *, json_path: Path | None) -> int:
+def run(plan: ServePlan, output: Output) -> int:
     """Measure and print. Returns the exit status: 1 if a request failed."""
     plan.check()
     loads = plan.loads()
@@ -162,8 +162,7 @@ def run(plan: ServePlan, *, json_path: Path | None) -> int:
         },
     }
     show(report, console)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2))
+    output.write("serve", report, tables(report), targets(report))
     return 1 if any(one["failed"] for one in rows) else 0
 
 

@@ -7,7 +7,6 @@ is stopped meanwhile. The error is printed as it is.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.bench.first_token.handoff import MODEL
+from disagg.bench.results import Output, Row
+from disagg.bench.results import Table as ResultTable
 from disagg.bench.serve import load as serve_load
 from disagg.bench.serve import trace as serve_trace
 from disagg.bench.serve.score import percentile
@@ -39,6 +40,12 @@ from disagg.testing.vllm_server import VllmServer
 _OURS = {"kv_connector": "DisaggConnector", "kv_connector_module_path": "disagg.connector"}
 _SECRET = {"DISAGG_SECRET": "of this bench"}
 _WARM_UP_S = 0.4  # between two requests that nobody counts
+_FIGURES = {
+    "ttft_p50": "first token p50",
+    "ttft_p99": "first token p99",
+    "itl_p50": "between tokens p50",
+    "itl_p99": "between tokens p99",
+}
 _NO_TARGETS = Targets(1e9, 1e9, 1.0)
 
 
@@ -66,7 +73,7 @@ class PredictionPlan:
                 raise ConfigError(f"--{name}: {value:g} — must be more than 0")
 
 
-def run(plan: PredictionPlan, *, json_path: Path | None) -> int:
+def run(plan: PredictionPlan, output: Output) -> int:
     """Measure, simulate, print. Returns the exit status: 1 if a request failed."""
     console = Console(highlight=False, soft_wrap=True)
     asks = serve_trace.poisson(plan.kinds, plan.rate, plan.duration_s, plan.seed)
@@ -89,8 +96,8 @@ def run(plan: PredictionPlan, *, json_path: Path | None) -> int:
             rows.append({"pairs": count, "requests": len(asks), "load_average": os.getloadavg()[0]})
             rows[-1] |= {"measured": measured, "predicted": _predicted(plan, known, asks, count)}
             _show(rows[-1], console)
-    if json_path is not None:
-        json_path.write_text(json.dumps({"rows": rows, "speeds": known.model_dump()}, indent=2))
+    table = ResultTable("Measured and predicted", [one for row in rows for one in _shown(row)])
+    output.write("predicted", {"rows": rows, "speeds": known.model_dump()}, [table], [])
     return 1 if any(row["measured"]["failed"] for row in rows) else 0
 
 
@@ -169,6 +176,20 @@ def _predicted(
     return simulate(load, count, count).as_json()
 
 
+def _shown(row: dict[str, Any]) -> list[Row]:
+    """Rows of the results file. `error`: below 0 where the prediction is too fast."""
+    count, measured, predicted = row["pairs"], row["measured"], row["predicted"]
+    found: list[Row] = []
+    for key, name in _FIGURES.items():
+        real, said = measured[key], predicted[key]
+        shown: Row = {"engines": f"{count}P{count}D", "requests": row["requests"], "figure": name}
+        if real is not None and said is not None:
+            shown |= {"measured, ms": real * 1e3, "predicted, ms": said * 1e3}
+            shown["error"] = f"{said / real - 1:+.0%}"
+        found.append(shown)
+    return found
+
+
 def _show(row: dict[str, Any], console: Console) -> None:
     count, measured, predicted = row["pairs"], row["measured"], row["predicted"]
     failed = f", {measured['failed']} failed" if measured["failed"] else ""
@@ -177,12 +198,7 @@ def _show(row: dict[str, Any], console: Console) -> None:
     )
     for column in ("", "measured", "predicted", "error"):
         table.add_column(column, justify="right" if column else "left")
-    for key, words in (
-        ("ttft_p50", "first token p50"),
-        ("ttft_p99", "first token p99"),
-        ("itl_p50", "between tokens p50"),
-        ("itl_p99", "between tokens p99"),
-    ):
+    for key, words in _FIGURES.items():
         real, said = measured[key], predicted[key]
         if real is None or said is None:
             table.add_row(words, "-", "-", "-")

@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from disagg.bench.first_token.handoff import MODEL
+from disagg.bench.results import Output, Row, Table
 from disagg.bench.speeds import fit as speeds_fit
 from disagg.bench.speeds.engine import Engine
 from disagg.bench.speeds.fit import Fit, MoveSample, PromptSample, StepSample
@@ -84,12 +85,14 @@ class _Samples:
     router_s: float = 0.0
 
 
-def run(plan: SpeedsPlan, out: Path) -> int:
+def run(plan: SpeedsPlan, out: Path, output: Output) -> int:
     """Measure, print, write the file. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     began = time.monotonic()
     with ExitStack() as stack:
-        save(out, measure(plan, *_engines(plan, stack, console), console))
+        speeds = measure(plan, *_engines(plan, stack, console), console)
+    save(out, speeds)
+    output.write("speeds", speeds.model_dump(), _tables(speeds), [])
     console.print(f"written: {out}, after {time.monotonic() - began:.0f} s")
     return 0
 
@@ -253,6 +256,26 @@ def _processor() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.machine()
+
+
+def _tables(speeds: Speeds) -> list[Table]:
+    """All coefficients, and how far the samples are from what they give."""
+    found: list[Row] = []
+    for part in ("prefill", "decode", "handoff"):
+        values: dict[str, float] = getattr(speeds, part).model_dump()
+        found += [{"part": part, "coefficient": key, "value": v} for key, v in values.items()]
+    found.append({"part": "router", "coefficient": "router_s", "value": speeds.router_s})
+    measured = speeds.measured
+    fits: list[Row] = [
+        {
+            "fit": name,
+            "samples": count,
+            "error, median": f"{measured['off_typically'][name]:.1%}",
+            "error, largest": f"{measured['off_at_most'][name]:.1%}",
+        }
+        for name, count in measured["samples"].items()
+    ]
+    return [Table("Speeds, in seconds, bytes and tokens", found), Table("Fits", fits)]
 
 
 def _ms(seconds: float) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from disagg.bench.results import Output
 from disagg.bench.transfer.plan import TransferPlan
 
 
@@ -19,7 +20,7 @@ class Asked(NamedTuple):
 
     plan: TransferPlan
     with_peer: bool
-    json_path: Path | None
+    output: Output
 
 
 def parse(arguments: Sequence[str]) -> Asked:
@@ -34,6 +35,7 @@ def parse(arguments: Sequence[str]) -> Asked:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--results", type=Path)
     found = parser.parse_args(arguments)
     plan = TransferPlan.of(
         found.device,
@@ -45,7 +47,7 @@ def parse(arguments: Sequence[str]) -> Asked:
         layers=found.layers,
         staging_bytes=found.staging_mb << 20,
     )
-    return Asked(plan, found.peer, found.json)
+    return Asked(plan, found.peer, Output(found.json, found.results))
 
 
 def _names(text: str) -> list[str]:

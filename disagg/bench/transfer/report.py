@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from disagg.bench.results import Row, Target, target
+from disagg.bench.results import Table as ResultTable
 from disagg.bench.transfer.plan import TransferCase, TransferPlan
-from disagg.testing import results
+from disagg.transport.names import PREFERENCE
 
 FLAT, IN_PIECES = "memcpy", "memcpy in blocks"
 DEVICE_COPY, NCCL_BARE, PCIE, SOCKETS_BARE = "device copy", "NCCL bare", "PCIe", "sockets bare"
@@ -35,11 +37,68 @@ CEILINGS = {
     BLOCK_NCCL: Ceiling((NCCL_BARE,)),
 }
 
+_RATIOS = {
+    "over_memcpy": "memcpy",
+    "over_ceiling": "its ceiling",
+    "over_nixl": "NIXL, its best setting",
+    "over_nixl_tcp": "NIXL over TCP",
+}
 _SIZES = "way", "MB", "KiB", "at once", "ms", "best", "GB/s"
 _COLUMNS = {
     "cpu": (*_SIZES, "x memcpy", "x NIXL", "x NIXL tcp"),
     "cuda": (*_SIZES, "x ceiling", "aim", "ceiling", "x NIXL", "x NIXL tcp"),
 }
+
+
+# Targets of fetches between host memories, one at a time, in blocks of this size.
+_AIMS = {
+    "process_memory": (("memcpy", "over_memcpy", 0.8), ("NIXL", "over_nixl", 1.5)),
+    "tcp": (("NIXL over TCP", "over_nixl_tcp", 1.0),),
+}
+_AIMED_BLOCK, _AIMED_MB = 65536, 33  # a smaller prompt is computed by decode
+
+
+def tables(report: Mapping[str, Any]) -> list[ResultTable]:
+    """For the results file: times of all ways by size, then the ratios of ours."""
+    found: list[ResultTable] = []
+    cases = dict.fromkeys((row["block_bytes"], row["fetches"]) for row in report["rows"])
+    for case in cases:
+        rows = [r for r in report["rows"] if (r["block_bytes"], r["fetches"]) == case]
+        where = f"blocks of {case[0] >> 10} KiB in {report['layers']} layers, {case[1]} at once"
+        found.append(ResultTable(f"Median ms, {where}", _by_size(rows, "ms")))
+        ratios: list[Row] = []
+        for key, name in _RATIOS.items():
+            # Other ways are references, but those that have a ceiling.
+            ours = [r for r in rows if r["way"] in PREFERENCE or key == "over_ceiling"]
+            for ratio in _by_size([r for r in ours if r[key] is not None], key):
+                ratios.append({"way": ratio["way"], "speed, ratio to": name, **ratio})
+        found.append(ResultTable(f"Ratios of medians, above 1 is faster, {where}", ratios))
+    return found
+
+
+def _by_size(rows: Sequence[Mapping[str, Any]], key: str) -> list[Row]:
+    found: dict[str, Row] = {}
+    for row in rows:
+        shown = found.setdefault(row["way"], {"way": row["way"]})
+        shown[f"{row['megabytes']:,} MB"] = row[key]
+    return list(found.values())
+
+
+def targets(report: Mapping[str, Any]) -> list[Target | None]:
+    """Of each transport with an aim, by size."""
+    found: list[Target | None] = []
+    for row in report["rows"]:
+        way, at = row["way"], f"{row['megabytes']:,} MB"
+        if row["aim"] is not None:
+            name = f"speed of {way}, ratio to its ceiling"
+            found.append(target(name, row["over_ceiling"], at=at, at_least=row["aim"]))
+        if report["device"] != "cpu" or row["fetches"] > 1 or row["megabytes"] < _AIMED_MB:
+            continue
+        if row["block_bytes"] == _AIMED_BLOCK:
+            for reference, key, aim in _AIMS.get(way, ()):
+                name = f"speed of {way}, ratio to {reference}"
+                found.append(target(name, row[key], at=at, at_least=aim))
+    return found
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:

@@ -12,7 +12,6 @@ source byte for byte, and is not counted. Needs neither vLLM nor Ray.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -28,13 +27,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from disagg.bench.results import Output
 from disagg.bench.transfer import args, peers, ways
 from disagg.bench.transfer import gpus as transfer_gpus
 from disagg.bench.transfer.device import DeviceConsumer, DeviceProducer
 from disagg.bench.transfer.gpus import GpuPlace, Places
 from disagg.bench.transfer.ours import Consumer, Producer, Setup
 from disagg.bench.transfer.plan import Ids, TransferPlan
-from disagg.bench.transfer.report import Samples, rows, show
+from disagg.bench.transfer.report import Samples, rows, show, tables, targets
 from disagg.bench.transfer.ways import READY_S, Pair, Way
 from disagg.errors import ConfigError
 from disagg.testing.child_process import Child, ChildError
@@ -48,7 +48,7 @@ class Ends(NamedTuple):
     places: Places
 
 
-def run(plan: TransferPlan, *, with_peer: bool, json_path: Path | None) -> int:
+def run(plan: TransferPlan, *, with_peer: bool, output: Output) -> int:
     """Measure and print. 0 unless one of our transports failed or moved a wrong byte."""
     plan.check()
     if plan.device != "cpu":
@@ -56,10 +56,10 @@ def run(plan: TransferPlan, *, with_peer: bool, json_path: Path | None) -> int:
     places = transfer_gpus.choose(plan.device)
     of_device = {"cpu": (Producer, Consumer), "cuda": (DeviceProducer, DeviceConsumer)}
     ends = Ends(*of_device[plan.device], places)
-    return measure(plan, ends, with_peer=with_peer, json_path=json_path)
+    return measure(plan, ends, with_peer=with_peer, output=output)
 
 
-def measure(plan: TransferPlan, ends: Ends, *, with_peer: bool, json_path: Path | None) -> int:
+def measure(plan: TransferPlan, ends: Ends, *, with_peer: bool, output: Output) -> int:
     """`run` of a plan that was checked, between these ends."""
     console = Console(highlight=False, soft_wrap=True)
     if with_peer and (reason := peers.reason_against(plan, shared=ends.places.shared)):
@@ -89,8 +89,8 @@ def measure(plan: TransferPlan, ends: Ends, *, with_peer: bool, json_path: Path 
         ),
     }
     show(report, console)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2))
+    command = "transfer" if plan.device == "cpu" else f"transfer-{plan.device}"
+    output.write(command, report, tables(report), targets(report))
     return int(any(way.problem and not way.is_peer for way in bench.ways))
 
 
@@ -225,9 +225,9 @@ def _once(way: Way, here: Ids, there: Ids, number: int) -> float:
 
 def main() -> None:
     """What `python -m disagg.bench.transfer` does. Exits with the status of `run`."""
-    plan, with_peer, json_path = args.parse(sys.argv[1:])
+    plan, with_peer, output = args.parse(sys.argv[1:])
     try:
-        sys.exit(run(plan, with_peer=with_peer, json_path=json_path))
+        sys.exit(run(plan, with_peer=with_peer, output=output))
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
