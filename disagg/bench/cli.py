@@ -30,38 +30,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def main(
-    ctx: typer.Context,
-    results: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write a results file for the pages into this folder: benchmarks/results.",
-        ),
-    ] = None,
-) -> None:
-    """Measure, ours and the peer in one run."""
-    from disagg.testing.results import recording
-
-    if ctx.invoked_subcommand not in (None, "pages"):
-        ctx.with_resource(recording(str(ctx.invoked_subcommand), results))
-
-
-@app.command()
-def pages(
-    results: Annotated[Path, typer.Argument(help="The results files.")] = Path(
-        "benchmarks/results"
-    ),
-    out: Annotated[Path, typer.Argument(help="The pages.")] = Path("docs/benchmarks"),
-) -> None:
-    """Make the pages of docs/benchmarks again from the newest results of each command."""
-    from disagg.bench.pages import update
-
-    for page in update(results, out):
-        typer.echo(f"made again: {page}")
-
-
 @app.command()
 def handoff(
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = (
