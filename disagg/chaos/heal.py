@@ -1,9 +1,9 @@
-"""`disagg bench heal`: kills engines and the router under load, and watches them come back.
+"""`disagg bench heal`: kills engines, the supervisor and the router under load.
 
-Two prefill and two decode engines answer clients that never stop, every answer is compared with a
-single engine's, and one process after the other gets a SIGKILL, the supervisor too, just before an
-engine. With two of each role nobody may notice, but for the router's own death, which ends what it
-was relaying. With `--nodes` Ray has several nodes, and one of them dies as a whole.
+Clients send requests all the time to two prefill and two decode engines; each answer is compared
+with a single engine's. One process after another gets a SIGKILL; the supervisor gets it just before
+an engine. No client may see an error, except when the router dies, which ends the answers that it
+relays. With `--nodes` Ray has several nodes, and one of them is killed as a whole.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _AIM_S = 5.0  # until an engine serves again, more than its own start
 
 @dataclass(frozen=True)
 class HealRow:
-    """One death. Seconds from the SIGKILL; `own_start_s`: of the engine that came back."""
+    """One death. Seconds from the SIGKILL. `own_start_s`: start-up time of the new engine."""
 
     victim: str
     out_s: float
@@ -58,7 +58,7 @@ def run(clients: int, rounds: int, nodes: int, output: Output) -> int:
     """Run it. Returns the exit status."""
     if nodes < 3:
         return _run(clients, [*(VICTIMS * rounds), SUPERVISOR, ROUTER], None, output)
-    # As on larger clusters, the head has no engine. What is left has room for all of them.
+    # As on larger clusters, the head has no engine. The nodes that are left have room for all.
     with RayNodes(nodes - 1, cpus=4) as cluster:
         return _run(clients, [*(VICTIMS * rounds), SUPERVISOR, NODE, ROUTER], cluster, output)
 
@@ -148,7 +148,7 @@ def _death(
 
 
 def _neighbours(running: RunningDeployment, name: str) -> list[str]:
-    """The engines of its node, itself first."""
+    """The engines on this engine's node, this one first."""
     node_id = next(e.node_id for e in running.engines if e.name == name)
     others = [e.name for e in running.engines if e.node_id == node_id and e.name != name]
     return [name, *others]
@@ -172,18 +172,18 @@ def _process(running: RunningDeployment, victim: str) -> psutil.Process:
 
 
 def _spawned(parent: psutil.Process) -> psutil.Process:
-    """vLLM's child; its other one is Python's resource tracker."""
+    """The child process of vLLM; the other child is Python's resource tracker."""
     children = [(child, " ".join(child.cmdline())) for child in parent.children()]
     return next(child for child, line in children if "resource_tracker" not in line)
 
 
 def _heal_until(running: RunningDeployment, condition: Callable[[], bool]) -> float:
-    """Seconds that it took; RuntimeError if the deployment cannot go on, or it takes too long."""
+    """Supervise until `condition`; returns the seconds. RuntimeError if it fails or takes long."""
     began = time.monotonic()
     while not condition():
         problem = running.look_after(_LOOK_S)
         if problem is not None or time.monotonic() - began > BACK_S:
-            raise RuntimeError(problem or f"not as it should be after {BACK_S:g} s")
+            raise RuntimeError(problem or f"not recovered after {BACK_S:g} s")
     return time.monotonic() - began
 
 

@@ -1,9 +1,9 @@
-"""`disagg bench soak`: many requests through a whole deployment, some of whose clients leave.
+"""`disagg bench soak`: many requests through a whole deployment, some clients disconnect early.
 
-Every answer that was waited for is compared with that of a single engine, plain vLLM with the
-decode engines' arguments: token for token, so in float32. With `sabotage`, sockets between the
-engines are cut and workers are stopped for longer than a lease, all the while. At the end nothing
-may be held: no lease, no request in flight, no chunk of a tier.
+Every complete answer is compared with that of a single engine, plain vLLM with the decode engines'
+arguments: token for token, in float32. With `sabotage`, sockets between the engines are cut and
+workers are stopped for longer than a lease, during the whole run. At the end nothing may be held:
+no lease, no request in flight, no chunk of a tier.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from disagg.transport.names import TransportName
 
 QUIET_S = 60.0
-# Short, so that leases do run out under whoever is stopped.
+# Short, so that leases of stopped workers run out.
 LEASE_S, LOAD_DEADLINE_S = 3.0, 5.0
 _LENGTHS = (3, 60, 128, 300, 700, 1500)
 _ANSWER = 16
 
 
 @dataclass(frozen=True)
-class SoakPlan:
-    """One request; `patience_s` is when its client leaves, None for one that waits."""
+class SoakRequest:
+    """One request. `patience_s`: the client disconnects then; None: it waits for the answer."""
 
     prompt: list[int]
     patience_s: float | None
@@ -121,11 +121,11 @@ def _rows(
 
 
 def _deployment(file: Path | None, transports: Sequence[TransportName] | None) -> Deployment:
-    """With short leases; raises `ConfigError`."""
+    """The deployment with short leases. Raises `ConfigError`."""
     deployment = cpu_deployment("soak") if file is None else config.load(file)
     router = deployment.router
     if router.api_keys_env or router.api_keys_file:
-        raise ConfigError("router.api_keys: the soak's clients have none; leave the keys out")
+        raise ConfigError("router.api_keys: the soak's clients send no key; remove the keys")
     changed: dict[str, Any] = {"lease_s": LEASE_S, "load_deadline_s": LOAD_DEADLINE_S}
     if transports is not None:
         changed["transports"] = list(transports)
@@ -134,7 +134,7 @@ def _deployment(file: Path | None, transports: Sequence[TransportName] | None) -
 
 
 def as_options(args: Mapping[str, Any]) -> list[str]:
-    """Engine arguments, as vLLM's server takes them."""
+    """Engine arguments as options of vLLM's server."""
     options = list[str]()
     for name, value in args.items():
         option = name.replace("_", "-")
@@ -153,7 +153,7 @@ def as_options(args: Mapping[str, Any]) -> list[str]:
 
 
 def _metrics(url: str) -> list[str]:
-    """How the handoffs ended, as the engines counted: lines of the router's `/metrics`."""
+    """Lines of the router's `/metrics` about handoffs, leases and tiers."""
     shown = (
         "disagg_handoffs_total",
         "disagg_kv_load_failures_total",
@@ -164,11 +164,11 @@ def _metrics(url: str) -> list[str]:
     return [line for line in lines if line.startswith(shown)]
 
 
-def plans(requests: int, cancel: float, longest: int = max(_LENGTHS)) -> list[SoakPlan]:
-    """Prompts of many lengths, a third of which begin as an earlier one does; `cancel`: the share
-    of clients that leave."""
+def plans(requests: int, cancel: float, longest: int = max(_LENGTHS)) -> list[SoakRequest]:
+    """Prompts of many lengths; a third of them begin as an earlier one does. `cancel`: the share of
+    clients that disconnect."""
     generator = random.Random(2)
-    made, lengths = list[SoakPlan](), [length for length in _LENGTHS if length <= longest]
+    made, lengths = list[SoakRequest](), [length for length in _LENGTHS if length <= longest]
     for _ in range(requests):
         length = generator.choice(lengths)
         prompt = [generator.randrange(300, 1000) for _ in range(length)]
@@ -176,7 +176,7 @@ def plans(requests: int, cancel: float, longest: int = max(_LENGTHS)) -> list[So
             alike = generator.choice(made).prompt[: generator.randrange(length)]
             prompt[: len(alike)] = alike
         leaves = generator.random() < cancel
-        made.append(SoakPlan(prompt, generator.choice([0.02, 0.1, 0.4]) if leaves else None))
+        made.append(SoakRequest(prompt, generator.choice([0.02, 0.1, 0.4]) if leaves else None))
     return made
 
 
@@ -184,11 +184,11 @@ def load(
     console: Console,
     url: str,
     single: VllmServer,
-    asked: list[SoakPlan],
+    asked: list[SoakRequest],
     concurrency: int,
     model: str = "tiny",
 ) -> Counter[str]:
-    """Send them all. How many were `right`, `wrong`, ended in an `error`, were `left`."""
+    """Send all. Returns the counts of `right`, `wrong`, `error` and `left` (disconnected)."""
     outcomes: Counter[str] = Counter()
     shown = time.monotonic()
     with ThreadPoolExecutor(concurrency) as pool:
@@ -200,7 +200,7 @@ def load(
     return outcomes
 
 
-def _one(console: Console, url: str, single: VllmServer, plan: SoakPlan, model: str) -> str:
+def _one(console: Console, url: str, single: VllmServer, plan: SoakRequest, model: str) -> str:
     body = {"model": model, **completion(plan.prompt, max_tokens=_ANSWER)}
     try:
         answer = client().post(f"{url}/v1/completions", json=body, timeout=plan.patience_s or 300)
@@ -216,13 +216,13 @@ def _one(console: Console, url: str, single: VllmServer, plan: SoakPlan, model: 
         return "right"
     console.print(
         f"wrong: {token_ids(ours)} after {len(plan.prompt)} tokens, {ours['usage']}; the single "
-        f"engine said {token_ids(theirs)}, {theirs['usage']}"
+        f"engine's answer: {token_ids(theirs)}, {theirs['usage']}"
     )
     return "wrong"
 
 
 def held_after_quiet(url: str) -> list[str]:
-    """Metric lines that are not zero although all is over."""
+    """Gauges that are not zero after all requests have ended."""
     deadline = time.monotonic() + QUIET_S
     while True:
         lines = client().get(f"{url}/metrics", timeout=10).text.splitlines()

@@ -1,10 +1,10 @@
-"""`disagg bench handoff`: what a handoff costs the decode engine's first token.
+"""`disagg bench handoff`: the cost of a handoff for the decode engine's first token.
 
-All engines live for the whole run, and each repetition visits every way with a fresh prompt, so
-that drift of the machine falls on all alike; who is not measured is stopped meanwhile. The
-model's KV is 32 KiB a token (4 layers, 8 KV heads of 128, float32, which every CPU computes at
-speed). Times are of the decode leg alone, from its request to its first token, and of the
-prefill leg from request to answer.
+All engines live for the whole run. Each repeat measures every way with a fresh prompt, so that
+drift of the machine affects all alike. Engines that are not being measured are stopped. The
+model's KV is 32 KiB per token (4 layers, 8 KV heads of 128, float32, which every CPU computes
+fast). Times of the decode leg run from its request to its first token, times of the prefill leg
+from request to answer.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from disagg.transport.names import TransportName
 
 MODEL = Path(".cache/models/kv32k-float32")
 KV_BYTES_PER_TOKEN = 32 << 10
-# Prompts in one chunk: of a chunked one ExampleConnector stores a part, and its reader dies.
+# Prompts in one chunk: ExampleConnector stores only a part of a chunked one, and its reader dies.
 _ARGS = ("--max-num-batched-tokens", "16384")
-_SHORT = (64, 256)  # not in the table: for the threshold of handoffs that pay
-# What a connector may cost prefill's own answer, and two engines that never met.
+_SHORT = (64, 256)  # not in the table: for the threshold from which handoffs are faster
+# Targets: prefill leg over a plain request, and the first handoff between two engines.
 _PREFILL_AIM, _FIRST_AIM_MS = 1.03, 100.0
 _SHOWN = {"ours": "disagg", "example": "ExampleConnector", "nixl": "NixlConnector"}
 Samples = dict[tuple[int, str], list[float]]
@@ -92,8 +92,8 @@ def run(
     Console(width=max(console.width, 200), highlight=False).print(_table(rows, names, transport))
     threshold = _threshold(samples, [*_SHORT, *lengths])
     console.print(
-        f"up to about {threshold} tokens decode computes as fast as it takes them over: "
-        "router.pairing.local_prefill_tokens"
+        f"up to about {threshold} tokens decode computes a prompt as fast as a handoff takes; "
+        "use it for router.pairing.local_prefill_tokens"
     )
     figures = {"rows": rows, "first_ms": meetings, "memory": memory, "memcpy_gb_s": memcpy / 1e9}
     output.write(
@@ -106,7 +106,7 @@ def run(
 
 
 def _threshold(samples: Samples, lengths: Sequence[int]) -> int:
-    """Where a straight line through the times of handoffs crosses that of computing."""
+    """Tokens at which linear fits of the handoff times and the computing times cross."""
     slopes, heights = zip(
         *(
             statistics.linear_regression(
@@ -143,7 +143,7 @@ def _nixl(folder: Path) -> Pair:
     if importlib.util.find_spec("nixl") is None:
         raise ConfigError(f"--peers: nixl — not installed; {nixl.INSTALL}")
     config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
-    # UCX's own choice of transports does not start its backend everywhere.
+    # UCX's default transports do not start everywhere.
     return Pair("nixl", config, env={"UCX_TLS": os.environ.get("UCX_TLS", "sm,self,tcp")})
 
 
@@ -179,9 +179,9 @@ def _measure(
     generator = random.Random(1)
     samples: Samples = defaultdict(list)
     for name, server in servers.items():
-        server.complete(_prompt(generator, 300))  # the first pass of an engine pays for set-up
+        server.complete(_prompt(generator, 300))  # the first pass of an engine includes its set-up
         if len(pairs) > 1:
-            server.pause()  # peers poll, and would take the cores from whoever's turn it is
+            server.pause()  # peers poll, and would take the cores
             console.print(f"{name} is warm")
     _first_meeting(pairs, servers, generator, samples, console)
     for length in lengths:
@@ -198,7 +198,7 @@ def _measure(
                 + ", ".join(f"{way} {seconds * 1000:.0f} ms" for way, seconds in taken.items())
             )
             for file in (folder / "example").glob("*/*"):
-                file.unlink()  # this peer never removes its files, and this is memory
+                file.unlink()  # ExampleConnector never removes its files, and /dev/shm is memory
     return samples
 
 
@@ -209,7 +209,7 @@ def _first_meeting(
     samples: Samples,
     console: Console,
 ) -> None:
-    """The first handoff between two warm engines that never met, and the three after it."""
+    """The first handoff between two warm engines, and the three after it."""
     for pair in pairs:
         with _awake(servers, pair, alone=len(pairs) == 1):
             taken = [_one_round(pair, servers, generator, 300)[pair.name] for _ in range(4)]
@@ -232,8 +232,8 @@ def _awake(servers: dict[str, VllmServer], pair: Pair, *, alone: bool) -> Iterat
 def _one_round(
     pair: Pair, servers: dict[str, VllmServer], generator: random.Random, length: int
 ) -> dict[str, float]:
-    """prefill: request to answer. load: first token after the handoff. floor: once more, from
-    the prefix cache. local: another prompt, computed here."""
+    """Seconds by way. NAME: first token after the handoff. NAME prefill: the prefill leg. NAME
+    floor: the same prompt from decode's prefix cache. local: another prompt, computed by decode."""
     prefill, decode = servers[f"{pair.name} prefill"], servers[f"{pair.name} decode"]
     prompt = _prompt(generator, length)
     extra = {}
@@ -252,7 +252,7 @@ def _one_round(
 
 
 def _without_connector(server: VllmServer, prompt: list[int]) -> float:
-    """The same engine's answer to a prompt that is not handed over."""
+    """The prefill engine's answer to a prompt that is not handed off."""
     began = time.monotonic()
     server.complete(prompt, max_tokens=1)
     return time.monotonic() - began
@@ -349,8 +349,8 @@ def _targets(
 
 def _table(rows: Sequence[Row], peers: Sequence[str], transport: str) -> Table:
     table = Table(
-        title="First token of decode, median ms (float32, 32 KiB of KV a token, CPU); "
-        f"ours over {transport}"
+        title="First token of decode, median ms (float32, 32 KiB of KV per token, CPU); "
+        f"disagg (ours) over {transport}"
     )
     columns = ["tokens", "MB", "ours floor ms", "ours ms", "excess ms", "allowed ms", "local ms"]
     columns.append("ours/local")

@@ -1,8 +1,8 @@
-"""What `bench router` found: one row for each case and target, its ratios, and the tables.
+"""The figures of `bench router`: one row for each case and router, its ratios, and the tables.
 
-Rates and times are medians over the rounds, each ratio the median of the rounds' own ratios: what
-disturbs one round changes neither. CPU is the sum over all rounds, for it is counted in ticks
-too coarse for one of them.
+Rates and times are medians over the rounds. A ratio is the median of the ratios of the rounds. A
+disturbed round changes neither. CPU is the sum over all rounds, because its clock ticks are too
+coarse for a single round.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ MODES = ("stream", "whole")
 DIRECT, OURS, PEER = "direct", "ours", "vllm-router"
 WITH_TWO_PROCESSES, WITH_MIGRATION = "ours-2-processes", "ours-migration"
 TARGETS = (DIRECT, OURS, WITH_TWO_PROCESSES, WITH_MIGRATION, PEER)
-
-
 _MEASURES = ("requests_s", "first_p50", "cpu")
 _BUSY = (16, 64)  # numbers of clients that the targets are for
 
@@ -54,10 +52,10 @@ class Sample(NamedTuple):
         return self.requests / self.wall
 
 
-# Of each round, in their order, by case and target.
+# One sample per round, by case and target.
 Samples = dict[tuple[RouterCase, str], list[Sample]]
 
-# Heading, keys of a row, digits. Several values of one column are parted by strokes.
+# Heading, keys of a row, digits. Slashes separate several values of one column.
 _COLUMNS = (
     ("requests/s", ("requests_s",), 0),
     ("chunks/s", ("chunks_s",), 0),
@@ -193,7 +191,7 @@ def targets(report: Mapping[str, Any]) -> list[Target | None]:
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
-    """Print a table for each mode, then memory and what the figures mean."""
+    """Print a table for each mode, then memory and notes."""
     wide = Console(width=max(console.width, 170), highlight=False)
     for mode in MODES:
         mine = [row for row in report["rows"] if row["mode"] == mode]
@@ -201,8 +199,8 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             wide.print(_table(mode, mine, report["pace_ms"]))
     for name, memory in report["memory_mb"].items():
         wide.print(
-            f"{name}: processes: {memory['processes']}, resident MB: {memory['start']:g} at the "
-            f"start, {memory['most']:g} at most"
+            f"{name}: {memory['processes']} processes, resident memory {memory['start']:g} MB at "
+            f"the start, {memory['most']:g} MB at most"
         )
     wide.print("\n" + _notes(report))
 
@@ -241,8 +239,8 @@ def _notes(report: Mapping[str, Any]) -> str:
         f"{report['rounds']} rounds, {report['cores']} cores, load {report['load'][0]:.1f} at the "
         f"end, {report['minutes']:g} minutes. Rates and times: medians over rounds; CPU: of all "
         "rounds, per request. The load generator and the fake engines share the cores with the "
-        f"router: {_share(report)}, so where the cores are busy, ratios of requests/s lie nearer "
-        "to 1 than those of CPU. Ratios: of req/s, above 1 is better; of the others, below 1."
+        f"router: {_share(report)}. Where the cores are busy, ratios of requests/s are therefore "
+        "closer to 1 than those of CPU. Ratios of req/s: above 1 is better; others: below 1."
     )
 
 
@@ -255,5 +253,5 @@ def _share(report: Mapping[str, Any]) -> str:
                 others = row["cpu_fakes_ms"] + row["cpu_load_ms"]
                 shares.append(others / (others + row["cpu_router_ms"]))
         if shares:
-            parts.append(f"{min(shares):.0%} to {max(shares):.0%} of the CPU used beside {name}")
+            parts.append(f"they use {min(shares):.0%} to {max(shares):.0%} of the CPU with {name}")
     return ", ".join(parts) or "no router was measured"

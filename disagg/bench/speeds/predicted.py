@@ -1,8 +1,7 @@
-"""`disagg bench predicted`: what `disagg plan` foretells beside what real engines do.
+"""`disagg bench predicted`: compares the prediction of `disagg plan` with real engines.
 
-One load, as of `disagg bench serve`, on one pair of engines and on two; the speeds are measured on
-the first pair just before, so that the machine is the same as far as it can be. Who is not measured
-is stopped meanwhile. The error is printed as it is.
+One load, as in `disagg bench serve`, on one pair of engines and on two pairs. The speeds are
+measured on the first pair just before. Engines that are not being measured are stopped.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from disagg.testing.vllm_server import VllmServer
 
 _OURS = {"kv_connector": "DisaggConnector", "kv_connector_module_path": "disagg.connector"}
 _SECRET = {"DISAGG_SECRET": "of this bench"}
-_WARM_UP_S = 0.4  # between two requests that nobody counts
+_WARM_UP_S = 0.4  # between two requests of the warm-up
 _FIGURES = {
     "ttft_p50": "first token p50",
     "ttft_p99": "first token p99",
@@ -50,9 +49,9 @@ _NO_TARGETS = Targets(1e9, 1e9, 1.0)
 
 @dataclass(frozen=True)
 class PredictionPlan:
-    """What to compare. `pairs`: so many engines of each role, one number after another.
+    """What to compare. `pairs`: numbers of engines of each role.
 
-    `speeds`: how they are measured; `file`: those of an earlier run instead.
+    `speeds`: how to measure the speeds; `file`: a speeds file to use instead.
     """
 
     pairs: Sequence[int]
@@ -77,7 +76,7 @@ def run(plan: PredictionPlan, output: Output) -> int:
     console = Console(highlight=False, soft_wrap=True)
     asks = serve_trace.poisson(plan.kinds, plan.rate, plan.duration_s, plan.seed)
     if not asks:
-        raise ConfigError(f"--duration: {plan.duration_s:g} s has no request; raise it")
+        raise ConfigError(f"--duration: no request in {plan.duration_s:g} s; raise it")
     make_model(MODEL, layers=4, hidden=256, kv_heads=8, head_dim=128)
     known = None if plan.file is None else speeds_file.load(plan.file)
     rows: list[dict[str, Any]] = []
@@ -103,7 +102,7 @@ def run(plan: PredictionPlan, output: Output) -> int:
 def _engines(
     plan: PredictionPlan, known: Speeds | None, stack: ExitStack, console: Console
 ) -> list[tuple[VllmServer, VllmServer]]:
-    """Pairs of a prefill and a decode engine, with the limits that the speeds are for."""
+    """Pairs of a prefill and a decode engine, with the vLLM limits of the speeds."""
     tokens = known.decode.max_num_batched_tokens if known else plan.speeds.batched_tokens
     seqs = known.decode.max_num_seqs if known else plan.speeds.seqs
     args = ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(seqs)]
@@ -133,7 +132,7 @@ def _measured(
     asks: Sequence[Ask],
     console: Console,
 ) -> dict[str, Any]:
-    """The load on these engines, behind our router."""
+    """The load on these engines, behind the router."""
     console.print(f"{len(pairs)}P{len(pairs)}D: {len(asks)} requests in {plan.duration_s:g} s")
     servers = _servers(pairs)
     for server in servers:
@@ -208,6 +207,6 @@ def _show(row: dict[str, Any], console: Console) -> None:
     console.print(table)
     console.print(
         f"simulated: prefill {predicted['prefill_busy']:.0%} busy, decode "
-        f"{predicted['decode_busy']:.0%}; processes that wanted the {os.cpu_count()} cores at the "
-        f"end: {row['load_average']:.1f} on average over a minute"
+        f"{predicted['decode_busy']:.0%}; load average at the end: "
+        f"{row['load_average']:.1f} on {os.cpu_count()} cores"
     )

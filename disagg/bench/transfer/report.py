@@ -1,4 +1,4 @@
-"""What `bench transfer` found: medians and ratios, and the table of them."""
+"""The figures of `bench transfer`: medians, ratios, targets, and their tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Samples = dict[tuple[TransferCase, str], list[float]]
 
 
 class Ceiling(NamedTuple):
-    """What a way cannot be faster than: the slowest of these. `aim`: the share it is to reach."""
+    """The upper bound of a way: the slowest of these ways. `aim`: the target ratio to it."""
 
     of: tuple[str, ...]
     aim: float | None = None
@@ -70,6 +70,8 @@ def tables(report: Mapping[str, Any]) -> list[ResultTable]:
         for key, name in _RATIOS.items():
             # Other ways are references, but those that have a ceiling.
             ours = [r for r in rows if r["way"] in PREFERENCE or key == "over_ceiling"]
+            if key == "over_nixl_tcp":
+                ours = [r for r in ours if r["way"] == "tcp"]
             for ratio in _by_size([r for r in ours if r[key] is not None], key):
                 ratios.append({"way": ratio["way"], "speed, ratio to": name, **ratio})
         found.append(ResultTable(f"Ratios of medians, above 1 is faster, {where}", ratios))
@@ -102,7 +104,7 @@ def targets(report: Mapping[str, Any]) -> list[Target | None]:
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
-    """Print the rows of a report, then what failed."""
+    """Print the rows of a report, then notes and failures."""
     title = "Whole fetches, median of the repetitions; ratios of medians, above 1 is faster"
     table = Table(title=title, caption=_caption(report))
     for column in _COLUMNS[report["device"]]:
@@ -142,8 +144,8 @@ def _references(device: str, row: Mapping[str, Any]) -> list[str]:
 def _caption(report: Mapping[str, Any]) -> str:
     of_device = {
         "cpu": "memcpy: flat, by one thread, the reference.",
-        "cuda": "Ceilings move as many bytes flat, with nothing around them; PCIe: its slower "
-        "direction. Of two ceilings the slower counts.",
+        "cuda": "Ceilings move as many bytes in one piece, without leases or checksums; PCIe: its "
+        "slower direction. Of two ceilings the slower counts.",
     }
     return (
         f"{of_device[report['device']]} MB of each fetch, KiB of a block in each of "
@@ -160,7 +162,7 @@ def _times(ratio: float | None) -> str:
 def rows(
     plan: TransferPlan, samples: Samples, peers: Collection[str], peers_over_tcp: Collection[str]
 ) -> list[dict[str, Any]]:
-    """One row for each way of each case, with its ratios; peers are named."""
+    """One row for each way of each case, with its ratios. `peers`: names of NIXL's ways."""
     found = []
     for case in plan.cases():
         taken = {name: seconds for (at, name), seconds in samples.items() if at == case and seconds}
@@ -193,7 +195,7 @@ def rows(
 
 
 def _ceiling(name: str, medians: Mapping[str, float]) -> tuple[str | None, float | None]:
-    """Which ceiling counts for a way, and its aim; none unless all of them were measured."""
+    """The ceiling of a way and its target; None unless all its ceilings were measured."""
     known = CEILINGS.get(name)
     if known is None or not all(one in medians for one in known.of):
         return None, None
