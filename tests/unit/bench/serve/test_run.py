@@ -137,7 +137,7 @@ def test_tokens_come_with_the_piece_that_completes_their_event() -> None:
     [
         (event(1), r"without \[DONE\]"),
         (b'data: {"error": {"message": "it died"}}\n\n' + DONE, "it died"),
-        (b"data: {]\n\n" + DONE, "no event"),
+        (b"data: {]\n\n" + DONE, "not an event"),
     ],
 )
 def test_what_is_no_whole_answer_is_a_problem(answer: bytes, words: str) -> None:
@@ -405,11 +405,11 @@ def test_traces_are_written_without_an_engine_and_replayed(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ways": ["pigeon"]}, "--ways: pigeon — no such way; of colocated"),
-        ({"ways": ["apart", "apart"]}, "--ways: names one twice"),
-        ({"rates": [0.0]}, "--rates: each above 0"),
-        ({"duration_s": 0.001}, "has no request; raise it"),
-        ({"first_token_hold_s": 0.1}, "--first-token-hold-s: holds prefill's"),
+        ({"ways": ["pigeon"]}, "--ways: pigeon — unknown; choose from colocated"),
+        ({"ways": ["apart", "apart"]}, "--ways: name each way once"),
+        ({"rates": [0.0]}, "--rates: each must be above 0"),
+        ({"duration_s": 0.001}, "no request in 0.001 s at 1/s; raise it"),
+        ({"first_token_hold_s": 0.1}, "--first-token-hold-s: needs --first-token prefill"),
         ({"kinds": [Kind(1, 16384, 1)]}, "--mix: 16385 tokens"),
     ],
 )
