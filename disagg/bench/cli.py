@@ -1,4 +1,4 @@
-"""`disagg bench …`: one command per thing that is measured."""
+"""`disagg bench …`: one command for each measurement."""
 
 from __future__ import annotations
 
@@ -8,136 +8,115 @@ from typing import Annotated
 import typer
 
 from disagg import options
+from disagg.bench.results import Output
 from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE, TransportName
 
-# All that move between CPU engines.
+# The transports that work between CPU engines.
 ON_CPU = "process_memory,tcp,shared_storage"
 
-app = typer.Typer(help="Measure, ours and the peer in one run.", no_args_is_help=True)
-
-
-@app.callback()
-def main(
-    ctx: typer.Context,
-    results: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write a results file for the pages into this folder: benchmarks/results.",
-        ),
-    ] = None,
-) -> None:
-    """Measure, ours and the peer in one run."""
-    from disagg.testing.results import recording
-
-    if ctx.invoked_subcommand not in (None, "pages"):
-        ctx.with_resource(recording(str(ctx.invoked_subcommand), results))
-
-
-@app.command()
-def pages(
-    results: Annotated[Path, typer.Argument(help="The results files.")] = Path(
-        "benchmarks/results"
+Json = Annotated[Path | None, typer.Option(help="Also write the figures to this file.")]
+Results = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Also write a results file here; the committed ones are in benchmarks/results.",
     ),
-    out: Annotated[Path, typer.Argument(help="The pages.")] = Path("docs/benchmarks"),
-) -> None:
-    """Make the pages of docs/benchmarks again from the newest results of each command."""
-    from disagg.bench.pages import update
+]
 
-    for page in update(results, out):
-        typer.echo(f"made again: {page}")
+app = typer.Typer(
+    help="Measure disagg and its peers side by side, and break it on purpose.",
+    no_args_is_help=True,
+)
 
 
 @app.command()
 def handoff(
-    lengths: Annotated[
-        str, typer.Option(help="Prompt lengths in tokens, separated by commas.")
-    ] = "1000,4000,8000",
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Prompts per length. The table has medians.")
-    ] = 3,
-    storage: Annotated[Path, typer.Option(help="Folder for files of ours and of the peer.")] = Path(
-        "/dev/shm"
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = (
+        "1000,4000,8000"
     ),
-    transport: Annotated[str, typer.Option(help=f"Ours, of {PREFERENCE}.")] = "process_memory",
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts per length; the median counts.")] = 3,
+    storage: Annotated[
+        Path, typer.Option(help="Folder for the files of shared_storage and ExampleConnector.")
+    ] = Path("/dev/shm"),
+    transport: Annotated[
+        str, typer.Option(help=f"disagg's transport, one of {', '.join(PREFERENCE)}.")
+    ] = "process_memory",
     peers: Annotated[
-        str, typer.Option(help="example, nixl; separated by commas, may be empty.")
+        str,
+        typer.Option(help="vLLM connectors to compare with: example, nixl; comma-separated."),
     ] = "example",
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the figures into this file.")
-    ] = None,
+    json: Json = None,
+    results: Results = None,
 ) -> None:
-    """Time decode's first token: after a handoff, from its own cache, by peers, computed."""
+    """Time to decode's first token: after a handoff, from its prefix cache, by peers, computed."""
     from disagg.bench.first_token import handoff as bench
 
     counts = [int(length) for length in lengths.split(",")]
     (way,) = _transports(transport)
     names = [name for name in peers.split(",") if name]
-    raise typer.Exit(
-        bench.run(counts, repeats, storage, transport=way, peers=names, json_path=json)
-    )
+    output = Output(json, results)
+    raise typer.Exit(bench.run(counts, repeats, storage, transport=way, peers=names, output=output))
 
 
 @app.command()
 def offload(
-    lengths: Annotated[
-        str, typer.Option(help="Prompt lengths in tokens, separated by commas.")
-    ] = "1000,4000,8000",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = (
+        "1000,4000,8000"
+    ),
     repeats: Annotated[
         int,
-        typer.Option(min=1, help="Prompts per length, with four pairs of decodes each."),
+        typer.Option(min=1, help="Prompts per length; for each, four pairs of decodes."),
     ] = 3,
-    storage: Annotated[
-        Path, typer.Option(help="Folder in which to make the directory tier.")
-    ] = Path("/dev/shm"),
-    host_bytes: Annotated[int, typer.Option(min=1, help="Bytes of the host memory tier.")] = 2
-    << 30,
+    storage: Annotated[Path, typer.Option(help="Folder in which the file tier is made.")] = Path(
+        "/dev/shm"
+    ),
+    host_bytes: Annotated[int, typer.Option(min=1, help="Size of the host memory tier.")] = 2 << 30,
     peers: Annotated[
-        str, typer.Option(help="vLLM's own: offloading, simple; separated by commas, may be empty.")
+        str,
+        typer.Option(help="vLLM connectors to compare with: offloading, simple; comma-separated."),
     ] = "offloading,simple",
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the figures into this file.")
-    ] = None,
+    json: Json = None,
+    results: Results = None,
 ) -> None:
-    """Time the first token of a prompt in the engine's cache, in each tier, and computed."""
+    """Time to the first token: prompt in the engine's cache, in host memory, in files, computed."""
     from disagg.bench.first_token import offload as bench
 
     counts, names = _numbers(lengths), [name for name in peers.split(",") if name]
+    output = Output(json, results)
     raise typer.Exit(
-        bench.run(counts, repeats, storage, host_bytes=host_bytes, peers=names, json_path=json)
+        bench.run(counts, repeats, storage, host_bytes=host_bytes, peers=names, output=output)
     )
 
 
 @app.command()
 def speeds(
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("speeds.json"),
+    out: Annotated[Path, typer.Option(help="The speeds file to write.")] = Path("speeds.json"),
     lengths: Annotated[
-        str, typer.Option(help="Prompt lengths in tokens, separated by commas.")
+        str, typer.Option(help="Prompt lengths in tokens, comma-separated.")
     ] = "128,512,1000,2000,4000,6000",
     batches: Annotated[
-        str, typer.Option(help="How many sequences decode at once, separated by commas.")
+        str, typer.Option(help="Sequences per decode step, comma-separated.")
     ] = "1,4,8,16",
     contexts: Annotated[
-        str, typer.Option(help="Tokens of each sequence, separated by commas.")
+        str, typer.Option(help="Tokens per sequence, comma-separated.")
     ] = "128,1000,4000",
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Repetitions of each measurement; one more warms up.")
-    ] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; one more warms up.")] = 3,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="vLLM's setting, for both engines.")
+        int, typer.Option(min=1, help="vLLM's setting, of both engines.")
     ] = 2048,
-    max_num_seqs: Annotated[
-        int, typer.Option(min=1, help="vLLM's setting, for both engines.")
-    ] = 64,
-    load_threads: Annotated[int, typer.Option(min=1, help="Handoffs at once.")] = 8,
-    prefill: Annotated[str | None, typer.Option(help="URL of a prefill engine.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="vLLM's setting, of both engines.")] = 64,
+    load_threads: Annotated[
+        int, typer.Option(min=1, help="Handoffs at once: the connector's setting.")
+    ] = 8,
+    prefill: Annotated[str | None, typer.Option(help="URL of a running prefill engine.")] = None,
     decode: Annotated[
-        str | None, typer.Option(help="URL of a decode engine; without both, a pair is started.")
+        str | None, typer.Option(help="URL of a running decode engine. Default: start a pair.")
     ] = None,
-    note: Annotated[str, typer.Option(help="A note for the file.")] = "",
+    note: Annotated[str, typer.Option(help="A note for the speeds file.")] = "",
+    results: Results = None,
 ) -> None:
-    """Measure how fast engines compute prompts and tokens, and hand off: for disagg plan."""
+    """Measure a pair of engines for `disagg plan`: prompts, decode steps, handoffs."""
     from disagg.bench.speeds import run as bench
 
     plan = bench.SpeedsPlan(
@@ -152,30 +131,26 @@ def speeds(
         decode=decode,
         note=note,
     )
-    raise typer.Exit(bench.run(plan, out))
+    raise typer.Exit(bench.run(plan, out, Output(None, results)))
 
 
 @app.command()
 def predicted(
-    pairs: Annotated[
-        str, typer.Option(help="Numbers of engines of each role, separated by commas.")
-    ] = "1,2",
-    rate: Annotated[float, typer.Option(help="Requests a second.")] = 0.5,
-    duration: Annotated[float, typer.Option(help="Seconds of load on each deployment.")] = 60,
+    pairs: Annotated[str, typer.Option(help="Engines of each role, comma-separated.")] = "1,2",
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = 0.5,
+    duration: Annotated[float, typer.Option(help="Seconds of load for each number of pairs.")] = 60,
     mix: Annotated[
-        str, typer.Option(help="SHARE:PROMPT:OUTPUT in tokens, separated by commas.")
+        str, typer.Option(help="SHARE:PROMPT:OUTPUT with lengths in tokens, comma-separated.")
     ] = "0.6:128:64,0.4:2000:64",
     local_prefill_tokens: options.LocalPrefillTokens = 256,
     speeds: Annotated[
-        Path | None,
-        typer.Option(help="Speeds file of an earlier run. Without it, speeds are measured first."),
+        Path | None, typer.Option(help="A speeds file. Default: measure the speeds first.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of arrivals, kinds and choices.")] = 1,
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the figures into this file.")
-    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals, request kinds and pairings.")] = 1,
+    json: Json = None,
+    results: Results = None,
 ) -> None:
-    """Compare what disagg plan predicts for a load with what real engines do."""
+    """Compare the prediction of `disagg plan` with real engines under the same load."""
     from disagg.bench.serve.trace import parse_mix
     from disagg.bench.speeds import predicted as bench
     from disagg.bench.speeds.run import SpeedsPlan
@@ -202,7 +177,7 @@ def predicted(
         speeds=measuring,
         file=speeds,
     )
-    raise typer.Exit(bench.run(plan, json_path=json))
+    raise typer.Exit(bench.run(plan, Output(json, results)))
 
 
 @app.command()
@@ -212,24 +187,31 @@ def soak(
     cancel: Annotated[float, typer.Option(help="Share of clients that disconnect early.")] = 0.2,
     config: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="YAML of a deployment in float32. Without it: a small one."
-        ),
+        typer.Option(metavar="FILE", help="A float32 deployment. Default: a small one."),
     ] = None,
     transports: Annotated[
-        str | None, typer.Option(help=f"By commas; the YAML's, or {ON_CPU}.")
+        str | None,
+        typer.Option(help=f"Comma-separated. Default: those of the file, or {ON_CPU}."),
     ] = None,
     sabotage: Annotated[
-        bool, typer.Option(help="Cut sockets and stop workers during the load.")
+        bool, typer.Option(help="Cut sockets and stop workers during the run.")
     ] = True,
+    json: Json = None,
+    results: Results = None,
 ) -> None:
-    """Send many requests under faults: no wrong token, no lease, block or file left."""
+    """Send many requests, some clients disconnect: no wrong token, no lease or block kept."""
     from disagg.chaos import soak as bench
 
     wanted = transports or (None if config else ON_CPU)
     names = _transports(wanted) if wanted else None
     status = bench.run(
-        requests, concurrency, cancel, file=config, transports=names, sabotage=sabotage
+        requests,
+        concurrency,
+        cancel,
+        file=config,
+        transports=names,
+        sabotage=sabotage,
+        output=Output(json, results),
     )
     raise typer.Exit(status)
 
@@ -239,15 +221,15 @@ def heal(
     clients: Annotated[
         int, typer.Option(min=1, help="Clients that send requests all the time.")
     ] = 4,
-    rounds: Annotated[int, typer.Option(min=0, help="How often each of four engines dies.")] = 1,
-    nodes: Annotated[
-        int, typer.Option(help="Ray nodes. With three or more, one node dies too.")
-    ] = 1,
+    rounds: Annotated[int, typer.Option(min=0, help="Kills of each of the four engines.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Ray nodes; with three or more, one is killed.")] = 1,
+    json: Json = None,
+    results: Results = None,
 ) -> None:
-    """Kill engines and the router under load: what clients see, and when all serve again."""
+    """Kill engines, the supervisor and the router under load: errors and time to recover."""
     from disagg.chaos import heal as bench
 
-    raise typer.Exit(bench.run(clients, rounds, nodes))
+    raise typer.Exit(bench.run(clients, rounds, nodes, Output(json, results)))
 
 
 @app.command()
@@ -256,44 +238,40 @@ def scale(
         int, typer.Option(min=1, help="Clients that send requests all the time.")
     ] = 2,
     waves: Annotated[
-        int,
-        typer.Option(min=0, help="How often the clients come and go; the autoscaler must follow."),
+        int, typer.Option(min=0, help="Test the autoscaler: clients come and go so many times.")
     ] = 0,
-    half: Annotated[
-        float, typer.Option(help="Seconds that the clients stay, and stay away.")
-    ] = 100.0,
+    half: Annotated[float, typer.Option(help="Seconds of half a wave.")] = 100.0,
+    json: Json = None,
+    results: Results = None,
 ) -> None:
-    """Scale up and down and replace all engines under load: no client may notice."""
+    """Scale up, scale down and replace all engines under load: no client may see an error."""
     from disagg.chaos import scale as bench
 
-    raise typer.Exit(bench.run_waves(clients, waves, half) if waves else bench.run(clients))
+    output = Output(json, results)
+    if waves:
+        raise typer.Exit(bench.run_waves(clients, waves, half, output))
+    raise typer.Exit(bench.run(clients, output))
 
 
 @app.command()
 def router(
     requests: Annotated[
-        int, typer.Option(help="Requests of each batch, at least 4 a client.")
+        int, typer.Option(help="Requests per batch; at least 4 per client are sent.")
     ] = 400,
-    rounds: Annotated[
-        int, typer.Option(help="Repetitions; one more warms up. The table has medians.")
-    ] = 8,
-    clients: Annotated[
-        str, typer.Option(help="Clients at once, separated by commas.")
-    ] = "1,16,64,256",
-    mode: Annotated[
-        str, typer.Option(help="Answers as a stream, in one piece (whole), or both.")
-    ] = "both",
+    rounds: Annotated[int, typer.Option(help="Rounds, medians count; one more warms up.")] = 8,
+    clients: Annotated[str, typer.Option(help="Clients at once, comma-separated.")] = "1,16,64,256",
+    mode: Annotated[str, typer.Option(help="Answers: stream, whole, or both.")] = "both",
     targets: Annotated[
-        str, typer.Option(help="Separated by commas. Our router is in three settings.")
+        str,
+        typer.Option(help="Comma-separated: no router, disagg's in three settings, vllm-router."),
     ] = "direct,ours,ours-2-processes,ours-migration,vllm-router",
     pace_ms: Annotated[
         float, typer.Option(help="Milliseconds between two tokens of an answer.")
     ] = 0,
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the figures into this file.")
-    ] = None,
+    json: Json = None,
+    results: Results = None,
 ) -> None:
-    """Measure what a router costs: no router, ours, vllm-router; with fake engines."""
+    """Measure routers in front of fake engines: no router, disagg's and vllm-router."""
     from disagg.bench.router import run as bench
 
     plan = bench.RouterBenchPlan(
@@ -304,45 +282,44 @@ def router(
         targets=[name for name in targets.split(",") if name],
         pace_ms=pace_ms,
     )
-    raise typer.Exit(bench.run(plan, json_path=json))
+    raise typer.Exit(bench.run(plan, Output(json, results)))
 
 
 @app.command()
 def router_faults(
     requests: Annotated[
-        int, typer.Option(min=1, help="All combinations of faults are 380.")
+        int, typer.Option(min=1, help="There are 380 combinations of faults.")
     ] = 10_000,
-    clients: Annotated[int, typer.Option(min=1, help="Clients at once.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 1,
+    clients: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the order and of all random choices.")] = 1,
     first_token: options.FirstToken = "decode",
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the figures into this file.")
-    ] = None,
+    json: Json = None,
+    results: Results = None,
 ) -> None:
-    """Run the router with engines that fail on purpose: right, or one error, in time."""
+    """Run the router in front of failing engines: each answer is right or one error, in time."""
     from disagg.chaos import router_faults as bench
 
-    raise typer.Exit(bench.run(requests, clients, seed, first_token, json_path=json))
+    raise typer.Exit(bench.run(requests, clients, seed, first_token, Output(json, results)))
 
 
 @app.command()
 def serve(
     rates: Annotated[
-        str, typer.Option(help="Requests a second, separated by commas.")
+        str, typer.Option(help="Requests per second, comma-separated.")
     ] = "0.5,1,1.5,2",
     duration: Annotated[float, typer.Option(help="Seconds of load at each rate.")] = 24,
     mix: Annotated[
-        str, typer.Option(help="SHARE:PROMPT:OUTPUT in tokens, separated by commas.")
+        str, typer.Option(help="SHARE:PROMPT:OUTPUT with lengths in tokens, comma-separated.")
     ] = "0.5:128:64,0.5:1500:64",
     repeat_share: Annotated[
-        float, typer.Option(help="Share of requests that repeat an earlier prompt.")
+        float, typer.Option(help="Share of the requests that repeat an earlier prompt.")
     ] = 0,
-    ttft_target: Annotated[float, typer.Option(help="Seconds to the first token.")] = 2,
-    itl_target: Annotated[float, typer.Option(help="Seconds between tokens.")] = 0.1,
+    ttft_target: Annotated[float, typer.Option(help="Target: seconds to the first token.")] = 2,
+    itl_target: Annotated[float, typer.Option(help="Target: seconds between tokens.")] = 0.1,
     ways: Annotated[
         str,
         typer.Option(
-            help="colocated, apart, apart-all; separated by commas. Empty: write traces only."
+            help="colocated, apart, apart-all; comma-separated. Empty: write traces only."
         ),
     ] = "colocated,apart",
     local_prefill_tokens: options.LocalPrefillTokens = 256,
@@ -350,26 +327,25 @@ def serve(
     first_token: options.FirstToken = "decode",
     first_token_hold_s: options.FirstTokenHoldS = 0.0,
     batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens, of all engines.")
+        int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens of all engines.")
     ] = None,
     decode_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="The same for the decode engine only.")
     ] = None,
     prefill_seqs: Annotated[
-        int | None, typer.Option(min=1, help="vLLM's max_num_seqs, of the prefill engine alone.")
+        int | None, typer.Option(min=1, help="vLLM's max_num_seqs of the prefill engine.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals, kinds and prompts.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals, request kinds and prompts.")] = 1,
     trace: Annotated[
-        Path | None, typer.Option(help="Replay this file instead of rates and mix.")
+        Path | None, typer.Option(help="Replay this file; --rates and --mix are ignored.")
     ] = None,
     write_trace: Annotated[
-        Path | None, typer.Option(help="Write the load here; of several rates, a file each.")
+        Path | None, typer.Option(help="Write the load to this file; one file for each rate.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the figures into this file.")
-    ] = None,
+    json: Json = None,
+    results: Results = None,
 ) -> None:
-    """Measure goodput of one load on two colocated engines, and on prefill and decode apart."""
+    """Serve one open load by two plain engines, and by a prefill and a decode engine."""
     from disagg.bench.serve import run as bench
     from disagg.bench.serve.score import Targets
     from disagg.bench.serve.trace import parse_mix
@@ -392,45 +368,50 @@ def serve(
         trace=trace,
         write_trace=write_trace,
     )
-    raise typer.Exit(bench.run(plan, json_path=json))
+    raise typer.Exit(bench.run(plan, Output(json, results)))
 
 
 @app.command()
 def transfer(
     transports: Annotated[
         str | None,
-        typer.Option(help=f"Ours, by commas: {ON_CPU}; on GPUs cuda_ipc,nccl,tcp,shared_storage."),
+        typer.Option(
+            help=f"Comma-separated. Default: {ON_CPU}; on GPUs cuda_ipc,nccl,tcp,shared_storage."
+        ),
     ] = None,
     sizes: Annotated[
         str | None,
-        typer.Option(help="MB of one fetch, by commas: 33,131,262; on GPUs 131,1074,8590."),
+        typer.Option(
+            help="MB per fetch, comma-separated. Default: 33,131,262; on GPUs 131,1074,8590."
+        ),
     ] = None,
     block_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Bytes of one block in each layer, by commas: 65536,1048576; on GPUs 65536."
+            help="Bytes per block and layer, comma-separated. "
+            "Default: 65536,1048576; on GPUs 65536."
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers: 8; on GPUs 32.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Default: 8; on GPUs 32.")] = None,
     concurrency: Annotated[
         str | None,
         typer.Option(
-            help="Fetches at once; several only while their sum fits the largest: 1,4; on GPUs 1."
+            help="Fetches at once, as far as their sum fits the largest size. "
+            "Default: 1,4; on GPUs 1."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where the caches lie: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Memory of the caches: cpu or cuda.")] = "cpu",
     staging_mb: Annotated[
-        int, typer.Option(min=1, help="MiB on the GPU that each end may stage in.")
+        int, typer.Option(min=1, help="MiB of GPU memory that each end stages in.")
     ] = 64,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Repetitions; one more warms up. The table has medians.")
+        int, typer.Option(min=1, help="Repeats, medians count; one more warms up.")
     ] = 5,
-    peer: Annotated[bool, typer.Option(help="Measure NIXL over UCX too.")] = True,
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the figures into this file.")
-    ] = None,
+    peer: Annotated[bool, typer.Option(help="Also measure NIXL over UCX.")] = True,
+    json: Json = None,
+    results: Results = None,
 ) -> None:
-    """Measure whole fetches over each transport, beside their ceilings and NIXL."""
+    """Measure whole fetches over each transport, their upper bounds and NIXL. No engine, no Ray."""
     from disagg.bench.transfer import run as bench
     from disagg.bench.transfer.plan import TransferPlan
 
@@ -444,14 +425,34 @@ def transfer(
         layers=layers,
         staging_bytes=staging_mb << 20,
     )
-    raise typer.Exit(bench.run(plan, with_peer=peer, json_path=json))
+    raise typer.Exit(bench.run(plan, with_peer=peer, output=Output(json, results)))
+
+
+@app.command()
+def pages(
+    pages: Annotated[Path, typer.Option(help="Folder of the benchmark pages.")] = Path(
+        "docs/benchmarks"
+    ),
+    results: Annotated[Path, typer.Option(help="Folder of the results files.")] = Path(
+        "benchmarks/results"
+    ),
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit with 1 if a page is out of date.")
+    ] = False,
+) -> None:
+    """Write the newest results of each command into the benchmark pages of a checkout."""
+    from disagg.bench import pages as bench
+
+    raise typer.Exit(bench.run(pages, results, check=check))
 
 
 def _transports(text: str) -> list[TransportName]:
     wanted = text.split(",")
     known = [name for name in PREFERENCE if name in wanted]
     if strange := sorted(set(wanted) - set(known)):
-        raise ConfigError(f"{', '.join(strange)}: no such transport; of {', '.join(PREFERENCE)}")
+        raise ConfigError(
+            f"{', '.join(strange)}: no such transport; choose from {', '.join(PREFERENCE)}"
+        )
     return sorted(known, key=wanted.index)
 
 
@@ -459,11 +460,11 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{text!r}: whole numbers, by commas") from None
+        raise ConfigError(f"{text!r}: must be whole numbers, comma-separated") from None
 
 
 def _rates(text: str) -> list[float]:
     try:
         return [float(number) for number in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--rates: {text!r} — numbers, by commas") from None
+        raise ConfigError(f"--rates: {text!r} — must be numbers, comma-separated") from None

@@ -1,94 +1,195 @@
-"""The pages in `docs/benchmarks/`: prose by hand, and the newest results of each command.
+"""`disagg bench pages`: write the newest results into the benchmark pages.
 
-The part between a page's markers is made of the newest results file of its command. All else is
-left as it is, so a page can be made again at any time.
+A page is written by hand, except for what stands between two marks:
+
+    <!-- results: router -->
+    <!-- /results -->
+
+There the tables of the newest results file of that command are written. `summary` is not a command:
+it lists all targets with their verdicts. Running it twice changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rich.console import Console
+
+from disagg.bench.results import Cell, Machine, Result, Row, Target, newest
 from disagg.errors import ConfigError
-from disagg.testing.results import Aim, Result, ResultTable, load
 
-BEGIN, END = "<!-- results: {} -->", "<!-- end of results -->"
-_OVERVIEW = "overview"
+PAGES, RESULTS = Path("docs/benchmarks"), Path("benchmarks/results")
+SUMMARY = "summary"
+_MARKED = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.S)
+_DIGITS = 3
+_EXACT_DIGITS = 4  # of targets: a rounded figure must not look as if it met its limit
 
-
-def update(results: Path, pages: Path) -> list[Path]:
-    """Make all pages again. Returns those that changed. Raises `ConfigError`."""
-    newest = {result.command: result for result in load(results)}  # the last of a name is newest
-    changed = []
-    for page in sorted(pages.glob("*.md")):
-        text = page.read_text()
-        made = made_again(text, newest, page)
-        if made != text:
-            page.write_text(made)
-            changed.append(page)
-    return changed
+Newest = Mapping[str, tuple[Path, Result]]
 
 
-def made_again(text: str, newest: dict[str, Result], page: Path) -> str:
-    """The text of a page with current results between its markers."""
-    for command in (_OVERVIEW, *newest):
-        begin = BEGIN.format(command)
-        if begin not in text:
+def run(pages: Path, results: Path, *, check: bool) -> int:
+    """Write the pages. `check`: write nothing; status 1 if a page is out of date."""
+    console = Console(highlight=False, soft_wrap=True)
+    files = sorted(pages.glob("*.md"))
+    if not files:
+        raise ConfigError(f"--pages: {pages} has no page; run it from the root of a checkout")
+    found, stale = newest(results), 0
+    for page, text in made(files, found):
+        if text == page.read_text(encoding="utf-8"):
             continue
-        before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(END)
-        if not found:
-            raise ConfigError(f"{page.name}: {begin} has no {END} behind it")
-        shown = overview(newest) if command == _OVERVIEW else section(newest[command])
-        text = f"{before}{begin}\n{shown}\n{END}{after}"
+        stale += 1
+        if not check:
+            page.write_text(text, encoding="utf-8")
+        console.print(f"{page}: {'out of date' if check else 'written'}", markup=False)
+    console.print(f"{len(files)} pages, {len(found)} commands with results, {stale} changed")
+    return int(check and stale > 0)
+
+
+def made(files: Sequence[Path], found: Newest) -> Iterator[tuple[Path, str]]:
+    """Each page with its new text. Raises `ConfigError` for a command without a place."""
+    texts = {page: page.read_text(encoding="utf-8") for page in files}
+    pages = {
+        match["name"]: page for page, text in texts.items() for match in _MARKED.finditer(text)
+    }
+    if homeless := sorted(set(found) - set(pages)):
+        raise ConfigError(
+            f"results of {', '.join(homeless)}: no page has a place for them; add the lines "
+            f"<!-- results: {homeless[0]} --> and <!-- /results --> to one"
+        )
+    for page, text in texts.items():
+
+        def block(match: re.Match[str], page: Path = page) -> str:
+            name = match["name"]
+            inner = _summary(found, pages) if name == SUMMARY else _block(found.get(name), page)
+            return f"{match[1]}\n{inner}\n{match[3]}"
+
+        yield page, _MARKED.sub(block, text)
+
+
+# ---- one command -------------------------------------------------------------------------------
+
+
+def _block(file: tuple[Path, Result] | None, page: Path) -> str:
+    if file is None:
+        return "Not measured yet: there is no results file.\n"
+    path, result = file
+    link = Path(os.path.relpath(path, page.parent)).as_posix()
+    parts = [
+        f"Measured {result.date.replace('T', ' ')} on {_machine(result.machine)} "
+        f"([results file]({link}))."
+    ]
+    if result.versions:
+        parts.append(f"Versions: {', '.join(f'{k} {v}' for k, v in result.versions.items())}.")
+    if result.transcribed_from:
+        parts.append(f"Transcribed from {result.transcribed_from}.")
+    if result.note:
+        parts.append(result.note)
+    text = "\n".join(parts) + f"\n\n```\n{result.command_line}\n```\n"
+    for table in result.tables:
+        text += f"\n**{table.title}**\n\n{_table(table.rows)}\n"
+    if result.targets:
+        text += f"\n**Targets**\n\n{_table([_target(one) for one in result.targets])}\n"
     return text
 
 
-def section(result: Result) -> str:
-    """One command's results: command, machine, aims, tables, notes."""
-    machine = result.machine
-    where = [machine.cpu, f"{machine.cores} cores"]
-    where += [f"{machine.memory_gib} GiB"] if machine.memory_gib else []
-    where += [f"Linux {machine.kernel}"] if machine.kernel else []
-    where += [machine.gpu or "no GPU"]
-    lines = ["", "```", result.command_line, "```", "", f"{result.date}, {', '.join(where)}."]
-    if result.versions:
-        known = (f"{name} {number}" for name, number in result.versions.items())
-        lines.append(f"{', '.join(known)}.")
-    if result.aims:
-        lines += ["", *_aims(result.aims)]
-    for table in result.tables:
-        lines += ["", *_table(table)]
-    lines += [line for note in result.notes for line in ("", note)]
-    return "\n".join([*lines, ""])
+def _machine(machine: Machine) -> str:
+    parts = [machine.cpu]
+    if machine.cpu_features:
+        parts[0] += f" ({', '.join(machine.cpu_features)})"
+    if machine.cores:
+        parts.append(f"{machine.cores} cores")
+    if machine.memory_gib:
+        parts.append(f"{machine.memory_gib:g} GiB")
+    parts += [machine.kernel] if machine.kernel else []
+    return ", ".join([*parts, *(machine.gpus or ["no GPU"])])
 
 
-def overview(newest: dict[str, Result]) -> str:
-    """A row for each command and aim."""
-    rows = [
-        [result.command, result.date, aim.what, aim.asked, aim.measured, _verdict(aim)]
-        for _, result in sorted(newest.items())
-        for aim in result.aims
-    ]
-    return "\n".join(["", *_rows(["command", "date", "aim", "asked", "measured", ""], rows), ""])
+def _target(one: Target) -> Row:
+    return {
+        "target": one.name,
+        "at": one.at,
+        "limit": one.limit,
+        "measured": _number(one.measured, _EXACT_DIGITS),
+        "verdict": _verdict(one.met),
+    }
 
 
-def _aims(aims: Sequence[Aim]) -> list[str]:
-    rows = [[aim.what, aim.asked, aim.measured, _verdict(aim)] for aim in aims]
-    return _rows(["aim", "asked", "measured", ""], rows)
+def _verdict(met: bool) -> str:
+    return "met" if met else "**missed**"
 
 
-def _verdict(aim: Aim) -> str:
-    return "met" if aim.met else "**not met**"
+def _table(rows: Sequence[Row]) -> str:
+    """A Markdown table; its columns are all keys of all rows, in their order."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [_line(columns), "|".join(["", *("---" for _ in columns), ""])]
+    return "\n".join([*lines, *(_line([_cell(row.get(c)) for c in columns]) for row in rows)])
 
 
-def _table(table: ResultTable) -> list[str]:
-    title = [f"{table.title}:", ""] if table.title else []
-    return [*title, *_rows(table.columns, table.rows)]
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
-def _rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+def _cell(value: Cell) -> str:
+    match value:
+        case None:
+            return ""
+        case float():
+            return _number(value, _DIGITS)
+        case int():
+            return f"{value:,}"
+    return value.replace("|", "\\|")
 
-    return [line(columns), "|" + "---|" * len(columns), *map(line, rows)]
+
+def _number(value: float, digits: int) -> str:
+    """With so many significant digits, and without zeros at the end."""
+    if value == 0:
+        return "0"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+# ---- all commands ------------------------------------------------------------------------------
+
+
+def _summary(found: Newest, pages: Mapping[str, Path]) -> str:
+    rows: list[Row] = []
+    for name in sorted(found, key=lambda one: (pages[one].name, one)):
+        result, page = found[name][1], pages[name]
+        where: Row = {
+            "results": f"[{name}]({page.name})",
+            "date": result.date[:10],
+            "machine": _label(result.machine),
+        }
+        by_name: dict[str, list[Target]] = {}
+        for one in result.targets:
+            by_name.setdefault(one.name, []).append(one)
+        for target, ones in by_name.items():
+            limits = sorted({one.limit for one in ones})
+            low, high = (f(one.measured for one in ones) for f in (min, max))
+            shown = dict.fromkeys(_number(one, _EXACT_DIGITS) for one in (low, high))
+            met = sum(one.met for one in ones)
+            rows.append(
+                where
+                | {
+                    "target": target,
+                    "limit": limits[0] if len(limits) == 1 else "by size",
+                    "measured": " to ".join(shown),
+                    "verdict": f"{_verdict(met == len(ones))}, {met} of {len(ones)}",
+                }
+            )
+        if not by_name:
+            rows.append(where | {"target": "none"})
+    return _table(rows) + "\n"
+
+
+def _label(machine: Machine) -> str:
+    return ", ".join(machine.gpus) or machine.cpu
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(PAGES, RESULTS, check=False))

@@ -1,1 +1,1 @@
-"""Break a running system on purpose and check that every answer is right or an error."""
+"""Break a running system on purpose; every answer must be right or an error."""

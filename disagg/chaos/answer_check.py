@@ -1,7 +1,7 @@
-"""Judges one answer of the router to `disagg bench router-faults`.
+"""Judges one answer of the router in `disagg bench router-faults`.
 
-Right is: all tokens once, in order, with their end. Otherwise it must be one well-formed error, or
-for an answer that is not streamed a connection that visibly broke. All else is wrong.
+Right: all tokens once, in order, with their end. Otherwise it must be one well-formed error. An
+answer that is not streamed may also be a connection that visibly broke. Everything else is wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RIGHT, EVENT, CUT, WRONG = "right", "error event", "cut", "WRONG"
 
 @dataclass(frozen=True)
 class Received:
-    """What came back: `broken` if the connection ended before the answer did."""
+    """An answer. `broken`: the connection ended before the answer did."""
 
     status: int
     kind: str
@@ -30,7 +30,7 @@ class _Wrong(Exception):
 
 
 def judge(path: str, asked: dict[str, Any], got: Received) -> str:
-    """RIGHT, EVENT, CUT, `error 503` and the like, or WRONG with the reason behind a colon."""
+    """RIGHT, EVENT, CUT, `error 503` etc., or WRONG with the reason after a colon."""
     try:
         if b"127.0.0.1" in got.body or b"Traceback" in got.body:
             raise _Wrong("names an address, or shows a stack trace")
@@ -42,7 +42,7 @@ def judge(path: str, asked: dict[str, Any], got: Received) -> str:
 
 
 def _refusal(got: Received) -> str:
-    # The request is faultless: a 4xx other than `too many` would blame the client.
+    # The request is valid: a 4xx other than 429 would blame the client.
     if got.status < 500 and got.status != 429:
         raise _Wrong("blames the client")
     if got.broken or not got.kind.startswith("application/json"):

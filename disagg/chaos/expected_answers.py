@@ -1,7 +1,7 @@
-"""What the fake engines of `disagg bench router-faults` say when they say it right.
+"""The right answers of the fake engines in `disagg bench router-faults`.
 
-A token is a function of its position alone, so that an answer, even one that another engine goes
-on with, can be checked token for token. Events have vLLM's shape.
+A token is a function of the prompt's first token and its position, so every answer can be checked
+token for token, even if another engine continued it. Events have vLLM's form.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 VOCABULARY = 50_021
 CHAT = "/v1/chat/completions"
-_SPECIAL = 6  # one token of so many is special
+_SPECIAL = 6  # every sixth token id is a special token
 
 
 def token_at(seed: int, position: int) -> int:
@@ -21,19 +21,19 @@ def token_at(seed: int, position: int) -> int:
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """What these tokens say in an answer, which leaves special ones out."""
+    """The text of these tokens in an answer, which leaves special tokens out."""
     return "".join(f" w{token}" for token in tokens if token % _SPECIAL)
 
 
 def detokenized(tokens: Sequence[int]) -> str:
-    """What /detokenize says of them: it leaves out none, but the space that a text begins with, as
-    tokenizers of the SentencePiece kind do."""
+    """The answer of /detokenize: it keeps special tokens, and drops the first space, as
+    SentencePiece tokenizers do."""
     text = "".join(f" w{token}" if token % _SPECIAL else "<end>" for token in tokens)
     return text.removeprefix(" ")
 
 
 def compact(content: Any) -> bytes:
-    """JSON as vLLM writes it: without a space."""
+    """JSON as vLLM writes it: without spaces."""
     return json.dumps(content, separators=(",", ":")).encode()
 
 
@@ -46,12 +46,12 @@ def generated(body: dict[str, Any]) -> list[int]:
 
 
 def answer(path: str, body: dict[str, Any]) -> bytes:
-    """The JSON of an answer that is not streamed."""
+    """The JSON bytes of an answer that is not streamed."""
     return compact(content(path, body))
 
 
 def content(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What an answer that is not streamed has."""
+    """The content of an answer that is not streamed."""
     tokens, is_chat = generated(body), path == CHAT
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
     if is_chat:
@@ -67,7 +67,7 @@ def content(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(path: str, body: dict[str, Any]) -> Iterator[bytes]:
-    """vLLM's events, one a token, and the last one."""
+    """vLLM's events, one per token, then `[DONE]`."""
     tokens = generated(body)
     is_chat, with_ids = path == CHAT, body.get("return_token_ids")
     kind = "chat.completion.chunk" if is_chat else "text_completion"

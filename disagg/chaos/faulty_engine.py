@@ -1,9 +1,8 @@
-"""Fake engines that fail on purpose, byte by byte: what `disagg bench router-faults` runs behind
-the router.
+"""Fake engines that fail on purpose, down to single bytes, for `disagg bench router-faults`.
 
-They compute nothing and are there only to provoke it. What shall go wrong comes with each request
-in the header `x-fault` (`prefill=reset/once,decode=stall/always`), so that whoever checks the
-answer knows it. Leases are counted: handed out, used, given back.
+They compute nothing. The header `x-fault` of each request names the faults
+(`prefill=reset/once,decode=stall/always`), so the checker knows them too. The engines count leases:
+granted, used, released.
 """
 
 from __future__ import annotations
@@ -21,23 +20,24 @@ from typing import Any, Literal, cast, get_args
 
 from disagg.chaos.expected_answers import answer, compact, content, detokenized, events
 
-# hang: no answer. stall: half of one, then silence. reset, die: the same, with the connection
-# reset. close, cut: with it closed. long, short: content-length against the body. chunks: broken
-# chunked encoding. extra: another answer follows the right one.
+# hang: no answer. stall: half an answer, then silence. reset, die: no answer, half an answer, and
+# the connection is reset. close, cut: the same, and the connection is closed. long, short: the
+# content-length is wrong. chunks: broken chunked encoding. extra: another answer follows the right
+# one.
 Common = Literal[
     "right", "refuse", "hang", "stall", "reset", "die", "close", "cut", "500", "502", "503",
     "garbage", "header", "long", "short", "chunks", "extra",
 ]  # fmt: skip
 COMMON: tuple[str, ...] = get_args(Common)
 PREFILL: tuple[str, ...] = (*COMMON, "no-json", "no-params", "no-object")
-# event: an error event of the engine's own. end: a stream that ends well, but early.
+# event: an error event of the engine. end: a stream that ends properly, but early.
 DECODE: tuple[str, ...] = (*COMMON, "event", "end")
-# Faults that come when half of a stream was sent.
+# Faults after half of a stream was sent.
 MID_STREAM = {"stall", "die", "cut", "long", "short", "chunks", "event", "end"}
 
 _EVENT_S = 0.001
-# A connection that is closed so soon was given up while the lease was on its way: nobody can know
-# of it, and it ends by its deadline.
+# If the router closes a connection so soon after the answer, the lease was still on its way: the
+# router cannot know it, and it ends by its deadline.
 _UNREAD_S = 1.0
 _REASONS = {200: b"OK", 404: b"Not Found", 500: b"Broken", 502: b"Bad", 503: b"Busy"}
 _SAID = {
@@ -50,7 +50,7 @@ _HTML = b"<html><body>bad gateway at http://127.0.0.1:1/</body></html>"
 
 @dataclass
 class State:
-    """What all engines of one process share. `tries`: by request id."""
+    """State of all engines of one process. `tries`: by request id."""
 
     role: str
     granted: set[str] = field(default_factory=set)
@@ -62,7 +62,7 @@ class State:
 
 @dataclass(frozen=True)
 class Request:
-    """One HTTP request, read to its end."""
+    """One complete HTTP request."""
 
     method: str
     path: str
@@ -70,14 +70,14 @@ class Request:
     body: dict[str, Any]
 
     def fault(self, state: State) -> str:
-        """What shall go wrong with it here."""
+        """The fault of this request at this engine."""
         wanted = dict(
             part.split("=") for part in self.headers.get("x-fault", "").split(",") if part
         )
         kind, _, lasting = wanted.get(state.role, "right").partition("/")
         state.tries[self.headers.get("x-request-id", "")] += 1
         again = state.tries[self.headers.get("x-request-id", "")] > 1
-        # Engines that refuse have closed their sockets; this one has not.
+        # Engines that refuse have closed their listening sockets; this one has not.
         return "right" if kind == "refuse" or (again and lasting == "once") else kind
 
 
@@ -127,7 +127,7 @@ class FaultyEngine(asyncio.Protocol):
     # ---- right answers ---------------------------------------------------------------------
 
     async def _serve_all(self) -> None:
-        """One after the other, as every server does."""
+        """Serve the requests of this connection in their order."""
         while True:
             await self._serve(await self._requests.get())
 
@@ -202,8 +202,8 @@ class FaultyEngine(asyncio.Protocol):
             case "no-object":
                 self._whole(200, b'[{"kv_transfer_params": 7}]')
             case "extra":
-                # In one piece: what comes when the next request was sent looks like its answer
-                # to whoever speaks HTTP.
+                # In one write: bytes that arrive after the next request was sent would be its
+                # answer by the rules of HTTP.
                 self._gathered = bytearray()
                 await self._right(request)
                 self._whole(200, b'{"stray": true}')
@@ -211,7 +211,7 @@ class FaultyEngine(asyncio.Protocol):
                 write(gathered)
             case _ if request.body.get("stream"):
                 await self._half_a_stream(request, fault)
-            case "end" | "event":  # of streams alone
+            case "end" | "event":  # of streams only
                 await self._right(request)
             case "chunks":
                 self._use(request)
@@ -221,8 +221,8 @@ class FaultyEngine(asyncio.Protocol):
                 self._head(200, "application/json", f"content-length: {len(body) // 2}")
                 write(body)
             case _:
-                # Half of a JSON text under its own right length ends well by all that HTTP can
-                # say; so decode is never `short` here, but `long`, as the others are.
+                # Half of a JSON text with a fitting content-length is valid HTTP: decode is never
+                # `short` here, but `long`, as the other faults are.
                 self._use(request)
                 self._head(200, "application/json", f"content-length: {len(body)}")
                 write(body[: len(body) // 2])
@@ -261,7 +261,7 @@ class FaultyEngine(asyncio.Protocol):
         return await self._break(fault)
 
     async def _break(self, fault: str) -> None:
-        await asyncio.sleep(_EVENT_S)  # what was written is on its way
+        await asyncio.sleep(_EVENT_S)  # lets the written bytes leave
         if fault == "die":
             self.reset()
         elif fault in ("cut", "long", "short"):

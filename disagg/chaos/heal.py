@@ -1,9 +1,9 @@
-"""`disagg bench heal`: kills engines and the router under load, and watches them come back.
+"""`disagg bench heal`: kills engines, the supervisor and the router under load.
 
-Two prefill and two decode engines answer clients that never stop, every answer is compared with a
-single engine's, and one process after the other gets a SIGKILL, the supervisor too, just before an
-engine. With two of each role nobody may notice, but for the router's own death, which ends what it
-was relaying. With `--nodes` Ray has several nodes, and one of them dies as a whole.
+Clients send requests all the time to two prefill and two decode engines; each answer is compared
+with a single engine's. One process after another gets a SIGKILL; the supervisor gets it just before
+an engine. No client may see an error, except when the router dies, which ends the answers that it
+relays. With `--nodes` Ray has several nodes, and one of them is killed as a whole.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import httpx
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from disagg.bench.results import Output, Target, target
+from disagg.bench.results import Row as ResultRow
+from disagg.bench.results import Table as ResultTable
 from disagg.chaos.steady_load import SteadyLoad
 from disagg.cluster import RunningDeployment, start
 from disagg.cluster.serve import Progress
 from disagg.config import Deployment, ResourcesSection
 from disagg.preflight import checks
-from disagg.testing import results
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL, cpu_deployment
 from disagg.testing.http import client
@@ -37,11 +39,12 @@ SUPERVISOR = f"{_FIRST}core of prefill-0"
 BACK_S = 240.0
 _LOOK_S, _SETTLE_S = 0.1, 5.0
 _BLOCKS = 512
+_AIM_S = 5.0  # until an engine serves again, more than its own start
 
 
 @dataclass(frozen=True)
 class HealRow:
-    """One death. Seconds from the SIGKILL; `own_start_s`: of the engine that came back."""
+    """One death. Seconds from the SIGKILL. `own_start_s`: start-up time of the new engine."""
 
     victim: str
     out_s: float
@@ -51,16 +54,16 @@ class HealRow:
     errors: int
 
 
-def run(clients: int, rounds: int, nodes: int) -> int:
+def run(clients: int, rounds: int, nodes: int, output: Output) -> int:
     """Run it. Returns the exit status."""
     if nodes < 3:
-        return _run(clients, [*(VICTIMS * rounds), SUPERVISOR, ROUTER], None)
-    # As on larger clusters, the head has no engine. What is left has room for all of them.
+        return _run(clients, [*(VICTIMS * rounds), SUPERVISOR, ROUTER], None, output)
+    # As on larger clusters, the head has no engine. The nodes that are left have room for all.
     with RayNodes(nodes - 1, cpus=4) as cluster:
-        return _run(clients, [*(VICTIMS * rounds), SUPERVISOR, NODE, ROUTER], cluster)
+        return _run(clients, [*(VICTIMS * rounds), SUPERVISOR, NODE, ROUTER], cluster, output)
 
 
-def _run(clients: int, victims: Sequence[str], cluster: RayNodes | None) -> int:
+def _run(clients: int, victims: Sequence[str], cluster: RayNodes | None, output: Output) -> int:
     console = Console(highlight=False, soft_wrap=True)
     make_model(MODEL)
     deployment = _deployment(cpus=0 if cluster is None else 1)
@@ -80,18 +83,13 @@ def _run(clients: int, victims: Sequence[str], cluster: RayNodes | None) -> int:
         load = SteadyLoad(running.url, single)
         with load.clients(clients):
             rows = [_death(console, running, load, victim, cluster) for victim in victims]
-    Console(width=max(console.width, 100), highlight=False).print(results.keep(_table(rows)))
+    Console(width=max(console.width, 100), highlight=False).print(_table(rows))
     load.report(console)
     unnoticed = all(row.answers and not row.errors for row in rows if row.victim != ROUTER)
-    wrong = load.counts["wrong"]
-    results.aim("wrong answers", "0", str(wrong), met=not wrong)
-    errors = sum(row.errors for row in rows if row.victim != ROUTER)
-    results.aim("errors, but for the router's own death", "0", str(errors), met=not errors)
-    later = [row.whole_s - row.own_start_s for row in rows if row.own_start_s]
-    if later:
-        shown = f"{min(later):.1f} to {max(later):.1f} s"
-        results.aim("serves again, beyond the engine's own start", "at most 5 s", shown,
-                    met=max(later) <= 5)  # fmt: skip
+    figures = {"deaths": [asdict(row) for row in rows], "answers": dict(load.counts)}
+    title = "Deaths under load; times from the SIGKILL"
+    tables = [ResultTable(title, [_shown(row) for row in rows])]
+    output.write("heal", figures, tables, _targets(rows, load))
     return 0 if unnoticed and not load.counts["wrong"] else 1
 
 
@@ -150,7 +148,7 @@ def _death(
 
 
 def _neighbours(running: RunningDeployment, name: str) -> list[str]:
-    """The engines of its node, itself first."""
+    """The engines on this engine's node, this one first."""
     node_id = next(e.node_id for e in running.engines if e.name == name)
     others = [e.name for e in running.engines if e.node_id == node_id and e.name != name]
     return [name, *others]
@@ -174,18 +172,18 @@ def _process(running: RunningDeployment, victim: str) -> psutil.Process:
 
 
 def _spawned(parent: psutil.Process) -> psutil.Process:
-    """vLLM's child; its other one is Python's resource tracker."""
+    """The child process of vLLM; the other child is Python's resource tracker."""
     children = [(child, " ".join(child.cmdline())) for child in parent.children()]
     return next(child for child, line in children if "resource_tracker" not in line)
 
 
 def _heal_until(running: RunningDeployment, condition: Callable[[], bool]) -> float:
-    """Seconds that it took; RuntimeError if the deployment cannot go on, or it takes too long."""
+    """Supervise until `condition`; returns the seconds. RuntimeError if it fails or takes long."""
     began = time.monotonic()
     while not condition():
         problem = running.look_after(_LOOK_S)
         if problem is not None or time.monotonic() - began > BACK_S:
-            raise RuntimeError(problem or f"not as it should be after {BACK_S:g} s")
+            raise RuntimeError(problem or f"not recovered after {BACK_S:g} s")
     return time.monotonic() - began
 
 
@@ -206,6 +204,25 @@ def _state(running: RunningDeployment) -> dict[str, str] | None:
 def _is_up(running: RunningDeployment, name: str) -> bool:
     state = _state(running)
     return state is not None and state.get(name) == "up"
+
+
+def _shown(row: HealRow) -> ResultRow:
+    shown: ResultRow = {"killed": row.victim, "out of rotation, s": round(row.out_s, 1)}
+    shown["serves again, s"] = round(row.whole_s, 1)
+    shown["start of the new engine, s"] = round(row.own_start_s, 1) or None
+    return shown | {"answers meanwhile": row.answers, "errors": row.errors}
+
+
+def _targets(rows: Sequence[HealRow], load: SteadyLoad) -> list[Target | None]:
+    found = [target("wrong answers", load.counts["wrong"], at_most=0)]
+    for row in rows:
+        if row.victim != ROUTER:
+            found.append(target("errors", row.errors, at=row.victim, at_most=0))
+        if row.own_start_s:
+            more = round(row.whole_s - row.own_start_s, 1)
+            name = "serves again, s more than the engine's own start"
+            found.append(target(name, more, at=row.victim, at_most=_AIM_S))
+    return found
 
 
 def _table(rows: Sequence[HealRow]) -> Table:

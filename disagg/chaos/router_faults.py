@@ -1,23 +1,21 @@
-"""`disagg bench router-faults`: the router in front of engines that fail in every way there is.
+"""`disagg bench router-faults`: the router in front of engines that fail on purpose.
 
-A real router process, with time-outs below a second, in front of fake engines that do to each
-request what it asks for, in every combination of a prefill and a decode fault. Each request must
-end right or with one well-formed error, in time. At the end no request may be in flight, no lease
-held, no stack trace logged and no memory gone, and plain requests must be served again.
+A real router process, with timeouts below a second, in front of fake engines that apply the faults
+named in each request, in every combination of a prefill and a decode fault. Each request must end
+right or with one well-formed error, in time. At the end no request may be in flight, no lease held,
+no stack trace logged and no memory leaked, and plain requests must be served again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -25,22 +23,23 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from disagg.bench.results import Output, Row, Target, target
+from disagg.bench.results import Table as ResultTable
 from disagg.chaos.answer_check import RIGHT, WRONG, Received, judge
 from disagg.chaos.expected_answers import CHAT, VOCABULARY
 from disagg.chaos.faulty_engine import DECODE, MID_STREAM, PREFILL
 from disagg.chaos.router_scene import DEADLINE_S, ENGINES, Scene
 from disagg.config import Role
-from disagg.testing import results
 
 RECOVERY_S, RECOVERED = 40.0, 16
 _PER_ROUND = 2500
 _RSS_MIB = 16.0
-_MILD = 15  # requests that prefill does right, for one that it may do wrong
+_MILD = 15  # requests without a prefill fault, per request that may have one
 
 
 @dataclass(frozen=True)
 class FaultCase:
-    """One request: which fault on which leg (`reset/once`: at its first engine alone)."""
+    """One request and the fault of each leg (`reset/once`: at the first engine only)."""
 
     number: int
     prefill: str
@@ -60,8 +59,8 @@ class FaultCase:
 
 
 @dataclass
-class Report:
-    """outcomes: by prefill and decode fault. problems: all that may not be."""
+class FaultReport:
+    """outcomes: by prefill and decode fault. problems: violations of the rules above."""
 
     outcomes: dict[tuple[str, str], Counter[str]] = field(
         default_factory=lambda: defaultdict(Counter)
@@ -76,39 +75,33 @@ class Report:
         return sum(self.outcomes.values(), Counter[str]())
 
 
-def run(
-    requests: int, clients: int, seed: int, first_token: Role, *, json_path: Path | None
-) -> int:
+def run(requests: int, clients: int, seed: int, first_token: Role, output: Output) -> int:
     """Run it and print. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     report = uvloop.run(storm(requests, clients, seed, first_token, console))
     for role in (0, 1):
-        console.print(results.keep(_table(report, role)))
+        console.print(_table(report, role))
     for problem in report.problems[:20]:
         console.print(problem, markup=False)
     if len(report.problems) > 20:
         console.print(f"... and {len(report.problems) - 20} more")
     if report.begun_at_prefill:
-        console.print(f"{report.begun_at_prefill} streams began with a token of prefill's")
+        console.print(f"{report.begun_at_prefill} streams began with prefill's token")
     console.print(
         f"{dict(report.total())} of {len(report.outcomes)} combinations in {report.seconds:.0f} s, "
         f"the slowest {report.slowest_s:.1f} s; router {report.rss_mib[0]:.0f} to "
         f"{report.rss_mib[-1]:.0f} MiB; problems: {len(report.problems) or 'none'}"
     )
-    results.note(f"{sum(report.total().values())} requests: {dict(report.total())}.")
-    problems = len(report.problems)
-    results.aim("answers that are neither right nor one well-formed error", "0", str(problems),
-                met=not problems)  # fmt: skip
-    if json_path is not None:
-        json_path.write_text(json.dumps(_as_json(report), indent=2))
+    command = "router-faults" if first_token == "decode" else f"router-faults-{first_token}"
+    output.write(command, _as_json(report), [_result_table(report)], _targets(report))
     return 1 if report.problems else 0
 
 
 def cases(requests: int, seed: int, first_token: Role = "decode") -> list[FaultCase]:
-    """Every combination of faults, again and again, in any order.
+    """Every combination of faults, repeatedly, in random order.
 
-    Prefill engines that fail so often are given a rest by the router most of the time. For streams
-    that begin with a token of prefill's they do it right, but for one request of sixteen.
+    The router takes prefill engines that fail so often out of rotation most of the time. With
+    `first_token` prefill, only one request of sixteen may have a prefill fault.
     """
     generator = random.Random(seed)
     all_pairs = list(itertools.product(PREFILL, DECODE))
@@ -122,7 +115,7 @@ def cases(requests: int, seed: int, first_token: Role = "decode") -> list[FaultC
 
 def _case(number: int, kinds: tuple[str, str], generator: random.Random) -> FaultCase:
     path = generator.choice(["/v1/completions", "/v1/completions", CHAT])
-    # The first token tells prompts apart, so that no answer passes for another's.
+    # The first token is unique, so that no answer passes for that of another prompt.
     prompt = [number % VOCABULARY, *(generator.randrange(VOCABULARY) for _ in range(20))]
     text = " ".join(map(str, prompt))
     body: dict[str, Any] = {"model": "m", "max_tokens": generator.randrange(4, 12)}
@@ -132,16 +125,16 @@ def _case(number: int, kinds: tuple[str, str], generator: random.Random) -> Faul
         body["prompt"] = generator.choice([text, prompt])
     body["stream"] = generator.random() < 0.6
     if generator.random() < 0.25:
-        body["stop"] = ["never said"]  # tokens do not continue such a stream
+        body["stop"] = ["never said"]  # such a stream cannot be continued from its tokens
     if generator.random() < 0.5:
-        body["temperature"] = 0  # it can be asked for anew
+        body["temperature"] = 0  # it can be replayed
     if body["stream"] and generator.random() < 0.5:
         body["stream_options"] = {"include_usage": True}
     prefill, decode = (f"{kind}/{generator.choice(['once', 'always'])}" for kind in kinds)
     return FaultCase(number, prefill, decode, path, body)
 
 
-# ---- the storm -----------------------------------------------------------------------------
+# ---- the requests --------------------------------------------------------------------------
 
 
 async def storm(
@@ -150,9 +143,9 @@ async def storm(
     seed: int,
     first_token: Role = "decode",
     console: Console | None = None,
-) -> Report:
-    """All requests, `clients` at a time. `first_token`: as in `router.pairing`."""
-    report, began = Report(), time.monotonic()
+) -> FaultReport:
+    """Send all requests, `clients` at a time. `first_token`: as in `router.pairing`."""
+    report, began = FaultReport(), time.monotonic()
     plan = cases(requests, seed, first_token)
     async with AsyncExitStack() as stack:
         scene = await Scene.open(stack, first_token)
@@ -178,7 +171,7 @@ async def storm(
     return report
 
 
-async def _all(scene: Scene, batch: Sequence[FaultCase], clients: int, report: Report) -> None:
+async def _all(scene: Scene, batch: Sequence[FaultCase], clients: int, report: FaultReport) -> None:
     left = iter(batch)
 
     async def client() -> None:
@@ -197,7 +190,7 @@ async def _all(scene: Scene, batch: Sequence[FaultCase], clients: int, report: R
 
 
 async def ask(scene: Scene, case: FaultCase) -> str:
-    """How one request ends; see `answer_check.judge`."""
+    """The outcome of one request; see `answer_check.judge`."""
     headers = {
         "x-request-id": f"storm-{case.number}",
         "x-fault": f"prefill={case.prefill},decode={case.decode}",
@@ -223,12 +216,12 @@ async def ask(scene: Scene, case: FaultCase) -> str:
 
 
 async def _recovery(scene: Scene, number: int) -> list[str]:
-    """After all that, plain requests are served as ever."""
+    """Plain requests must be served again."""
     deadline, in_a_row, outcome = time.monotonic() + RECOVERY_S, 0, ""
     generator = random.Random(number)
     while in_a_row < RECOVERED:
         if time.monotonic() > deadline:
-            return [f"not recovered after {RECOVERY_S:g} s; the last answer was {outcome}"]
+            return [f"not recovered after {RECOVERY_S:g} s; last outcome: {outcome}"]
         number += 1
         outcome = await ask(scene, _case(number, ("right", "right"), generator))
         if outcome.startswith(WRONG):
@@ -237,16 +230,16 @@ async def _recovery(scene: Scene, number: int) -> list[str]:
     return []
 
 
-# ---- what is shown -------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------
 
 
-def _table(report: Report, role: int) -> Table:
-    """One row per fault of a role, whatever the other role's was."""
+def _table(report: FaultReport, role: int) -> Table:
+    """One row per fault of a role, over all faults of the other role."""
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     for kinds, counts in report.outcomes.items():
         rows[kinds[role]] += counts
     columns = sorted(report.total())
-    table = Table(title=f"By what {('prefill', 'decode')[role]} engines did")
+    table = Table(title=f"By fault of the {('prefill', 'decode')[role]} engines")
     for column in ("fault", *columns):
         table.add_column(column, justify="right")
     for kind in (PREFILL, DECODE)[role]:
@@ -254,7 +247,29 @@ def _table(report: Report, role: int) -> Table:
     return table
 
 
-def _as_json(report: Report) -> dict[str, Any]:
+def _result_table(report: FaultReport) -> ResultTable:
+    counts = report.total()
+    rows: list[Row] = [{"outcome": name, "count": counts[name]} for name in sorted(counts)]
+    rows += [
+        {"outcome": "streams that began with prefill's token", "count": report.begun_at_prefill},
+        {"outcome": "slowest answer, s", "count": round(report.slowest_s, 1)},
+        {"outcome": "router's memory at the start, MiB", "count": round(report.rss_mib[0])},
+        {"outcome": "router's memory at the end, MiB", "count": round(report.rss_mib[-1])},
+    ]
+    kinds = len(report.outcomes)
+    return ResultTable(f"{counts.total():,} requests, {kinds} combinations of faults", rows)
+
+
+def _targets(report: FaultReport) -> list[Target | None]:
+    return [
+        target("wrong answers", report.total()[WRONG], at_most=0),
+        target(
+            "problems (wrong, late, still in flight, leases held)", len(report.problems), at_most=0
+        ),
+    ]
+
+
+def _as_json(report: FaultReport) -> dict[str, Any]:
     combinations = [
         {"prefill": prefill, "decode": decode, **counts}
         for (prefill, decode), counts in sorted(report.outcomes.items())

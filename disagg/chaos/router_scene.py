@@ -1,6 +1,6 @@
 """The processes of `disagg bench router-faults`: a real router, and the fake engines behind it.
 
-All of them end with their standard input, so none outlives who started it.
+Each process ends when its standard input ends, so none outlives the command.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from disagg.router.topology import EngineEndpoint
 
 ENGINES = 3  # of each role
 TIMEOUT_S = 0.4
-# Two prefill and two decode attempts, head and body each, and what a busy machine adds.
+# Two prefill and two decode attempts, head and body each, and slack for a busy machine.
 DEADLINE_S = 8.0
 START_S, SETTLE_S = 60.0, 6.0
 _PIPE_BYTES = 1 << 24
 
 
 class Scene:
-    """The router, the engines behind it, and what they say of themselves."""
+    """The router, the engines behind it, and their counts and metrics."""
 
     def __init__(
         self, url: str, client: aiohttp.ClientSession, router: Process, log: IO[bytes]
@@ -64,12 +64,12 @@ class Scene:
         return scene
 
     async def refuse(self, refusing: tuple[int, int]) -> None:
-        """So many engines of each role refuse connections from now on."""
+        """From now on this many engines of each role refuse connections."""
         for process, count in zip(self._engines, refusing, strict=True):
             await self._tell(process, count)
 
     async def settled(self) -> list[str]:
-        """Waits until nothing is in flight and no lease is held; what still is then."""
+        """Waits until nothing is in flight and no lease is held; returns a line if that fails."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             for process in self._engines:
@@ -83,11 +83,11 @@ class Scene:
             await asyncio.sleep(0.05)
 
     def rss_mib(self) -> float:
-        """The router's memory."""
+        """The router's resident memory."""
         return float(psutil.Process(self._router.pid).memory_info().rss) / (1 << 20)
 
     def logged_traces(self) -> list[str]:
-        """A stack trace in the router's log, if there is one."""
+        """The first stack trace in the router's log, if any."""
         self._log.seek(0)
         text = self._log.read().decode(errors="replace")
         at = text.find("Traceback")
@@ -101,7 +101,7 @@ class Scene:
         self._ended.update(used, released)
 
     async def figure(self, prefix: str) -> float:
-        """The sum of the router's counters whose names begin so."""
+        """The sum of the router's counters with this prefix."""
         figures = await self._figures(prefix)
         return sum(value for name, value in figures.items() if name.endswith("_total"))
 
@@ -121,7 +121,7 @@ class Scene:
 async def _launch(
     stack: AsyncExitStack, words: Sequence[str], log: IO[Any] | None
 ) -> tuple[Process, Any]:
-    """This module in a process of its own, and the first line that it prints."""
+    """Start this module as a process; returns it and the first line that it prints."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -147,7 +147,7 @@ async def _line(process: Process) -> Any:
     async with asyncio.timeout(START_S):
         line = await process.stdout.readline()
     if not line:
-        raise StartupError("a process ended that should serve")
+        raise StartupError("a process of the scene ended")
     return json.loads(line)
 
 
@@ -158,15 +158,15 @@ async def _end(process: Process) -> None:
 
 
 async def _serve_engines(role: str, count: int) -> None:
-    """Serve until standard input ends. First prints the ports; then each line that comes says how
-    many engines shall refuse (null: as before), and is answered with the leases counted since."""
+    """Serve until standard input ends. First prints the ports. Each input line is the number of
+    engines that refuse (null: no change); the answer is the leases counted since the last line."""
     loop, state = asyncio.get_running_loop(), State(role)
     names, connections = [f"{role}-{i}" for i in range(count)], set[FaultyEngine]()
     ports = [0] * count
     servers: list[asyncio.Server | None] = [None] * count
 
     async def listen(refusing: int) -> None:
-        """The first `refusing` engines refuse connections, the others take them."""
+        """The first `refusing` engines refuse connections, the others accept them."""
         for number, name in enumerate(names):
             server = servers[number]
             if number < refusing and server is not None:
@@ -193,7 +193,7 @@ async def _serve_engines(role: str, count: int) -> None:
 
 
 async def _serve_router(urls: dict[str, list[str]], first_token: Role) -> None:
-    # Held for about as long as a fake takes, so that either may come first.
+    # The hold is about as long as a fake engine takes, so that either token may come first.
     hold_s = 0.005 if first_token == "prefill" else 0.0
     settings = RouterSection(
         port=0,

@@ -1,6 +1,6 @@
-"""Disturbs a running deployment at real boundaries: cuts sockets, stops processes for a while.
+"""Disturbs a running deployment: cuts sockets, and stops processes for a while.
 
-Linux only. Cutting needs the right to (`ss -K`, root); without it only processes are stopped.
+Linux only. Cutting needs root (`ss -K`); without it only processes are stopped.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ WORKER, _CORE, _SPAWNED = "VLLM::Worker", "VLLM::EngineCore", "spawn_main"
 
 
 class Saboteur(threading.Thread):
-    """Until `end`, does something bad every now and then to one of `workers`.
+    """Until `end`, cuts a socket of one of `workers` or stops it, at random intervals.
 
-    `longest_stop_s`: more than a lease, so that leases run out under whoever is stopped.
+    `longest_stop_s`: longer than a lease, so that leases of a stopped worker run out.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Saboteur(threading.Thread):
         self._over = threading.Event()
 
     def end(self) -> None:
-        """Stop disturbing; returns when nobody is stopped any more."""
+        """Stop disturbing; returns when every process continues."""
         self._over.set()
         self.join()
 
@@ -52,7 +52,7 @@ class Saboteur(threading.Thread):
                 self._freeze(worker)
 
     def _cut(self, worker: psutil.Process) -> None:
-        """Cut one of the connections between workers, whichever transport it belongs to."""
+        """Cut one connection between workers, of any transport."""
         try:
             connections = worker.net_connections("tcp")
         except psutil.Error:
@@ -81,12 +81,12 @@ class Saboteur(threading.Thread):
 
 
 def all_workers() -> list[psutil.Process]:
-    """vLLM's workers among our descendants."""
+    """vLLM's workers among this process's descendants."""
     return [p for p in psutil.Process().children(recursive=True) if _is_worker(p)]
 
 
 def _is_worker(process: psutil.Process) -> bool:
-    """By its title, or, since vLLM's titles do not always come off, as a spawned one's child."""
+    """By its title, or, because vLLM does not always set it, as a spawned child of a core."""
     try:
         if WORKER in (line := _line(process)):
             return True

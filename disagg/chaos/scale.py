@@ -1,9 +1,9 @@
-"""`disagg bench scale`: other numbers of engines, and other engines, under load.
+"""`disagg bench scale`: scales the pools and replaces all engines under load.
 
 `disagg serve`, `disagg scale` and `disagg apply` run as a user runs them, in processes of their
-own, while clients ask all the while and compare every answer with a single engine's. Nobody may
-notice: no error, no wrong token. With `--waves` the load itself comes and goes, and the decode
-pool's autoscaler must follow it with one change an edge.
+own. Clients send requests all the time and compare each answer with a single engine's. No client
+may see an error or a wrong token. With `--waves` the clients come and go, and the decode pool's
+autoscaler must follow with one change per edge.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,20 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from disagg.bench.results import Output, target
+from disagg.bench.results import Row as ResultRow
+from disagg.bench.results import Table as ResultTable
 from disagg.chaos.steady_load import SteadyLoad
 from disagg.errors import DisaggError
-from disagg.testing import results
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL
 from disagg.testing.vllm_server import VllmServer, free_port
 
-START_S, ORDER_S, STOP_S = 300.0, 600.0, 30.0
+START_S, COMMAND_S, STOP_S = 300.0, 600.0, 30.0
 _SETTLE_S = 5.0
 _BLOCKS, _OTHER_BLOCKS = 512, 448
 _FOLLOWING = {"max_replicas": 2, "target_queue": 1, "cooldown_s": 30}
-_LONG = 200  # tokens: the load is to be seen
+_LONG = 200  # tokens of an answer, so that the autoscaler sees the load
 _LOG = "serve.log"
 _NAME = f"bench-scale-{os.getpid()}"
 _DISAGG = [sys.executable, "-m", "disagg.cli"]
@@ -43,15 +45,15 @@ _DISAGG = [sys.executable, "-m", "disagg.cli"]
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """One order under load. Seconds from the order to its end."""
+    """One command under load. `seconds`: from its start to its end."""
 
-    order: str
+    command: str
     seconds: float
     answers: int
     errors: int
 
 
-def run(clients: int) -> int:
+def run(clients: int, output: Output) -> int:
     """Run it. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     with _scene(console) as (folder, port, single):
@@ -60,20 +62,36 @@ def run(clients: int) -> int:
         load = SteadyLoad(f"http://127.0.0.1:{port}", single)
         with load.clients(clients):
             rows = [
-                _order(console, load, ["scale", "--name", _NAME, "prefill=2", "decode=2"]),
-                _order(console, load, ["scale", "--name", _NAME, "prefill=1", "decode=1"]),
-                _order(console, load, ["apply", str(changed)]),
+                _command(console, load, ["scale", "--name", _NAME, "prefill=2", "decode=2"]),
+                _command(console, load, ["scale", "--name", _NAME, "prefill=1", "decode=1"]),
+                _command(console, load, ["apply", str(changed)]),
             ]
-    Console(width=max(console.width, 100), highlight=False).print(results.keep(_table(rows)))
+    Console(width=max(console.width, 100), highlight=False).print(_table(rows))
     load.report(console)
     unnoticed = all(row.answers and not row.errors for row in rows)
-    wrong, errors = load.counts["wrong"], sum(row.errors for row in rows)
-    results.aim("wrong answers and errors", "0", f"{wrong} and {errors}", met=not wrong + errors)
+    shown: list[ResultRow] = [
+        {
+            "command": f"disagg {row.command}",
+            "done after, s": round(row.seconds),
+            "answers meanwhile": row.answers,
+            "errors": row.errors,
+        }
+        for row in rows
+    ]
+    output.write(
+        "scale",
+        {"commands": [asdict(row) for row in rows], "answers": dict(load.counts)},
+        [ResultTable(f"Commands under the load of {clients} clients", shown)],
+        [
+            target("wrong answers", load.counts["wrong"], at_most=0),
+            target("errors", load.counts["error"], at_most=0),
+        ],
+    )
     return 0 if unnoticed and not load.counts["wrong"] else 1
 
 
-def run_waves(clients: int, waves: int, half_s: float) -> int:
-    """`waves` times `clients` for `half_s` and none for `half_s`. Returns the exit status."""
+def run_waves(clients: int, waves: int, half_s: float, output: Output) -> int:
+    """`waves` times: `clients` for `half_s`, then none for `half_s`. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     with _scene(console, _FOLLOWING) as (folder, port, single):
         load = SteadyLoad(f"http://127.0.0.1:{port}", single, tokens=_LONG)
@@ -81,13 +99,34 @@ def run_waves(clients: int, waves: int, half_s: float) -> int:
         changes = [_half(console, load, log, n, half_s) for n in (clients, 0) * waves]
     load.report(console)
     followed = changes == [["1 -> 2"], ["2 -> 1"]] * waves
-    console.print("followed" if followed else f"did not follow: {changes}", markup=False)
+    console.print(
+        "the autoscaler followed" if followed else f"the autoscaler did not follow: {changes}",
+        markup=False,
+    )
+    edges: list[ResultRow] = [
+        {"clients": n, "changes of the decode pool": ", ".join(some) or "none"}
+        for n, some in zip((clients, 0) * waves, changes, strict=True)
+    ]
+    missed = sum(
+        found != wanted
+        for found, wanted in zip(changes, [["1 -> 2"], ["2 -> 1"]] * waves, strict=True)
+    )
+    output.write(
+        "scale-waves",
+        {"changes": changes, "answers": dict(load.counts)},
+        [ResultTable(f"The autoscaler, half a wave of {half_s:g} s each", edges)],
+        [
+            target("edges that the autoscaler did not follow once", missed, at_most=0),
+            target("wrong answers", load.counts["wrong"], at_most=0),
+            target("errors", load.counts["error"], at_most=0),
+        ],
+    )
     return 0 if followed and set(load.counts) == {"right"} else 1
 
 
 @contextmanager
 def _scene(console: Console, autoscale: Any = None) -> Iterator[tuple[Path, int, VllmServer]]:
-    """A folder, the router's port, and the single engine; all serve."""
+    """A deployment that serves, and a single engine: its folder, the router's port, the engine."""
     make_model(MODEL)
     blocks = ("--num-gpu-blocks-override", str(_BLOCKS))
     with (
@@ -103,7 +142,7 @@ def _scene(console: Console, autoscale: Any = None) -> Iterator[tuple[Path, int,
 
 
 def _half(console: Console, load: SteadyLoad, log: Path, clients: int, seconds: float) -> list[str]:
-    """The autoscaler's changes during half a wave."""
+    """The changes that the autoscaler makes during half a wave."""
     console.print(f"{clients} clients for {seconds:g} s")
     before = len(log.read_text().splitlines())
     with load.clients(clients):
@@ -115,7 +154,7 @@ def _half(console: Console, load: SteadyLoad, log: Path, clients: int, seconds: 
 
 
 def _deployment(port: int, blocks: int, autoscale: Any = None) -> dict[str, Any]:
-    # More engines than cores: they take turns.
+    # There may be more engines than cores: they take turns.
     pool = {"replicas": 1, "resources": {"num_cpus": 0}}
     return {
         "name": _NAME,
@@ -152,13 +191,13 @@ def _served(console: Console, file: Path, log: Path) -> Iterator[None]:
         process.wait(STOP_S)
 
 
-def _order(console: Console, load: SteadyLoad, words: list[str]) -> ScaleRow:
+def _command(console: Console, load: SteadyLoad, words: list[str]) -> ScaleRow:
     time.sleep(_SETTLE_S)
     shown = " ".join(Path(w).name for w in words if w not in ("--name", _NAME))
     console.print(f"disagg {shown}")
     before, began = Counter(load.counts), time.monotonic()
     done = subprocess.run(
-        [*_DISAGG, *words], capture_output=True, text=True, timeout=ORDER_S, check=False
+        [*_DISAGG, *words], capture_output=True, text=True, timeout=COMMAND_S, check=False
     )
     seconds = time.monotonic() - began
     for line in done.stdout.splitlines():
@@ -171,10 +210,10 @@ def _order(console: Console, load: SteadyLoad, words: list[str]) -> ScaleRow:
 
 
 def _table(rows: list[ScaleRow]) -> Table:
-    table = Table(title="Orders under load", title_justify="left")
-    table.add_column("order")
+    table = Table(title="Commands under load", title_justify="left")
+    table.add_column("command")
     for column in ("done after", "answers meanwhile", "errors"):
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(row.order, f"{row.seconds:.0f} s", str(row.answers), str(row.errors))
+        table.add_row(row.command, f"{row.seconds:.0f} s", str(row.answers), str(row.errors))
     return table

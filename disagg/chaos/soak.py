@@ -1,9 +1,9 @@
-"""`disagg bench soak`: many requests through a whole deployment, some of whose clients leave.
+"""`disagg bench soak`: many requests through a whole deployment, some clients disconnect early.
 
-Every answer that was waited for is compared with that of a single engine, plain vLLM with the
-decode engines' arguments: token for token, so in float32. With `sabotage`, sockets between the
-engines are cut and workers are stopped for longer than a lease, all the while. At the end nothing
-may be held: no lease, no request in flight, no chunk of a tier.
+Every complete answer is compared with that of a single engine, plain vLLM with the decode engines'
+arguments: token for token, in float32. With `sabotage`, sockets between the engines are cut and
+workers are stopped for longer than a lease, during the whole run. At the end nothing may be held:
+no lease, no request in flight, no chunk of a tier.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import httpx
 from rich.console import Console
 
 from disagg import config
+from disagg.bench.results import Output, Row, Table, target
 from disagg.chaos.sabotage import Saboteur
 from disagg.cluster import start
 from disagg.cluster.serve import Progress
 from disagg.config import Deployment
 from disagg.errors import ConfigError
 from disagg.preflight import checks
-from disagg.testing import results
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL, cpu_deployment
 from disagg.testing.http import client
@@ -36,15 +36,15 @@ from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from disagg.transport.names import TransportName
 
 QUIET_S = 60.0
-# Short, so that leases do run out under whoever is stopped.
+# Short, so that leases of stopped workers run out.
 LEASE_S, LOAD_DEADLINE_S = 3.0, 5.0
 _LENGTHS = (3, 60, 128, 300, 700, 1500)
 _ANSWER = 16
 
 
 @dataclass(frozen=True)
-class SoakPlan:
-    """One request; `patience_s` is when its client leaves, None for one that waits."""
+class SoakRequest:
+    """One request. `patience_s`: the client disconnects then; None: it waits for the answer."""
 
     prompt: list[int]
     patience_s: float | None
@@ -58,6 +58,7 @@ def run(
     file: Path | None,
     transports: Sequence[TransportName] | None,
     sabotage: bool,
+    output: Output,
 ) -> int:
     """Run it, with the deployment of a file or a small one. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
@@ -88,21 +89,43 @@ def run(
             saboteur.end()
             console.print(f"sabotage: {dict(saboteur.done)}")
         held = held_after_quiet(running.url)
-        _print_metrics(console, running.url)
-    shown = f"outcomes: {dict(outcomes)}; held at the end: {held or 'nothing'}"
-    console.print(results.note(shown))
-    results.aim("wrong answers", "0", str(outcomes["wrong"]), met=not outcomes["wrong"])
-    results.aim("leases, requests and files held at the end", "nothing", str(held or "nothing"),
-                met=not held)  # fmt: skip
+        metrics = _metrics(running.url)
+    for line in metrics:
+        console.print(line)
+    console.print(f"outcomes: {dict(outcomes)}; held at the end: {held or 'nothing'}")
+    done = {} if saboteur is None else dict(saboteur.done)
+    output.write(
+        "soak",
+        {"outcomes": dict(outcomes), "sabotage": done, "held": held, "metrics": metrics},
+        [Table(f"{requests:,} requests, {concurrency} at once", _rows(outcomes, done, metrics))],
+        [
+            target("wrong answers", outcomes["wrong"], at_most=0),
+            target("errors", outcomes["error"], at_most=0),
+            target("leases, requests and chunks held at the end", len(held), at_most=0),
+        ],
+    )
     return 0 if not held and not outcomes["wrong"] and not outcomes["error"] else 1
 
 
+def _rows(
+    outcomes: Mapping[str, int], done: Mapping[str, int], metrics: Sequence[str]
+) -> list[Row]:
+    """Counts: of answers, of sabotage, and of the engines' metrics that are not zero."""
+    rows: list[Row] = [{"counted": f"answers: {k}", "count": n} for k, n in outcomes.items()]
+    rows += [{"counted": f"sabotage: {name}", "count": n} for name, n in done.items()]
+    for line in metrics:
+        name, _, value = line.rpartition(" ")
+        if float(value):
+            rows.append({"counted": f"`{name}`", "count": float(value)})
+    return rows
+
+
 def _deployment(file: Path | None, transports: Sequence[TransportName] | None) -> Deployment:
-    """With short leases; raises `ConfigError`."""
+    """The deployment with short leases. Raises `ConfigError`."""
     deployment = cpu_deployment("soak") if file is None else config.load(file)
     router = deployment.router
     if router.api_keys_env or router.api_keys_file:
-        raise ConfigError("router.api_keys: the soak's clients have none; leave the keys out")
+        raise ConfigError("router.api_keys: the soak's clients send no key; remove the keys")
     changed: dict[str, Any] = {"lease_s": LEASE_S, "load_deadline_s": LOAD_DEADLINE_S}
     if transports is not None:
         changed["transports"] = list(transports)
@@ -111,7 +134,7 @@ def _deployment(file: Path | None, transports: Sequence[TransportName] | None) -
 
 
 def as_options(args: Mapping[str, Any]) -> list[str]:
-    """Engine arguments, as vLLM's server takes them."""
+    """Engine arguments as options of vLLM's server."""
     options = list[str]()
     for name, value in args.items():
         option = name.replace("_", "-")
@@ -129,24 +152,23 @@ def as_options(args: Mapping[str, Any]) -> list[str]:
     return options
 
 
-def _print_metrics(console: Console, url: str) -> None:
-    """How the handoffs ended, as the engines counted."""
+def _metrics(url: str) -> list[str]:
+    """Lines of the router's `/metrics` about handoffs, leases and tiers."""
     shown = (
         "disagg_handoffs_total",
         "disagg_kv_load_failures_total",
         "disagg_leases_total",
         "disagg_tier_hits_total",
     )
-    for line in client().get(f"{url}/metrics", timeout=10).text.splitlines():
-        if line.startswith(shown):
-            console.print(line)
+    lines = client().get(f"{url}/metrics", timeout=10).text.splitlines()
+    return [line for line in lines if line.startswith(shown)]
 
 
-def plans(requests: int, cancel: float, longest: int = max(_LENGTHS)) -> list[SoakPlan]:
-    """Prompts of many lengths, a third of which begin as an earlier one does; `cancel`: the share
-    of clients that leave."""
+def plans(requests: int, cancel: float, longest: int = max(_LENGTHS)) -> list[SoakRequest]:
+    """Prompts of many lengths; a third of them begin as an earlier one does. `cancel`: the share of
+    clients that disconnect."""
     generator = random.Random(2)
-    made, lengths = list[SoakPlan](), [length for length in _LENGTHS if length <= longest]
+    made, lengths = list[SoakRequest](), [length for length in _LENGTHS if length <= longest]
     for _ in range(requests):
         length = generator.choice(lengths)
         prompt = [generator.randrange(300, 1000) for _ in range(length)]
@@ -154,7 +176,7 @@ def plans(requests: int, cancel: float, longest: int = max(_LENGTHS)) -> list[So
             alike = generator.choice(made).prompt[: generator.randrange(length)]
             prompt[: len(alike)] = alike
         leaves = generator.random() < cancel
-        made.append(SoakPlan(prompt, generator.choice([0.02, 0.1, 0.4]) if leaves else None))
+        made.append(SoakRequest(prompt, generator.choice([0.02, 0.1, 0.4]) if leaves else None))
     return made
 
 
@@ -162,11 +184,11 @@ def load(
     console: Console,
     url: str,
     single: VllmServer,
-    asked: list[SoakPlan],
+    asked: list[SoakRequest],
     concurrency: int,
     model: str = "tiny",
 ) -> Counter[str]:
-    """Send them all. How many were `right`, `wrong`, ended in an `error`, were `left`."""
+    """Send all. Returns the counts of `right`, `wrong`, `error` and `left` (disconnected)."""
     outcomes: Counter[str] = Counter()
     shown = time.monotonic()
     with ThreadPoolExecutor(concurrency) as pool:
@@ -178,7 +200,7 @@ def load(
     return outcomes
 
 
-def _one(console: Console, url: str, single: VllmServer, plan: SoakPlan, model: str) -> str:
+def _one(console: Console, url: str, single: VllmServer, plan: SoakRequest, model: str) -> str:
     body = {"model": model, **completion(plan.prompt, max_tokens=_ANSWER)}
     try:
         answer = client().post(f"{url}/v1/completions", json=body, timeout=plan.patience_s or 300)
@@ -194,13 +216,13 @@ def _one(console: Console, url: str, single: VllmServer, plan: SoakPlan, model: 
         return "right"
     console.print(
         f"wrong: {token_ids(ours)} after {len(plan.prompt)} tokens, {ours['usage']}; the single "
-        f"engine said {token_ids(theirs)}, {theirs['usage']}"
+        f"engine's answer: {token_ids(theirs)}, {theirs['usage']}"
     )
     return "wrong"
 
 
 def held_after_quiet(url: str) -> list[str]:
-    """Metric lines that are not zero although all is over."""
+    """Gauges that are not zero after all requests have ended."""
     deadline = time.monotonic() + QUIET_S
     while True:
         lines = client().get(f"{url}/metrics", timeout=10).text.splitlines()

@@ -1,4 +1,4 @@
-"""Clients that never stop, and compare every greedy answer with a single engine's."""
+"""Clients that send requests all the time and compare each answer with a single engine's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from disagg.testing.vllm_server import VllmServer, completion
 
 @dataclass
 class SteadyLoad:
-    """Clients that ask and compare, each answer before its next question.
+    """Clients that send greedy requests one after another and compare each answer.
 
     url: of a router. single: an engine to compare with. tokens: of an answer. counts: right,
     wrong, error.
@@ -36,7 +36,7 @@ class SteadyLoad:
 
     @contextmanager
     def clients(self, count: int) -> Iterator[None]:
-        """So many of them while inside."""
+        """Run `count` clients inside the block."""
         self._over.clear()
         threads = [threading.Thread(target=self._client, args=(n,)) for n in range(count)]
         for thread in threads:
@@ -49,7 +49,7 @@ class SteadyLoad:
                 thread.join()
 
     def report(self, console: Console) -> None:
-        """What came back, and the first errors."""
+        """Print the counts and the first errors."""
         console.print(f"answers: {dict(self.counts)}")
         for error in self.errors[:20]:
             console.print(f"  {error}", markup=False)
@@ -59,7 +59,7 @@ class SteadyLoad:
         while not self._over.is_set():
             length = generator.choice([20, 130, 400, 900])
             prompt = [generator.randrange(300, 1000) for _ in range(length)]
-            # A stream whose client asks for token ids is not moved to another engine.
+            # The router does not move a stream whose client asks for token ids.
             asked = completion(prompt, max_tokens=self.tokens, return_token_ids=False)
             body = {"model": "tiny", **asked}
             try:
@@ -94,5 +94,5 @@ class SteadyLoad:
                         raise ValueError(data)
                     text += event["choices"][0]["text"]
         if not done:
-            raise ValueError("the stream was cut")
+            raise ValueError("the stream ended without [DONE]")
         return text

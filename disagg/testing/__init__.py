@@ -1,1 +1,1 @@
-"""What the demo, benchmarks, chaos commands and tests share: a checkpoint, servers, clients."""
+"""Shared by the demo, benchmarks, chaos commands and tests: a checkpoint, servers, clients."""

@@ -1,8 +1,8 @@
-"""A real, small, random-weight Qwen3 checkpoint, made without a model hub.
+"""A small, random-weight Qwen3 checkpoint, made without a model hub.
 
-vLLM and transformers load it by their ordinary path; the demo, the tests and the benchmarks
-serve it. The same parameters give the same bytes. Must never leave a half-written model under
-its name, nor replace anything that it did not make with the same parameters.
+vLLM and transformers load it like any checkpoint; the demo, the tests and the benchmarks serve it.
+The same parameters give the same bytes. Must never leave a half-written model under its name, nor
+replace a folder that it did not make with the same parameters.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from disagg.testing.tokenizer import MIN_VOCABULARY, write_tokenizer
 MARK = "disagg_model.json"
 
 # Standard deviation of a weight over a fan-in of n is GAIN / sqrt(n). 1.28 is four times the
-# 0.02 of an untrained model at n = 256: with 0.02 greedy output collapses into one token.
+# 0.02 of an untrained model at n = 256: with 0.02, greedy output repeats one token.
 _GAIN = 1.28
-# Untrained attention over a long prompt is a mean of everything, so that the answer hardly
-# depends on any one block. Queries and keys twice as long attend to some tokens and not others:
-# a damaged block then shows in the answer.
+# Untrained attention over a long prompt averages all tokens, so the answer hardly depends on any
+# one block. With queries and keys twice as long, attention selects tokens: a damaged block then
+# changes the answer.
 _QUERY_KEY_NORM = 2.0
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _FORMAT = 1
-"""Counts up whenever the same parameters give other bytes."""
+"""Incremented whenever the same parameters give other bytes."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything that decides a model's bytes."""
+    """All parameters that determine a model's bytes."""
 
     layers: int
     hidden: int
@@ -66,7 +66,7 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim * width
 
     def problems(self) -> Iterator[str]:
-        """One line for each parameter of which no model can be made."""
+        """One line for each invalid parameter."""
         for name in ("layers", "kv_heads", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 yield f"{_option(name)}: {getattr(self, name)} — must be at least 1"
@@ -96,7 +96,7 @@ def make_model(
 ) -> bool:
     """Write the checkpoint; False if the same one is already there.
 
-    Raises ConfigError if a parameter is impossible or something else is in the way.
+    Raises ConfigError for an invalid parameter, or if the path holds something else.
     """
     shape = Shape(
         layers, hidden, kv_heads, head_dim, vocab_size, seed, dtype, max_position_embeddings
@@ -117,7 +117,7 @@ def _publish(target: Path, shape: Shape) -> bool:
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        draft.chmod(0o755)  # mkdtemp's 0700 would keep a server of another user out
+        draft.chmod(0o755)  # with mkdtemp's 0700 a server of another user could not read it
         _write(draft, shape)
         draft.rename(target)
     except OSError:
@@ -136,7 +136,9 @@ def _require_same(target: Path, shape: Shape) -> None:
     except (OSError, ValueError):
         there = None
     if not isinstance(there, dict):
-        raise ConfigError(f"{target}: exists and is no model of disagg's; choose another folder")
+        raise ConfigError(
+            f"{target}: exists and was not made by disagg make-model; choose another folder"
+        )
     wanted = asdict(shape)
     if there != wanted:
         other = [name for name in wanted if there.get(name) != wanted[name]]
@@ -215,7 +217,7 @@ def _weights(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _write_weights(path: Path, shape: Shape) -> None:
-    """Write tensor by tensor, in safetensors' format: the whole model is never in memory."""
+    """Write safetensors' format tensor by tensor; the whole model is never in memory."""
     width = 4 if shape.dtype == "float32" else 2
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

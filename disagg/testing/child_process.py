@@ -1,7 +1,7 @@
-"""Child processes that a benchmark calls: start, call with a deadline, end by pid.
+"""Child processes of a benchmark: start, call with a deadline, end by pid.
 
-A child runs one object and answers calls of its methods over a pipe. It ends when the pipe
-closes, so it never outlives the benchmark. What libraries print there goes to a log file.
+A child holds one object and serves calls of its methods over a pipe. It ends when the pipe closes,
+so it never outlives the benchmark. Its output goes to a log file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ChildError(DisaggError):
 
 
 class Child:
-    """One process with one object in it, made there by `make(*args)`."""
+    """One process with one object, made there by `make(*args)`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Child:
         log: Path,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        # One process imports torch, and all children are forks of it: seconds for each of them.
+        # One process imports torch, and all children are forks of it. That saves seconds per child.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", make.__module__])
         self._conn, theirs = context.Pipe()
@@ -50,14 +50,14 @@ class Child:
         self._conn.send((method, args))
 
     def result(self, timeout_s: float) -> Any:
-        """The answer of the call begun last."""
+        """The answer of the last `start_call`."""
         name = self._process.name
         try:
             if not self._conn.poll(timeout_s):
                 raise ChildError(f"{name}: no answer within {timeout_s:g} s")
             ok, value = self._conn.recv()
         except (EOFError, OSError) as error:
-            raise ChildError(f"{name} died; its last words: {self._tail()}") from error
+            raise ChildError(f"{name} died; end of its log: {self._tail()}") from error
         if not ok:
             raise ChildError(f"{name}: {value}")
         return value
@@ -68,11 +68,11 @@ class Child:
         return self.result(timeout_s)
 
     def pause(self) -> None:
-        """Take it off the processor: some libraries poll without end even when idle."""
+        """Stop it (SIGSTOP): some libraries poll without end even when idle."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """The counterpart of `pause`."""
+        """Continue it (SIGCONT)."""
         self._signal(signal.SIGCONT)
 
     def end(self) -> None:
@@ -85,7 +85,7 @@ class Child:
             self._process.join(3)
 
     def _signal(self, number: int) -> None:
-        # Not yet waited for, so the pid cannot be another's; an ended child ignores it.
+        # The child was not waited for, so its pid is not reused; an ended child ignores signals.
         if self._process.pid is not None and self._process.is_alive():
             os.kill(self._process.pid, number)
 
@@ -112,10 +112,10 @@ def _serve(
         except (EOFError, OSError):
             break
         try:
-            # Made by the first call, so that its errors have somebody who waits for them.
+            # Made by the first call, so that its errors reach a caller.
             served = make(*args) if served is None else served
             answer = True, getattr(served, method)(*call_args)
-        except Exception as error:  # noqa: BLE001 (handed to the caller)
+        except Exception as error:  # noqa: BLE001 (sent to the caller)
             answer = False, f"{type(error).__name__}: {error}"
         conn.send(answer)
     os._exit(0)  # threads of libraries may never end

@@ -1,9 +1,9 @@
-"""`disagg demo`: a small deployment on this machine's CPU, and what it does, as a table.
+"""`disagg demo`: runs a small deployment on this machine's CPU and prints a table.
 
-Serves a float32 checkpoint of our own making with one prefill and one decode engine, asks for
-prompts from a few tokens to several thousand, and compares every answer with that of a single
-engine, token for token. The figures are read from the system's own metrics. Exit status 0 only
-if all answers are equal and caches did move.
+Serves a generated float32 checkpoint with one prefill and one decode engine, sends prompts from a
+few tokens to several thousand, and compares each answer with a single engine's, token for token.
+The figures are the deployment's own metrics. Exit status 0 only if all answers are equal and all
+caches were handed off.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _QUESTION = "Why are prompts read in one place and answers written in another?"
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One prompt's way through the system. Times in seconds."""
+    """The figures of one prompt. Times in seconds."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -46,7 +46,7 @@ class DemoRow:
 
 
 def run() -> int:
-    """Show it. Returns the exit status."""
+    """Run the demo. Returns the exit status."""
     console = Console(soft_wrap=True, highlight=False)
     table_console = Console(width=max(console.width, 96), highlight=False)
     make_model(MODEL)
@@ -111,13 +111,13 @@ def _stream(url: str, prompt: Sequence[int]) -> tuple[list[int], float, dict[str
 
 @dataclass(frozen=True)
 class Handoffs:
-    """What all decode engines have received so far."""
+    """Totals of all decode engines so far."""
 
     seconds: float
     bytes_by_transport: dict[str, float]
 
     def since(self, before: Handoffs) -> Handoffs:
-        """What came after `before`."""
+        """The difference to `before`."""
         moved = {
             transport: count - before.bytes_by_transport.get(transport, 0.0)
             for transport, count in self.bytes_by_transport.items()
@@ -128,7 +128,7 @@ class Handoffs:
 
 
 def _handoffs(url: str) -> Handoffs:
-    """As the router's /metrics show it."""
+    """The totals in the router's /metrics."""
     seconds, by_transport = 0.0, dict[str, float]()
     for family in text_string_to_metric_families(client().get(f"{url}/metrics", timeout=10).text):
         for sample in family.samples:

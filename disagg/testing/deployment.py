@@ -12,7 +12,7 @@ MODEL = Path(".cache/models/tiny")
 def cpu_deployment(name: str) -> config.Deployment:
     """`serve_configs/cpu-1p1d.yaml` on any free port; built here so that it runs anywhere.
 
-    Short prompts are handed off too, so that handoffs can be seen.
+    Short prompts are handed off too, to exercise handoffs.
     """
     args = {
         "dtype": "float32",

@@ -1,9 +1,10 @@
 """One HTTP client for all requests of a thread.
 
-httpx's functions make a client each, which reads the system's certificates: 35 ms of a core, with
-the GIL held, more than much of what is measured here; all other clients wait for it. So they are
-read once. A client for all threads would not do: httpcore may give one thread the connection that
-another one is just closing, and its request fails with EBADF (one in a few thousand).
+Each of httpx's functions makes a client, which reads the system's certificates: 35 ms of a core
+with the GIL held, while all other clients wait. Many measured times are shorter, so the
+certificates are read once. One client for all threads fails: httpcore may give a thread the
+connection that another thread is closing, and the request fails with EBADF (one in a few
+thousand).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _of_thread = threading.local()
 
 
 def client() -> httpx.Client:
-    """This thread's own. Keeps no connection: engines that end are asked, too."""
+    """This thread's client. It keeps no connection alive, because engines may end at any time."""
     if not hasattr(_of_thread, "client"):
         limits = httpx.Limits(max_keepalive_connections=0)
         _of_thread.client = httpx.Client(verify=_certificates(), limits=limits)

@@ -1,4 +1,4 @@
-"""Starts a server for a benchmark, in a process of its own, and ends it with the benchmark."""
+"""Starts a server process for a benchmark and ends it with the benchmark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def launch(stack: ExitStack, name: str, command: Sequence[str]) -> tuple[str, ps
     """Start a server and wait until its /health answers; `stack` ends it.
 
     `{port}` in a word of the command becomes a free port. Returns its URL and its process. Raises
-    `StartupError` with the end of what it printed.
+    `StartupError` with the end of its output.
     """
     port = free_port()
     log = tempfile.TemporaryFile()  # noqa: SIM115

@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on this one machine, each of which can be killed.
+"""A Ray cluster of several nodes on this machine; each node can be killed.
 
-Nodes are started as a person starts them, by `ray start`, and killed by their raylet's SIGKILL.
-Everything ends with the context.
+A node is started by `ray start`, and killed by a SIGKILL to its raylet. All processes end with the
+context.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ADDRESS_ENV = "RAY_ADDRESS"
 
 
 class RayNodes:
-    """A head without CPUs and `workers` nodes with `cpus` each; RAY_ADDRESS leads to them.
+    """A head without CPUs and `workers` nodes with `cpus` each; sets RAY_ADDRESS.
 
-    `gpus`: how many each worker says that it has. `dashboard`: the head serves Ray's dashboard and
-    takes jobs at `dashboard_url`. `labels` are those of the workers.
+    `gpus`: how many GPUs each worker declares. `dashboard`: the head serves Ray's dashboard and
+    accepts jobs at `dashboard_url`. `labels`: of the workers.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RayNodes:
 
     @property
     def dashboard_url(self) -> str:
-        """Of the head, if it has one."""
+        """The URL of the head's dashboard."""
         return f"http://127.0.0.1:{self._dashboard_port}"
 
     def __enter__(self) -> RayNodes:
@@ -123,7 +123,7 @@ class RayNodes:
         return ["--head", f"--port={port}", f"--temp-dir={self._folder}", *dashboard]
 
     def processes(self) -> list[psutil.Process]:
-        """All that the nodes run."""
+        """All processes of the nodes."""
         return [
             child
             for process in self._started

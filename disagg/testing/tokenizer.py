@@ -1,7 +1,7 @@
-"""The tokenizer and chat template of a checkpoint that `disagg.testing.checkpoint` makes.
+"""The tokenizer and chat template of the checkpoints of `disagg.testing.checkpoint`.
 
-A byte-level BPE trained on text that is made here, so that it is the same everywhere. Every id
-of the model's vocabulary must decode to something, whatever a random model chooses.
+A byte-level BPE, trained on text that is generated here, so that it is the same everywhere. Every
+id of the model's vocabulary must decode to text, because a random model chooses any of them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def write_tokenizer(folder: Path, vocab_size: int, max_length: int) -> int:
 
 
 def _sentences(count: int) -> Iterator[str]:
-    """Text to train on: common English words, and enough made-up ones for any vocabulary."""
+    """Training text: common English words, and enough made-up words for any vocabulary."""
     choose = random.Random(0)
     common, onsets = _WORDS.split(), _ONSETS.split()
     vowels, codas = _VOWELS.split(), _CODAS.split()

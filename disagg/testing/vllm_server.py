@@ -1,6 +1,6 @@
-"""Plain vLLM servers as subprocesses: no Ray, no router of ours, vLLM's own `api_server`.
+"""Plain vLLM servers as subprocesses: vLLM's own `api_server`, without Ray and router.
 
-What the demo compares with, the benchmarks measure and the tests drive. CPU engines only.
+The demo compares with them, the benchmarks measure them, the tests use them. CPU engines only.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ CPU_ENV = {
 
 
 class Started(Protocol):
-    """What is needed of a `subprocess.Popen`."""
+    """The used part of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int:
-        """It leads a process group of its own."""
+        """The leader of its own process group."""
         ...
 
     def poll(self) -> int | None:
-        """Something but None if it has ended."""
+        """None while it runs."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended. Raises `subprocess.TimeoutExpired`."""
+        """Wait for its end. Raises `subprocess.TimeoutExpired`."""
         ...
 
 
 def spawn(args: Sequence[str], env: dict[str, str], log: Path) -> Started:
-    """vLLM's server with these arguments, started as its documentation says."""
+    """Start vLLM's server with these arguments, as in its documentation."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *args]
     with log.open("wb") as out:
         return subprocess.Popen(
@@ -69,7 +69,7 @@ def spawn(args: Sequence[str], env: dict[str, str], log: Path) -> Started:
 
 @dataclass
 class VllmServer:
-    """One `vllm.entrypoints.openai.api_server` process and what its API answers."""
+    """One `vllm.entrypoints.openai.api_server` process and its API."""
 
     name: str
     model: Path
@@ -92,7 +92,7 @@ class VllmServer:
 
     def launch(self) -> None:
         """Start the process; `wait_ready` follows."""
-        # vLLM leaves sockets and rendezvous files in the temporary folder; they go with ours.
+        # vLLM leaves sockets and rendezvous files in TMPDIR; they are removed with this folder.
         self._folder = tempfile.TemporaryDirectory(prefix="disagg-vllm-")
         self.log = self.log or Path(self._folder.name) / "log"
         self.port = free_port()
@@ -106,7 +106,7 @@ class VllmServer:
         self.process = self.start(args, env, self.log)
 
     def wait_ready(self) -> None:
-        """Until /health answers; shows the log's end if the process ends before."""
+        """Wait for /health. StartupError with the end of the log if the process ends before."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             assert self.process is not None
@@ -121,11 +121,11 @@ class VllmServer:
         raise StartupError(f"{self.name} was not ready after {START_S:.0f} s", self.tail())
 
     def stop(self) -> None:
-        """End the process group, politely first."""
+        """End the process group: SIGTERM, then SIGKILL."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            self.resume()  # a stopped process hears no SIGTERM
+            self.resume()  # a stopped process does not handle SIGTERM
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.process.pid, number)
@@ -136,12 +136,12 @@ class VllmServer:
             self._folder.cleanup()
 
     def pause(self) -> None:
-        """Stop its processes where they are, until `resume`."""
+        """Stop its processes (SIGSTOP) until `resume`."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Continue its processes."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGCONT)
 
@@ -167,12 +167,12 @@ class VllmServer:
         return client().post(f"{self.url}{path}", json={"model": "tiny", **body}, timeout=timeout)
 
     def complete(self, prompt: Any, **options: Any) -> dict[str, Any]:
-        """A greedy completion of 16 tokens unless told otherwise; must be 200."""
+        """A greedy completion, by default of 16 tokens. RuntimeError unless the status is 200."""
         answer = self.post("/v1/completions", completion(prompt, **options))
         return _ok(answer)
 
     def prefill(self, prompt: Any, **options: Any) -> dict[str, Any]:
-        """What a router gets back from the prefill leg."""
+        """The kv_transfer_params that the prefill leg answers."""
         body = completion(prompt, **options) | {"max_tokens": 1, "min_tokens": 0, "n": 1}
         answer = self.post("/v1/completions", {**body, "kv_transfer_params": REMOTE_DECODE})
         params: dict[str, Any] = _ok(answer)["kv_transfer_params"]
@@ -193,7 +193,7 @@ class VllmServer:
         return samples
 
     def metric(self, name: str, **labels: str) -> float:
-        """One sample; 0 if there is none yet."""
+        """One sample; 0 if there is none."""
         shown = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
         return self.metrics(name.split("_total")[0]).get(f"{name}{{{shown}}}", 0.0)
 

@@ -25,7 +25,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("exam
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 _FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*\.(?:py|md|yaml|sh|cu))(?:::\w+)?[`:]")
 _CODE = re.compile(r"```.*?```", re.DOTALL)
-_RESULTS = re.compile(r"<!-- results.*?<!-- end of results -->", re.DOTALL)
+_RESULTS = re.compile(r"<!-- results.*?<!-- /results -->", re.DOTALL)
 SOURCES = {path: path.read_text() for path in ROOT.glob("disagg/**/*.py")}
 
 

@@ -121,18 +121,24 @@ ALLOWED = {
         *LEAVES, "options", "testing", "transport.names", "bench.first_token", "bench.router",
         "bench.serve", "bench.speeds", "bench.transfer", "chaos",
     },
-    "bench.first_token": {*LEAVES, "testing", "bench.transfer.nixl", "transport.names"},
-    "bench.router": {*LEAVES, "testing"},
-    "bench.serve": {*LEAVES, "testing", "bench.first_token", "router.upstream"},
+    "bench.first_token": {
+        *LEAVES, "testing", "bench.results", "bench.transfer.nixl", "transport.names",
+    },
+    "bench.router": {*LEAVES, "testing", "bench.results"},
+    "bench.serve": {
+        *LEAVES, "testing", "bench.first_token", "bench.results", "router.upstream",
+    },
     "bench.speeds": {
-        *LEAVES, "testing", "planning", "bench.first_token", "bench.serve", "router.api",
+        *LEAVES, "testing", "planning", "bench.first_token", "bench.results", "bench.serve",
+        "router.api",
     },
     "bench.transfer": {
-        *_TRANSPORT, "testing", "transport", "transport.control", "transport.device",
-        "transport.host", "transport.one_sided",
+        *_TRANSPORT, "testing", "bench.results", "transport", "transport.control",
+        "transport.device", "transport.host", "transport.names", "transport.one_sided",
     },
     "chaos": {
-        *LEAVES, "testing", "cluster", "preflight", "router", "router.server", "transport.names",
+        *LEAVES, "testing", "bench.results", "cluster", "preflight", "router", "router.server",
+        "transport.names",
     },
 }  # fmt: skip
 HEAVY = {

@@ -11,6 +11,8 @@ PACKAGE = TESTS.parents[1] / "disagg"
 
 # Tests of a feature that is more than one module, or of something outside the package.
 FEATURES = {
+    "bench/first_token/test_results.py": "what the commands keep in their results files",
+    "chaos/test_results.py": "what the commands keep in their results files",
     "connector/handoff/test_device_cache.py": "the connector with its cache on a device",
     "connector/handoff/test_modelless.py": "handoffs under vLLM's schedulers, without a model",
     "connector/hidden_states/test_writing.py": "writer and reader, and processes that are killed",

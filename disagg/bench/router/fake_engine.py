@@ -1,9 +1,9 @@
-"""Fake engines for `disagg bench router`: they load a router, and compute nothing.
+"""Fake engines for `disagg bench router`: they answer at once and compute nothing.
 
-Prefill answers with kv_transfer_params at once; decode with a fixed answer in vLLM's form, as 64
-events, each written by itself, or in one piece. A leg that lacks what the other leg must have given
-is refused, so that no router gains by leaving one out. As much of HTTP as routers need, for
-little CPU: a fake engine must not be what is measured.
+Prefill answers with kv_transfer_params; decode with a fixed answer in vLLM's form, as 64 events,
+each written by itself, or in one piece. A leg without the fields that the other leg provides is
+refused, so that no router gains by leaving a leg out. They implement only the HTTP that routers
+use, so that the fake engines do not dominate the measurement.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _FakeEngine(asyncio.Protocol):
         self._role, self._pace_s, self._data = role, pace_s, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
         self._loop = asyncio.get_running_loop()
 
     def data_received(self, data: bytes) -> None:
@@ -97,7 +97,7 @@ def _squeezed(body: bytes) -> bytes:
     return body.replace(b" ", b"")
 
 
-# ---- what they answer, as vLLM 0.32 does ---------------------------------------------------
+# ---- answers, in the form of vLLM 0.32 -----------------------------------------------------
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def _whole() -> bytes:
 
 @functools.cache
 def _events(ids: bool, usage: bool) -> Sequence[bytes]:
-    """A stream, each element a chunk of HTTP's; with token ids and usage if they were asked for."""
+    """A stream as HTTP chunks; with token ids and usage if the request asks for them."""
     contents = []
     for number in range(CHUNKS):
         choice = {

@@ -1,8 +1,7 @@
-"""The load of `disagg bench router`: clients on kept connections, each with one request at a time.
+"""The load of `disagg bench router`: clients on keep-alive connections, one request at a time each.
 
-It shares the machine with the routers, so it does as little as it can: prepared bytes out, and of
-an answer only its end is looked for, and its events counted. A wrong answer ends the run; none
-is ever counted as served.
+It shares the machine with the routers, so it does little: it sends prepared bytes, looks for the
+end of an answer, and counts its events. A wrong answer ends the run and never counts as served.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ import uvloop
 from disagg.bench.router.fake_engine import CHUNKS, PARAMS
 
 BATCH_S = 60.0
-# A batch of slow answers ends by time: requests that are under way end, and none is begun.
+# A batch of slow answers ends after this time: no new request starts, those under way finish.
 _NO_MORE_S = 5.0
 _LAST_CHUNK = b"0\r\n\r\n"
-# No prompt comes twice: a prefix that an engine knows is a reason to leave a leg out.
+# No prompt is sent twice: for a known prefix a router may leave a leg out.
 _numbers = itertools.count()
 _NUMBER, _DIGITS = b"@number@", b"%012d"
 
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """What to send where. `stream`: events, or the answer in one piece. `as_decode`: with the
-    params that a prefill leg would have given, as an engine gets it."""
+    """What to send where. `stream`: events, or the answer in one piece. `as_decode`: a decode leg,
+    with the kv_transfer_params of a prefill leg."""
 
     url: str
     clients: int
@@ -44,7 +43,7 @@ class RouterLoad:
 
 @dataclass
 class Batch:
-    """Seconds: to the first byte of each answer's body, to its end, of all together, of CPU."""
+    """Seconds. Per answer: to its first byte, to its end. In all: wall time and CPU."""
 
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
@@ -53,7 +52,7 @@ class Batch:
 
 
 def run(load: RouterLoad) -> Batch:
-    """Send it and wait for the answers. Raises `RuntimeError` for an answer that is not right."""
+    """Send all and wait for the answers. Raises `RuntimeError` for a wrong answer."""
     return uvloop.run(_run(load))
 
 
@@ -82,7 +81,7 @@ async def _run(load: RouterLoad) -> Batch:
 
 
 def _request(load: RouterLoad) -> tuple[bytes, bytes]:
-    """What is before and after the number that makes a request's prompt its own."""
+    """The bytes before and after the number that makes each prompt unique."""
     body: dict[str, Any] = {
         "model": "fake",
         "prompt": f"{_NUMBER.decode()} " + "hello " * 98,
@@ -112,19 +111,19 @@ class _Work:
 
 
 class _Client(asyncio.Protocol):
-    """One connection; `done` when there is no more to send, or with what went wrong."""
+    """One connection. `done`: when there is nothing more to send, or with the error."""
 
     def __init__(self, work: _Work, done: asyncio.Future[None]) -> None:
         self._work, self.done = work, done
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
 
     def connection_lost(self, error: Exception | None) -> None:
         self._fail(f"the connection was lost in mid-answer ({error})")
 
     def close(self) -> None:
-        """Whatever it is doing."""
+        """Abort the connection."""
         self._transport.abort()
 
     def begin(self) -> None:
@@ -180,8 +179,8 @@ class _Client(asyncio.Protocol):
 
 
 def _events(answer: bytes) -> int:
-    """How many events an answer has before its `[DONE]`."""
-    if (count := answer.count(b"data: {")) != CHUNKS:  # a chunk may end anywhere, if rarely
+    """The number of events before `[DONE]`; -1 without a `[DONE]`."""
+    if (count := answer.count(b"data: {")) != CHUNKS:  # rarely, a chunk ends within an event
         count = _unchunked(answer).count(b"data: {")
     return count if b"data: [DONE]" in answer else -1
 

@@ -1,8 +1,8 @@
-"""What `bench router` found: one row for each case and target, its ratios, and the tables.
+"""The figures of `bench router`: one row for each case and router, its ratios, and the tables.
 
-Rates and times are medians over the rounds, each ratio the median of the rounds' own ratios: what
-disturbs one round changes neither. CPU is the sum over all rounds, for it is counted in ticks
-too coarse for one of them.
+Rates and times are medians over the rounds. A ratio is the median of the ratios of the rounds. A
+disturbed round changes neither. CPU is the sum over all rounds, because its clock ticks are too
+coarse for a single round.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from disagg.bench.results import Row, Target, target
+from disagg.bench.results import Table as ResultTable
 from disagg.bench.router.fake_engine import CHUNKS
-from disagg.testing import results
 
 MODES = ("stream", "whole")
 DIRECT, OURS, PEER = "direct", "ours", "vllm-router"
 WITH_TWO_PROCESSES, WITH_MIGRATION = "ours-2-processes", "ours-migration"
 TARGETS = (DIRECT, OURS, WITH_TWO_PROCESSES, WITH_MIGRATION, PEER)
-
-
 _MEASURES = ("requests_s", "first_p50", "cpu")
+_BUSY = (16, 64)  # numbers of clients that the targets are for
 
 
 class RouterCase(NamedTuple):
@@ -52,10 +52,10 @@ class Sample(NamedTuple):
         return self.requests / self.wall
 
 
-# Of each round, in their order, by case and target.
+# One sample per round, by case and target.
 Samples = dict[tuple[RouterCase, str], list[Sample]]
 
-# Heading, keys of a row, digits. Several values of one column are parted by strokes.
+# Heading, keys of a row, digits. Slashes separate several values of one column.
 _COLUMNS = (
     ("requests/s", ("requests_s",), 0),
     ("chunks/s", ("chunks_s",), 0),
@@ -136,43 +136,77 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)
 
 
-# ---- tables --------------------------------------------------------------------------------
+# ---- the results file ------------------------------------------------------------------------
+
+
+def tables(report: Mapping[str, Any]) -> list[ResultTable]:
+    """One for streams, one for answers in one piece."""
+    found = []
+    for mode in MODES:
+        mine = [_shown(row) for row in report["rows"] if row["mode"] == mode]
+        if mine:
+            found.append(ResultTable(_title(mode, report["pace_ms"]), mine))
+    return found
+
+
+def _shown(row: Mapping[str, Any]) -> Row:
+    streams = row["mode"] == "stream"
+    shown: Row = {"clients": row["clients"], "router": row["target"]}
+    shown["requests/s"] = row["requests_s"]
+    if streams:
+        shown["chunks/s"] = row["chunks_s"]
+    shown["first byte p50, ms"] = row["first_p50_ms"]
+    shown["first byte p99, ms"] = row["first_p99_ms"]
+    if streams:
+        shown["router CPU, s per million chunks"] = row["cpu_s_per_million_chunks"]
+    else:
+        shown["router CPU, ms per request"] = row["cpu_router_ms"]
+    shown[f"requests/s, ratio to {PEER}"] = row["requests_s_over_peer"]
+    shown[f"first byte p50, ratio to {PEER}"] = row["first_p50_over_peer"]
+    shown[f"CPU, ratio to {PEER}"] = row["cpu_over_peer"]
+    return shown
+
+
+def targets(report: Mapping[str, Any]) -> list[Target | None]:
+    """Against the peer: requests/s when busy, the first byte when idle. And two processes against
+    one."""
+    found: list[Target | None] = []
+    for row in report["rows"]:
+        clients, name = row["clients"], row["target"]
+        shape = "streams" if row["mode"] == "stream" else "whole answers"
+        at = f"{clients} client{'s' if clients > 1 else ''}, {shape}"
+        if name == OURS and clients in _BUSY:
+            ratio = row["requests_s_over_peer"]
+            found.append(target(f"requests/s, ratio to {PEER}", ratio, at=at, at_least=1.0))
+        if name == OURS and clients == 1:
+            ratio = row["first_p50_over_peer"]
+            found.append(target(f"first byte p50, ratio to {PEER}", ratio, at=at, at_most=1.0))
+        if name == WITH_TWO_PROCESSES and clients in _BUSY:
+            ratio = row["requests_s_over_ours"]
+            found.append(target("requests/s, 2 processes to 1", ratio, at=at, at_least=1.0))
+    return found
+
+
+# ---- tables on the terminal ------------------------------------------------------------------
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
-    """Print a table for each mode, then memory and what the figures mean."""
+    """Print a table for each mode, then memory and notes."""
     wide = Console(width=max(console.width, 170), highlight=False)
     for mode in MODES:
         mine = [row for row in report["rows"] if row["mode"] == mode]
         if mine:
-            wide.print(results.keep(_table(mode, mine, report["pace_ms"])))
-            _judge(mode, mine)
+            wide.print(_table(mode, mine, report["pace_ms"]))
     for name, memory in report["memory_mb"].items():
         wide.print(
-            f"{name}: processes: {memory['processes']}, resident MB: {memory['start']:g} at the "
-            f"start, {memory['most']:g} at most"
+            f"{name}: {memory['processes']} processes, resident memory {memory['start']:g} MB at "
+            f"the start, {memory['most']:g} MB at most"
         )
     wide.print("\n" + _notes(report))
 
 
-def _judge(mode: str, mine: Sequence[Mapping[str, Any]]) -> None:
-    """The aims: not slower than the peer at 16 and 64 clients, an earlier first byte at one."""
-    ours = {row["clients"]: row for row in mine if row["target"] == OURS}
-    rates = {n: ours[n]["requests_s_over_peer"] for n in (16, 64) if n in ours}
-    if rates and None not in rates.values():
-        shown = ", ".join(f"{ratio:.2f}" for ratio in rates.values())
-        what = f"requests a second over {PEER}'s, {mode}, {' and '.join(map(str, rates))} clients"
-        results.aim(what, "at least 1", shown, met=min(rates.values()) >= 1)
-    first = ours[1]["first_p50_over_peer"] if 1 in ours else None
-    if first is not None:
-        what = f"first byte p50 over {PEER}'s, {mode}, one client"
-        results.aim(what, "below 1", f"{first:.2f}", met=first < 1)
-
-
 def _table(mode: str, mine: Sequence[Mapping[str, Any]], pace_ms: float) -> Table:
-    shape = f"as {CHUNKS} events" if mode == "stream" else "in one piece"
-    pace = f", {pace_ms:g} ms a token" if pace_ms else ""
-    table = Table(title=f"Routers in front of fake engines, answers {shape}{pace}")
+    table = Table(title=f"Routers in front of fake engines, {_title(mode, pace_ms)}")
     columns = [c for c in _COLUMNS if mode == "stream" or "chunks" not in c[0]]
     table.add_column("clients", justify="right", no_wrap=True)
     table.add_column("target", no_wrap=True)
@@ -188,6 +222,12 @@ def _table(mode: str, mine: Sequence[Mapping[str, Any]], pace_ms: float) -> Tabl
     return table
 
 
+def _title(mode: str, pace_ms: float) -> str:
+    shape = f"as {CHUNKS} events" if mode == "stream" else "in one piece"
+    pace = f", {pace_ms:g} ms between tokens" if pace_ms else ""
+    return f"answers {shape}{pace}"
+
+
 def _cell(values: Sequence[float | None], digits: int) -> str:
     if values[0] is None and values[-1] is None:
         return ""
@@ -199,8 +239,8 @@ def _notes(report: Mapping[str, Any]) -> str:
         f"{report['rounds']} rounds, {report['cores']} cores, load {report['load'][0]:.1f} at the "
         f"end, {report['minutes']:g} minutes. Rates and times: medians over rounds; CPU: of all "
         "rounds, per request. The load generator and the fake engines share the cores with the "
-        f"router: {_share(report)}, so where the cores are busy, ratios of requests/s lie nearer "
-        "to 1 than those of CPU. Ratios: of req/s, above 1 is better; of the others, below 1."
+        f"router: {_share(report)}. Where the cores are busy, ratios of requests/s are therefore "
+        "closer to 1 than those of CPU. Ratios of req/s: above 1 is better; others: below 1."
     )
 
 
@@ -213,5 +253,5 @@ def _share(report: Mapping[str, Any]) -> str:
                 others = row["cpu_fakes_ms"] + row["cpu_load_ms"]
                 shares.append(others / (others + row["cpu_router_ms"]))
         if shares:
-            parts.append(f"{min(shares):.0%} to {max(shares):.0%} of the CPU used beside {name}")
+            parts.append(f"they use {min(shares):.0%} to {max(shares):.0%} of the CPU with {name}")
     return ", ".join(parts) or "no router was measured"

@@ -1,13 +1,12 @@
-"""`disagg bench router`: what a router costs, ours and vllm-router, against no router at all.
+"""`disagg bench router`: the cost of a router: disagg's, vllm-router, and none.
 
-The engines are fake and compute nothing, so that all that is measured is the routers' own work.
-Engines and routers are processes of their own, the load comes from this one. Each round visits
-every case and target in random order, so that drift of the machine falls on all alike.
+The engines are fake and compute nothing, so only the routers' own work is measured. Engines and
+routers are processes of their own; this process is the load generator. Each round measures every
+case and target in random order, so that drift of the machine affects all alike.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from disagg.bench.results import Output
 from disagg.bench.router import load as router_load
 from disagg.bench.router.report import (
     DIRECT,
@@ -37,20 +37,22 @@ from disagg.bench.router.report import (
     Samples,
     rows,
     show,
+    tables,
+    targets,
 )
 from disagg.errors import ConfigError, StartupError
 from disagg.testing.launch import launch
 from disagg.testing.vllm_server import free_port
 
-# Each client gets to reuse its connection, also when there are many of them.
+# So that each client reuses its connection, also when there are many clients.
 _LEAST_PER_CLIENT = 4
 _WARM_UP_SHARE = 4
 
 
 @dataclass(frozen=True)
 class RouterBenchPlan:
-    """What to measure. `requests`: of each batch; a batch is one case of one target, and comes
-    once in each round."""
+    """What to measure. `requests`: per batch. A batch is one case of one target; each round has it
+    once."""
 
     requests: int
     rounds: int
@@ -60,20 +62,28 @@ class RouterBenchPlan:
     pace_ms: float
 
     def check(self) -> None:
-        """Raise `ConfigError` for what cannot be measured."""
-        problems = [f"{t}: no such target; of {TARGETS}" for t in self.targets if t not in TARGETS]
-        problems += [f"{m}: no such mode; of {MODES}" for m in self.modes if m not in MODES]
+        """Raise `ConfigError` for a plan that cannot be measured."""
+        problems = [
+            f"{t}: no such target; choose from {', '.join(TARGETS)}"
+            for t in self.targets
+            if t not in TARGETS
+        ]
+        problems += [
+            f"{m}: no such mode; choose from {', '.join(MODES)}"
+            for m in self.modes
+            if m not in MODES
+        ]
         if not (self.clients and self.modes and self.targets):
             problems.append("clients, modes and targets: name at least one of each")
         if min([*self.clients, self.requests, self.rounds]) < 1 or self.pace_ms < 0:
-            problems.append("clients, requests and rounds must be at least 1, the pace not below 0")
+            problems.append("clients, requests and rounds: must be at least 1; pace: not below 0")
         if problems:
             raise ConfigError(problems)
 
 
 @dataclass
 class _Target:
-    """`process`: the router's; none where there is no router. `resident`: MB as measured."""
+    """A router, or an engine without one. `process`: the router's. `resident`: samples in MB."""
 
     url: str
     process: psutil.Process | None
@@ -83,7 +93,7 @@ class _Target:
         return _family(self.process) if self.process else []
 
 
-def run(plan: RouterBenchPlan, *, json_path: Path | None) -> int:
+def run(plan: RouterBenchPlan, output: Output) -> int:
     """Measure and print. Returns the exit status."""
     plan.check()
     console = Console(highlight=False, soft_wrap=True)
@@ -93,11 +103,11 @@ def run(plan: RouterBenchPlan, *, json_path: Path | None) -> int:
         for role in ("prefill", "decode"):
             urls[role], process = launch(stack, f"fake {role}", _engine(role, plan.pace_ms))
             engines.append(process)
-        targets = _start(stack, plan, urls, console)
-        samples = _measure(plan, targets, engines, console)
+        routers = _start(stack, plan, urls, console)
+        samples = _measure(plan, routers, engines, console)
         memory = {
             name: {"processes": len(t.processes()), "start": t.resident[0], "most": max(t.resident)}
-            for name, t in targets.items()
+            for name, t in routers.items()
             if t.process
         }
     report = {
@@ -110,8 +120,7 @@ def run(plan: RouterBenchPlan, *, json_path: Path | None) -> int:
         "rows": rows(samples),
     }
     show(report, console)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2))
+    output.write("router", report, tables(report), targets(report))
     return 0
 
 
@@ -121,7 +130,7 @@ def run(plan: RouterBenchPlan, *, json_path: Path | None) -> int:
 def _start(
     stack: ExitStack, plan: RouterBenchPlan, urls: dict[str, str], console: Console
 ) -> dict[str, _Target]:
-    """The targets of a plan, less those that do not start here; ours must."""
+    """The targets of a plan that start here. disagg's own router must."""
     targets = {}
     for name in plan.targets:
         if name == DIRECT:
@@ -145,7 +154,7 @@ def _router(name: str, urls: dict[str, str]) -> list[str]:
     if name == WITH_TWO_PROCESSES:
         return [*ours, "--processes", "2"]
     if name == WITH_MIGRATION:
-        # The same engine by a second name: somewhere to go on, and no other work for the machine.
+        # The same engine under a second name: streams can move there, at no cost for the machine.
         return [*ours, "--decode", urls["decode"]]
     if name == OURS:
         return ours
@@ -228,5 +237,5 @@ def _cpu(processes: Sequence[psutil.Process]) -> float:
 
 
 def _resident(processes: Sequence[psutil.Process]) -> float:
-    """MB; pages that processes share are counted in each."""
+    """MB; pages that processes share count in each of them."""
     return round(sum(process.memory_info().rss for process in processes) / 1e6, 1)

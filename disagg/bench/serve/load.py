@@ -1,8 +1,8 @@
-"""Sends the load of `disagg bench serve`: each request at its time, whatever became of others.
+"""Sends the open load of `disagg bench serve`: each request at its time, answered or not.
 
-One event loop for all of it. It shares the machine with the engines, so it does little while it
-measures: prepared bytes out, and of an answer the pieces as they come with their times; what they
-say is read when the answer has ended. How late it was itself is part of what it reports.
+One event loop sends all requests. It shares the machine with the engines, so it does little while
+it measures: it sends prepared bytes and keeps the pieces of an answer with their times. It parses
+them after the end of the answer. It reports its own lateness.
 
 A wrong or missing answer never counts as served: it has a `problem`.
 """
@@ -31,10 +31,10 @@ _DONE = "[DONE]"
 
 @dataclass(frozen=True)
 class RequestOutcome:
-    """What became of one request. Seconds, from when it was due.
+    """How one request ended. Times are seconds from the time at which it was due.
 
-    `gaps`: between the chunks of its answer that carry tokens. A chunk is what came in one piece:
-    several tokens in one are one gap, not several of zero. `late_s`: how late it was sent.
+    `gaps`: between the chunks of its answer that carry tokens. A chunk is one read: several tokens
+    in one chunk are one gap, not several gaps of zero. `late_s`: how late it was sent.
     """
 
     ask: Ask
@@ -46,13 +46,13 @@ class RequestOutcome:
 
     @property
     def mean_gap_s(self) -> float:
-        """Time for each token after the first, over the whole answer."""
+        """Mean time per token after the first."""
         return (self.last_s - self.first_s) / max(1, self.ask.output_tokens - 1)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """All outcomes in the order of the load; seconds of all together, and of this process's CPU."""
+    """All outcomes in the order of the load. Seconds: wall time, and CPU time of this process."""
 
     outcomes: list[RequestOutcome]
     wall_s: float
@@ -60,7 +60,7 @@ class Batch:
 
 
 def run(url: str, asks: Sequence[Ask], prompts: Sequence[list[int]]) -> Batch:
-    """Send it all and wait for the answers, none of them for longer than `ANSWER_S`."""
+    """Send all and wait for each answer for at most `ANSWER_S`."""
     bodies = [_body(ask, prompt) for ask, prompt in zip(asks, prompts, strict=True)]
     return uvloop.run(_run(url, asks, bodies))
 
@@ -71,7 +71,7 @@ def _body(ask: Ask, prompt: list[int]) -> bytes:
 
 
 async def _run(url: str, asks: Sequence[Ask], bodies: Sequence[bytes]) -> Batch:
-    client = Client(_CONNECT_S, round_s=0)  # what comes is timed when it comes
+    client = Client(_CONNECT_S, round_s=0)  # no gathering of chunks: it would change their times
     began, cpu = time.perf_counter(), time.process_time()
     under_way = []
     try:
@@ -100,7 +100,7 @@ async def _one(client: Client, url: str, ask: Ask, body: bytes, due: float) -> R
             if answer.status != 200:
                 problem = f"{answer.status}: {reading.start()}"
     except TimeoutError:
-        problem = f"no whole answer in {ANSWER_S:g} s"
+        problem = f"no complete answer in {ANSWER_S:g} s"
     except ConnectionError as error:
         problem = str(error)
     if problem is None:
@@ -133,19 +133,19 @@ class _Event(msgspec.Struct):
 
 @dataclass
 class Reading:
-    """The pieces of one streamed answer with the times at which they came."""
+    """The pieces of one streamed answer, with the times of their arrival."""
 
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
 
     def start(self) -> str:
-        """What it began with, for people."""
+        """The first characters of the answer, for an error message."""
         return b"".join(piece for _, piece in self.pieces)[:300].decode(errors="replace")
 
     def chunks(self) -> list[tuple[float, int]]:
-        """Times and numbers of tokens, of the pieces that brought any.
+        """Times and numbers of tokens of the pieces with tokens.
 
-        A token came with the piece that completed its event. Raises `ValueError` for an error
-        event, for what is no event, and for a stream without its end.
+        A token arrives with the piece that completes its event. Raises `ValueError` for an error
+        event, for data that is not an event, and for a stream without `[DONE]`.
         """
         found: list[tuple[float, int]] = []
         rest, done = b"", False
@@ -169,7 +169,7 @@ def _tokens(data: str) -> int:
     try:
         event = msgspec.json.decode(data, type=_Event)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"no event: {data[:300]!r} ({error})") from error
+        raise ValueError(f"not an event: {data[:300]!r} ({error})") from error
     if event.error is not None:
         raise ValueError(bytes(event.error).decode(errors="replace"))
     return sum(len(choice.token_ids or ()) for choice in event.choices)

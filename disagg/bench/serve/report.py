@@ -1,4 +1,4 @@
-"""The tables of `disagg bench serve`, and what their figures mean."""
+"""The tables of `disagg bench serve`, and notes on their figures."""
 
 from __future__ import annotations
 
@@ -8,38 +8,89 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from disagg.bench.serve.score import FIRST_AIM, GAP_AIM, GOOD_SHARE
-from disagg.testing import results
+from disagg.bench.results import Row, Target, target
+from disagg.bench.results import Table as ResultTable
+from disagg.bench.serve.score import APART, FIRST_AIM, GAP_AIM, GOOD_SHARE
 
 _MEASURES = {"on_average": "mean gap", "throughout": "every gap"}
 _LEAST_WIDTH = 90
-_MOST_LENGTHS = 2  # of prompts, with a column each for their first tokens
+_MOST_LENGTHS = 2  # more prompt lengths get no columns of their own
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """One run, as soon as it is over."""
+    """A line about one run."""
     failed = f", {row['failed']} failed" if row["failed"] else ""
     return (
         f"{_rate(row)}, {row['way']}: {row['requests']} requests{failed} in {row['seconds']:g} s, "
-        f"{row['handed_over']} handed over; first token p99 {_ms(row['ttft_ms']['p99'])} ms, "
+        f"{row['handed_over']} handed off; first token p99 {_ms(row['ttft_ms']['p99'])} ms, "
         f"between tokens p99 {_ms(row['itl_ms']['p99'])} ms"
     )
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
-    """Print all tables, then how each figure was made."""
+    """Print all tables, then the notes."""
     wide = Console(width=max(console.width, 150), highlight=False)
     for table in (_runs(report["rows"]), _ratios(report["ratios"]), _goodput(report)):
         if table.row_count:
-            wide.print(results.keep(table))
+            wide.print(table)
     wide.print("\n" + _notes(report))
+
+
+# ---- the results file ------------------------------------------------------------------------
+
+
+def tables(report: Mapping[str, Any]) -> list[ResultTable]:
+    """The runs, then goodput."""
+    goodput: list[Row] = [
+        {"way": way, **{f"{name}, requests/s": values[key] for key, name in _MEASURES.items()}}
+        for way, values in report["goodput"].items()
+    ]
+    targets = report["targets"]
+    title = (
+        f"Goodput: the highest rate up to which {GOOD_SHARE:.0%} of the requests had their first "
+        f"token within {targets['ttft_s']:g} s and the others every {targets['itl_s'] * 1000:g} ms"
+    )
+    runs = [_shown(row) for row in report["rows"]]
+    return [ResultTable("The same load on each way to serve", runs), ResultTable(title, goodput)]
+
+
+def _shown(row: Mapping[str, Any]) -> Row:
+    shown: Row = {"load": _rate(row), "way": row["way"], "requests": row["requests"]}
+    shown |= {"failed": row["failed"], "handed off": row["handed_over"]}
+    times = {"first token": row["ttft_ms"]}
+    times |= {
+        f"first token of {length:,} prompt tokens": spread
+        for length, spread in row["ttft_ms_by_prompt"].items()
+        if 1 < len(row["ttft_ms_by_prompt"]) <= _MOST_LENGTHS
+    }
+    times["between tokens"] = row["itl_ms"]
+    shown |= {f"{name} p50 / p99, ms": _pair(spread) for name, spread in times.items()}
+    shown["longest gap, ms"] = row["itl_ms"]["longest"]
+    met = " / ".join(f"{row['met'][measure]:.0%}" for measure in _MEASURES)
+    return shown | {f"targets met ({' / '.join(_MEASURES.values())})": met}
+
+
+def targets(report: Mapping[str, Any]) -> list[Target | None]:
+    """p99 of `apart` against `colocated`, at each load."""
+    found: list[Target | None] = []
+    for one in report["ratios"]:
+        if one["way"] == APART:
+            at, gap, first = _rate(one), one["itl_p99"], one["ttft_p99"]
+            name = "between tokens p99, colocated / apart"
+            found.append(target(name, gap, at=at, at_least=GAP_AIM))
+            name = "first token p99, apart / colocated"
+            found.append(target(name, first, at=at, at_most=FIRST_AIM))
+    return found
+
+
+# ---- tables on the terminal ------------------------------------------------------------------
 
 
 def _runs(rows: Sequence[Mapping[str, Any]]) -> Table:
     lengths = sorted({length for row in rows for length in row["ttft_ms_by_prompt"]})
     shown = lengths if 1 < len(lengths) <= _MOST_LENGTHS else []
     table = _table("The same load on each way to serve; times in ms, p50 / p99")
-    columns = ["asked", "failed", "handed", "first token", *(f"at {n:,}" for n in shown)]
+    columns = ["requests", "failed", "handed off", "first token", *(f"at {n:,}" for n in shown)]
     columns += ["between tokens", "longest", "met"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -59,8 +110,8 @@ def _runs(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _ratios(ratios: Sequence[Mapping[str, Any]]) -> Table:
     table = _table(
-        "p99 apart and colocated; aims: between tokens at least "
-        f"{GAP_AIM:g}, to the first at most {FIRST_AIM:g}"
+        "p99 apart and colocated; targets: between tokens at least "
+        f"{GAP_AIM:g}, first token at most {FIRST_AIM:g}"
     )
     table.add_column("between tokens, colocated/apart", justify="right")
     table.add_column("first token, apart/colocated", justify="right")
@@ -75,7 +126,7 @@ def _ratios(ratios: Sequence[Mapping[str, Any]]) -> Table:
 def _goodput(report: Mapping[str, Any]) -> Table:
     targets = report["targets"]
     table = Table(
-        title="Goodput, requests/s, with the first token in "
+        title="Goodput, requests/s, first token within "
         f"{targets['ttft_s']:g} s and the others every {targets['itl_s'] * 1000:g} ms",
         title_justify="left",
         min_width=_LEAST_WIDTH,
@@ -101,12 +152,12 @@ def _notes(report: Mapping[str, Any]) -> str:
     share = max(row["load"]["cpu_share"] for row in rows)
     chunk = max(row["tokens_per_chunk"] for row in rows)
     return (
-        "Between tokens: gaps between the chunks of an answer that carry tokens. What comes in one "
-        f"piece is one chunk, and one gap however many tokens it has (here up to {chunk:g} on "
-        "average). Mean gap: from the first token to the last, over the tokens between. Met: both "
-        "targets, with the mean gap / with every gap. First tokens count from when a request was "
-        "due. Goodput: the highest rate up to which the targets were met, 0 if at none.\n"
-        f"The load was sent at most {late:.1f} ms late (p99) and took {share:.1%} of a core. "
+        "Between tokens: gaps between the chunks of an answer that carry tokens. One read is one "
+        f"chunk and one gap, however many tokens it has (here up to {chunk:g} on average). Mean "
+        "gap: from the first token to the last, over the tokens between. Met: both targets, with "
+        "the mean gap / with every gap. First tokens count from the time a request was due. "
+        "Goodput: the highest rate up to which the targets were met, 0 if at none.\n"
+        f"Requests were at most {late:.1f} ms late (p99); the load took {share:.1%} of a core. "
         f"{report['cores']} cores, load average {report['load_before']:.1f} before, "
         f"{report['minutes']:g} minutes."
     )

@@ -1,18 +1,18 @@
-"""`disagg bench serve`: the same load on two plain engines and on a prefill and a decode engine.
+"""`disagg bench serve`: one load on two plain engines, and on a prefill and a decode engine.
 
-Every way to serve has two engines of one model on the same cores, behind our router: `colocated`
-are plain vLLM engines, and each request goes to the less loaded; `apart` is 1P1D with our
-connector, where short prompts stay with decode; in `apart-all` none do. The load is open: requests
-come at their times, whether or not those before them were answered.
+Every way to serve has two engines of one model on the same cores, behind the router.
+`colocated`: two plain vLLM engines; each request goes to the less loaded one. `apart`: 1P1D with
+DisaggConnector; decode computes short prompts. `apart-all`: 1P1D; prefill computes every prompt.
+The load is open:
+requests are sent at their times, whether or not earlier ones were answered.
 
-All engines live for the whole run, and at each rate every way has its turn, so that drift of the
-machine falls on all alike; who is not measured is stopped meanwhile. Each run has a new router, so
-that none has seen an engine that was stopped.
+All engines live for the whole run, and each rate measures every way, so that drift of the machine
+affects all alike. Engines that are not being measured are stopped (SIGSTOP). Each run has a new
+router, which has never seen a stopped engine.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
@@ -26,9 +26,10 @@ from typing import Any
 from rich.console import Console
 
 from disagg.bench.first_token.handoff import KV_BYTES_PER_TOKEN, MODEL
+from disagg.bench.results import Output
 from disagg.bench.serve import load as serve_load
 from disagg.bench.serve import trace as serve_trace
-from disagg.bench.serve.report import line, show
+from disagg.bench.serve.report import line, show, tables, targets
 from disagg.bench.serve.score import (
     APART,
     APART_ALL,
@@ -55,7 +56,7 @@ _SECRET = {"DISAGG_SECRET": "of this bench"}
 
 @dataclass(frozen=True)
 class ServeLoad:
-    """One trace, by its rate; None if it was read from a file. `offered`: requests a second."""
+    """One trace. `rate`: None if it was read from a file. `offered`: requests per second."""
 
     rate: float | None
     offered: float
@@ -64,12 +65,12 @@ class ServeLoad:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What to measure. `local_prefill_tokens`, `prefill_wait_share`, `first_token`,
-    `first_token_hold_s`: of `apart`; `trace` replaces rates and mix.
+    """What to measure. `local_prefill_tokens`, `prefill_wait_share`, `first_token` and
+    `first_token_hold_s` apply to `apart`. `trace` replaces rates and mix.
 
-    `batched_tokens`: vLLM's `max_num_batched_tokens` of all engines; its own default if None.
-    `decode_batched_tokens`: of the decode engine; as the others' if None. `prefill_seqs`: vLLM's
-    `max_num_seqs` of the prefill engine; its own default if None.
+    `batched_tokens`: vLLM's `max_num_batched_tokens` of all engines; None: vLLM's default.
+    `decode_batched_tokens`: of the decode engine; None: as the others. `prefill_seqs`: vLLM's
+    `max_num_seqs` of the prefill engine; None: vLLM's default.
     """
 
     ways: Sequence[str]
@@ -90,24 +91,24 @@ class ServePlan:
     write_trace: Path | None = None
 
     def check(self) -> None:
-        """Raise `ConfigError` for what cannot be measured."""
+        """Raise `ConfigError` for a plan that cannot be measured."""
         problems = [
-            f"--ways: {way} — no such way; of {', '.join(WAYS)}"
+            f"--ways: {way} — unknown; choose from {', '.join(WAYS)}"
             for way in self.ways
             if way not in WAYS
         ]
         if len(set(self.ways)) < len(self.ways):
-            problems.append("--ways: names one twice; keep the first of each")
+            problems.append("--ways: name each way once")
         if min(self.rates) <= 0 or len(set(self.rates)) < len(self.rates):
-            problems.append("--rates: each above 0, and each once")
+            problems.append("--rates: each must be above 0 and given once")
         if self.duration_s <= 0:
             problems.append(f"--duration: {self.duration_s:g} — must be above 0")
         if not 0 <= self.repeat_share <= 1:
-            problems.append(f"--repeat-share: {self.repeat_share:g} — from 0 to 1")
+            problems.append(f"--repeat-share: {self.repeat_share:g} — must be from 0 to 1")
         if min(self.targets.first_s, self.targets.gap_s) <= 0:
             problems.append("--ttft-target and --itl-target: must be above 0 seconds")
         if self.first_token_hold_s and self.first_token != "prefill":
-            problems.append("--first-token-hold-s: holds prefill's; give --first-token prefill too")
+            problems.append("--first-token-hold-s: needs --first-token prefill")
         if problems:
             raise ConfigError(problems)
 
@@ -122,7 +123,7 @@ class ServePlan:
         if longest > _CONTEXT:
             raise ConfigError(
                 f"{'--mix' if self.trace is None else '--trace'}: {longest} tokens of prompt and "
-                f"answer — the engines take {_CONTEXT}"
+                f"answer — the engines' limit is {_CONTEXT}"
             )
         return loads
 
@@ -130,12 +131,12 @@ class ServePlan:
         asks = serve_trace.poisson(self.kinds, rate, self.duration_s, self.seed, self.repeat_share)
         if not asks:
             raise ConfigError(
-                f"--duration: {self.duration_s:g} s at {rate:g} a second has no request; raise it"
+                f"--duration: no request in {self.duration_s:g} s at {rate:g}/s; raise it"
             )
         return ServeLoad(rate, len(asks) / self.duration_s, asks)
 
 
-def run(plan: ServePlan, *, json_path: Path | None) -> int:
+def run(plan: ServePlan, output: Output) -> int:
     """Measure and print. Returns the exit status: 1 if a request failed."""
     plan.check()
     loads = plan.loads()
@@ -162,13 +163,12 @@ def run(plan: ServePlan, *, json_path: Path | None) -> int:
         },
     }
     show(report, console)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2))
+    output.write("serve", report, tables(report), targets(report))
     return 1 if any(one["failed"] for one in rows) else 0
 
 
 def _write_traces(path: Path, loads: Sequence[ServeLoad], console: Console) -> None:
-    """To the path, or of several rates to one file each, beside it."""
+    """Write to the path; of several rates, each to a file of its own beside it."""
     for load in loads:
         file = path if len(loads) == 1 else path.with_stem(f"{path.stem}-{load.rate:g}")
         serve_trace.write(file, load.asks)
@@ -199,7 +199,7 @@ def _settings(plan: ServePlan) -> dict[str, Any]:
 
 
 class _Scene:
-    """The engines of a plan, and a router before those whose turn it is."""
+    """The engines of a plan, and a router in front of those that are measured."""
 
     def __init__(self, plan: ServePlan, stack: ExitStack, console: Console) -> None:
         self._plan = plan
@@ -231,7 +231,7 @@ class _Scene:
         return stack.enter_context(VllmServer(name, MODEL.absolute(), None, config, args, env=env))
 
     def run(self, way: str, load: ServeLoad, key: str) -> Run:
-        """The load on one way to serve. `key`: which prompts; none may come twice."""
+        """Run the load on one way to serve. `key`: seed of the prompts; none may come twice."""
         servers = self._plain if way == COLOCATED else self._apart
         for server in servers:
             server.resume()
@@ -265,7 +265,7 @@ class _Scene:
 
 
 def _loaded(servers: Sequence[VllmServer]) -> int:
-    """Handoffs that arrived, as the engines count."""
+    """Handoffs that arrived, by the engines' own count."""
     loaded = "disagg_handoffs_total{outcome=loaded"
     found = [server.metrics("disagg_handoffs") for server in servers]
     return round(sum(v for counts in found for k, v in counts.items() if k.startswith(loaded)))
@@ -278,8 +278,8 @@ def _measure(
     plan: ServePlan, scene: _Scene, loads: Sequence[ServeLoad], console: Console
 ) -> list[Run]:
     for way in plan.ways:
-        # Two of each kind at once, so that every engine has met what it will be asked; of many
-        # kinds some, the longest among them.
+        # Two requests of each kind at once, so that every engine has seen its load. Of many kinds
+        # some, the longest among them.
         sizes = {(ask.prompt_tokens, ask.output_tokens) for load in loads for ask in load.asks}
         some = sorted(sizes, reverse=True)[:: max(1, len(sizes) // 4)]
         asks = [Ask(0.0, *size) for size in some for _ in range(2)]
@@ -298,7 +298,7 @@ def _measure(
 
 
 def _tell(one: Run, console: Console) -> None:
-    """What went wrong with it."""
+    """Print the first failed requests."""
     problems = [outcome for outcome in one.batch.outcomes if outcome.problem is not None]
     for outcome in problems[:_MOST_PROBLEMS]:
         asked = outcome.ask

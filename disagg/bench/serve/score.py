@@ -1,6 +1,6 @@
-"""What the outcomes of `disagg bench serve` come to: percentiles, targets met, goodput, ratios.
+"""The figures of `disagg bench serve`: percentiles, targets met, goodput, ratios.
 
-Pure functions. A request that failed met no target, and has no times that count.
+Pure functions. A failed request meets no target, and its times do not count.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from disagg.bench.serve.load import Batch, RequestOutcome
 
 COLOCATED, APART, APART_ALL = "colocated", "apart", "apart-all"
 WAYS = (COLOCATED, APART, APART_ALL)
-# Goodput is the rate at which at least so many of the requests meet both targets.
+# Goodput is the rate at which at least this share of the requests meets both targets.
 GOOD_SHARE = 0.9
-# Between tokens, colocated over apart; to the first token, apart over colocated.
+# Targets: between tokens, colocated over apart; first token, apart over colocated.
 GAP_AIM, FIRST_AIM = 2.0, 1.05
 
 
@@ -28,11 +28,11 @@ class Targets:
     gap_s: float
 
     def met_on_average(self, outcome: RequestOutcome) -> bool:
-        """Whether the first token was in time, and the others were on average."""
+        """Whether the first token and the mean gap met their targets."""
         return self._first(outcome) and outcome.mean_gap_s <= self.gap_s
 
     def met_throughout(self, outcome: RequestOutcome) -> bool:
-        """Whether the first token was in time, and no gap was longer than the target."""
+        """Whether the first token and every gap met their targets."""
         return self._first(outcome) and max(outcome.gaps, default=0.0) <= self.gap_s
 
     def _first(self, outcome: RequestOutcome) -> bool:
@@ -41,10 +41,10 @@ class Targets:
 
 @dataclass(frozen=True)
 class Run:
-    """One load on one way to serve. `rate`: as asked for, None for a trace.
+    """One load on one way to serve. `rate`: as configured, None for a trace.
 
-    `offered`: requests a second that were really sent; a Poisson process keeps its rate on average.
-    `handed_over`: prompts whose cache arrived at the decode engine, as it counted.
+    `offered`: requests per second that were sent; a Poisson process keeps its rate on average only.
+    `handed_over`: prompts whose blocks arrived at the decode engine, by its own count.
     """
 
     way: str
@@ -55,7 +55,7 @@ class Run:
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """The smallest value that at least `share` of all do not exceed; None of no values."""
+    """Nearest rank: the smallest value that `share` of all values do not exceed. None if empty."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
@@ -105,9 +105,10 @@ def goodput(rows: Sequence[Mapping[str, Any]], way: str, measure: str) -> float:
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each rate and each way apart: how its p99 compare with those of the colocated pair.
+    """For each rate and each way apart, its p99 against those of colocated.
 
-    `itl_p99`: colocated over apart, better above 1. `ttft_p99`: apart over colocated, better below.
+    `itl_p99`: colocated over apart, above 1 is better. `ttft_p99`: apart over colocated, below 1 is
+    better.
     """
     found = []
     base = {one["rate"]: one for one in rows if one["way"] == COLOCATED}

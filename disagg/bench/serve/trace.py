@@ -1,12 +1,12 @@
-"""The load of `disagg bench serve`: who asks when, for how long an answer to how long a prompt.
+"""The load of `disagg bench serve`: times of requests, lengths of prompts and answers.
 
-Made of a seed, or read from a file with one JSON object a line:
+Made from a seed, or read from a file with one JSON object per line:
 
     {"at": 1.25, "prompt_tokens": 2000, "output_tokens": 64}
 
-`at` is in seconds from the start. A line may have `same_as`, the number (from 0) of an earlier
-line whose prompt it repeats; without it no prompt comes twice. Lengths are all that is written:
-the tokens themselves are made here, and mean nothing.
+`at`: seconds from the start. A line may have `same_as`, the number (from 0) of an earlier line
+whose prompt it repeats; without it no prompt comes twice. Files have lengths only; the tokens are
+random and made here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import msgspec
 from disagg.errors import ConfigError
 
 _EXAMPLE = '{"at": 1.25, "prompt_tokens": 2000, "output_tokens": 64}'
-# Of every vocabulary that `make-model` writes, and none of them special.
+# In every vocabulary that `make-model` writes, and none of them special.
 _TOKENS = range(300, 1000)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of request, and which share of all are of it."""
+    """A kind of request, and its share of all requests."""
 
     share: float
     prompt_tokens: int
@@ -54,14 +54,16 @@ def parse_mix(text: str) -> list[Kind]:
             kind = Kind(float(share), int(prompt), int(output))
         except ValueError:
             raise ConfigError(
-                f"--mix: {part!r} — write SHARE:PROMPT:OUTPUT, as 0.7:128:64, by commas"
+                f"--mix: {part!r} — write SHARE:PROMPT:OUTPUT, e.g. 0.7:128:64, comma-separated"
             ) from None
         if min(kind.prompt_tokens, kind.output_tokens) < 1 or not 0 < kind.share <= 1:
-            raise ConfigError(f"--mix: {part!r} — a share above 0, and at least one token each")
+            raise ConfigError(
+                f"--mix: {part!r} — the share must be above 0, and the lengths at least 1"
+            )
         kinds.append(kind)
     total = sum(kind.share for kind in kinds)
     if not math.isclose(total, 1, abs_tol=1e-6):
-        raise ConfigError(f"--mix: the shares are {total:g} together; make them 1")
+        raise ConfigError(f"--mix: the shares add up to {total:g}; they must add up to 1")
     return kinds
 
 
@@ -70,9 +72,8 @@ def poisson(
 ) -> list[Ask]:
     """Arrivals of a Poisson process of `rate` requests a second, until `duration_s`.
 
-    The same seed gives the same requests in the same order at every rate, only closer together,
-    so that rates differ by nothing else. `repeat_share`: of requests that repeat an earlier
-    prompt of their kind, once there is one.
+    The same seed gives the same requests in the same order at every rate, only closer together.
+    `repeat_share`: share of requests that repeat an earlier prompt of their kind, if there is one.
     """
     generator = random.Random(seed)
     shares = [kind.share for kind in kinds]
@@ -80,7 +81,7 @@ def poisson(
     asks: list[Ask] = []
     at = 0.0
     while True:
-        # As many draws for each request, whatever comes of them.
+        # The same number of draws per request, whether they are used or not.
         at += generator.expovariate(1.0) / rate
         (kind,) = generator.choices(kinds, shares)
         repeats, which = generator.random() < repeat_share, generator.random()
@@ -94,7 +95,7 @@ def poisson(
 
 
 def prompts(asks: Sequence[Ask], key: str) -> list[list[int]]:
-    """Token ids for each request; another key gives others."""
+    """Token ids for each request; another key gives other tokens."""
     generator = random.Random(key)
     made: list[list[int]] = []
     for ask in asks:
@@ -106,12 +107,12 @@ def prompts(asks: Sequence[Ask], key: str) -> list[list[int]]:
 
 
 def write(path: Path, asks: Sequence[Ask]) -> None:
-    """One JSON object a line."""
+    """One JSON object per line."""
     path.write_bytes(b"".join(msgspec.json.encode(ask) + b"\n" for ask in asks))
 
 
 def read(path: Path) -> list[Ask]:
-    """The requests of a file, by time. Raises `ConfigError`, which names the line."""
+    """The requests of a file, sorted by time. Raises `ConfigError`, which names the line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -122,13 +123,13 @@ def read(path: Path) -> list[Ask]:
             ask = msgspec.json.decode(line, type=Ask)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"--trace: {path}:{number + 1}: {error}; a line is as {_EXAMPLE}"
+                f"--trace: {path}:{number + 1}: {error}; example of a line: {_EXAMPLE}"
             ) from error
         if problem := _problem(ask, asks):
             raise ConfigError(f"--trace: {path}:{number + 1}: {problem}")
         asks.append(ask)
     if not asks:
-        raise ConfigError(f"--trace: {path} is empty; a line is as {_EXAMPLE}")
+        raise ConfigError(f"--trace: {path} is empty; example of a line: {_EXAMPLE}")
     return asks
 
 

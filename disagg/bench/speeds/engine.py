@@ -1,7 +1,6 @@
-"""Asks a running engine for what `disagg bench speeds` measures, over its own HTTP API.
+"""Measures a running engine for `disagg bench speeds`, over the engine's own HTTP API.
 
-Any vLLM server will do that answers `/metrics`; it must have nothing else to do meanwhile. Never
-starts or stops an engine.
+Any vLLM server with `/metrics` will do; it must be idle otherwise. Never starts or stops an engine.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _BYTES = "disagg_handoff_bytes_total"
 _CACHE = "vllm:cache_config_info"
 _COUNTED_S = 5.0
 _PATH = "/v1/completions"
-# Of every vocabulary that `make-model` writes, and none of them special.
+# In every vocabulary that `make-model` writes, and none of them special.
 _TOKENS = range(300, 1000)
 
 
 class Engine:
-    """One engine by its URL. `role` is for messages."""
+    """One engine by its URL. `role` is for error messages."""
 
     def __init__(self, role: str, url: str) -> None:
         self.role, self.url = role, url.rstrip("/")
@@ -43,7 +42,7 @@ class Engine:
         self.version: str = self._get("/version").json()["version"]
 
     def prompt(self, tokens: int, draw: random.Random) -> PromptSample:
-        """A fresh prompt, computed here and not handed off."""
+        """A fresh prompt that this engine computes, without a handoff."""
         before = self._metric(_PREFILL)
         first_s = self._first_token(_fresh(tokens, draw), {})
         return PromptSample(tokens, self._counted(_PREFILL, before, 1), first_s)
@@ -58,29 +57,29 @@ class Engine:
         params = answer.get(PARAMS)
         if not params:
             raise StartupError(
-                f"--{self.role}: {self.url} answers no {PARAMS}; start it with DisaggConnector"
+                f"--{self.role}: {self.url}: its answer has no {PARAMS}; use DisaggConnector"
             )
         return PromptSample(tokens, self._counted(_PREFILL, before, 1), client_s), params, prompt
 
     def take_over(self, prompt: list[int], params: Any) -> tuple[MoveSample, float]:
-        """The decode leg of a prompt that was computed elsewhere, and the bytes that came."""
+        """The decode leg of a prompt that prefill computed, and the bytes fetched."""
         before = self._bytes()
         first_s = self._first_token(prompt, {PARAMS: params})
-        # They are counted with the step after the load, as the first token is.
+        # The engine counts bytes with the step after the load, as it does the first token.
         deadline = time.monotonic() + _COUNTED_S
         while (moved := self._bytes() - before) == 0 and time.monotonic() < deadline:
             time.sleep(0.02)
         if moved == 0:
             raise StartupError(
-                f"--{self.role}: {self.url} loaded nothing of a prompt of {len(prompt)} tokens; "
-                f"its log says why, and {_BYTES} must grow"
+                f"--{self.role}: {self.url} fetched nothing of a prompt of {len(prompt)} tokens "
+                f"({_BYTES} did not grow); see its log for the reason"
             )
         return MoveSample(len(prompt), first_s), moved
 
     def steps(self, sequences: int, context: int, output: int, draw: random.Random) -> StepSample:
-        """Steps of so many sequences, which go on from one prompt of so many tokens."""
+        """Decode steps of `sequences` sequences, all from one prompt of `context` tokens."""
         prompt = _fresh(context, draw)
-        self._post(completion(prompt, max_tokens=1))  # in its prefix cache from here on
+        self._post(completion(prompt, max_tokens=1))  # into its prefix cache
         before = self._metric(_GAPS)
         # vLLM refuses several greedy answers to one prompt.
         self._post(completion(prompt, max_tokens=output, n=sequences, temperature=1.0))
@@ -88,11 +87,11 @@ class Engine:
         return StepSample(sequences, sequences * (context + output / 2), seconds)
 
     def first_token_s(self, tokens: int, draw: random.Random) -> float:
-        """To the first token of a fresh prompt, whoever computes it."""
+        """Seconds to the first token of a fresh prompt."""
         return self._first_token(_fresh(tokens, draw), {})
 
     def kv_tokens(self) -> int:
-        """Tokens that its KV cache has room for."""
+        """Size of its KV cache, in tokens."""
         for labels, _ in self._samples(_CACHE):
             if (tokens := labels.get("kv_cache_size_tokens", "")).isdigit():
                 return int(tokens)
@@ -147,16 +146,20 @@ class Engine:
         return self._sum(f"{name}_sum"), self._sum(f"{name}_count")
 
     def _counted(self, name: str, before: tuple[float, float], count: int) -> float:
-        """The mean of so many times counted since; the engine counts after it has answered."""
+        """The mean of the `count` times added since; the engine adds them after its answer."""
         deadline = time.monotonic() + _COUNTED_S
         while time.monotonic() < deadline:
             total, counted = self._metric(name)
             if counted == before[1] + count:
                 return (total - before[0]) / count
             if counted > before[1] + count:
-                raise StartupError(f"--{self.role}: {self.url} serves others too; measure it alone")
+                raise StartupError(
+                    f"--{self.role}: {self.url} serves other requests; it must be idle"
+                )
             time.sleep(0.02)
-        raise StartupError(f"--{self.role}: {self.url}/metrics: {name} does not grow by {count}")
+        raise StartupError(
+            f"--{self.role}: {self.url}/metrics: {name} did not grow by {count} in {_COUNTED_S:g} s"
+        )
 
 
 def _fresh(tokens: int, draw: random.Random) -> list[int]:

@@ -1,7 +1,7 @@
-"""From samples of an engine's times to the speeds that `disagg plan` takes: least squares.
+"""Least squares: from measured times of an engine to the speeds of `disagg plan`.
 
-Pure functions. Errors are relative to what was measured, so that short prompts count as much as
-long ones; no speed is negative. Residuals, of every sample, are part of the result.
+Pure functions. Errors are relative to the measured times, so that short prompts count as much as
+long ones. No speed is negative. The result has the residual of every sample.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PromptSample:
-    """A prompt that an engine computed. `engine_s`: from its first step to its first token, as
-    the engine counts; `client_s`: from the request to the answer."""
+    """A prompt that an engine computed. `engine_s`: from its first step to its first token, by the
+    engine's own count; `client_s`: from the request to the answer."""
 
     tokens: int
     engine_s: float
@@ -30,7 +30,7 @@ class PromptSample:
 
 @dataclass(frozen=True)
 class StepSample:
-    """Steps of a decode engine, their mean. `context`: tokens of all sequences together."""
+    """Mean time of a decode step. `context`: tokens of all sequences together."""
 
     sequences: int
     context: float
@@ -47,19 +47,19 @@ class MoveSample:
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients by name, none negative, and how far off each sample is, as a share of it."""
+    """Coefficients by name, none negative, and the relative error of each sample."""
 
     speeds: Mapping[str, float]
     residuals: Sequence[float]
 
     @property
     def worst(self) -> float:
-        """The largest residual's size."""
+        """The largest absolute residual."""
         return max(abs(residual) for residual in self.residuals)
 
     @property
     def typical(self) -> float:
-        """The median of their sizes."""
+        """The median absolute residual."""
         return statistics.median(abs(residual) for residual in self.residuals)
 
 
@@ -68,10 +68,10 @@ def least_squares(
     measured: Sequence[float],
     known: Sequence[float] | None = None,
 ) -> Fit:
-    """Coefficients of these columns, of least relative error, none negative.
+    """Coefficients of these columns with the least relative error, none negative.
 
-    Of several samples of one setting the median counts: others that use the machine make single
-    ones slow. `known`: the part of each measured time that is accounted for already. A column whose
+    The median of the samples of one setting counts, because other work on the machine makes single
+    samples slow. `known`: the part of each measured time that needs no explanation. A column whose
     coefficient would be negative is left out, the worst first. Raises DisaggError if none is left.
     """
     every = np.array(list(columns.values())).T
@@ -90,7 +90,7 @@ def least_squares(
             expected = every @ np.array(list(speeds.values())) + less
             return Fit(speeds, (expected / np.array(measured) - 1).tolist())
         names.pop(int(found.argmin()))
-    raise DisaggError("the times measured grow with nothing; measure on a quieter machine")
+    raise DisaggError("no column explains the measured times; measure on a quieter machine")
 
 
 def _medians(values: Floats, of: npt.NDArray[np.intp]) -> Floats:
@@ -99,7 +99,7 @@ def _medians(values: Floats, of: npt.NDArray[np.intp]) -> Floats:
 
 
 def prompts(samples: Sequence[PromptSample], step_tokens: int, step_s: float | None = None) -> Fit:
-    """`token_s` and `token_context_s` of an engine whose steps take so many tokens, and `step_s`
+    """`token_s` and `token_context_s` of an engine whose steps take `step_tokens`, and `step_s`
     unless it is given."""
     steps = [float(-(-s.tokens // step_tokens)) for s in samples]
     columns = {
@@ -123,18 +123,20 @@ def steps(samples: Sequence[StepSample]) -> Fit:
 
 
 def moves(samples: Sequence[MoveSample], waits_s: Sequence[float]) -> Fit:
-    """`latency_s` and `token_s` of handoffs: what first tokens took beyond `waits_s`, which
-    the decode engine takes anyhow. Raises DisaggError if longer prompts did not take longer."""
+    """`latency_s` and `token_s` of handoffs: the time to the first token beyond `waits_s`, which
+    decode takes without a handoff. Raises DisaggError if longer prompts did not take longer."""
     columns = {
         "latency_s": [1.0] * len(samples),
         "token_s": [float(s.tokens) for s in samples],
     }
     fit = least_squares(columns, [s.first_s for s in samples], waits_s)
     if fit.speeds["token_s"] <= 0:
-        raise DisaggError("--lengths: the handoff of longer prompts took no longer; add longer")
+        raise DisaggError(
+            "--lengths: longer prompts did not take longer to hand off; add longer ones"
+        )
     return fit
 
 
 def overhead(samples: Sequence[PromptSample]) -> float:
-    """Of a request, beyond what the engine counts: the median."""
+    """The median time of a request that the engine does not count."""
     return max(0.0, statistics.median(s.client_s - s.engine_s for s in samples))

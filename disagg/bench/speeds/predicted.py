@@ -1,13 +1,11 @@
-"""`disagg bench predicted`: what `disagg plan` foretells beside what real engines do.
+"""`disagg bench predicted`: compares the prediction of `disagg plan` with real engines.
 
-One load, as of `disagg bench serve`, on one pair of engines and on two; the speeds are measured on
-the first pair just before, so that the machine is the same as far as it can be. Who is not measured
-is stopped meanwhile. The error is printed as it is.
+One load, as in `disagg bench serve`, on one pair of engines and on two pairs. The speeds are
+measured on the first pair just before. Engines that are not being measured are stopped.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.bench.first_token.handoff import MODEL
+from disagg.bench.results import Output, Row
+from disagg.bench.results import Table as ResultTable
 from disagg.bench.serve import load as serve_load
 from disagg.bench.serve import trace as serve_trace
 from disagg.bench.serve.score import percentile
@@ -31,22 +31,27 @@ from disagg.planning.outcome import Targets
 from disagg.planning.simulation import Routing, SimulatedLoad, simulate
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
-from disagg.testing import results
 from disagg.testing.checkpoint import make_model
 from disagg.testing.launch import launch
 from disagg.testing.vllm_server import VllmServer
 
 _OURS = {"kv_connector": "DisaggConnector", "kv_connector_module_path": "disagg.connector"}
 _SECRET = {"DISAGG_SECRET": "of this bench"}
-_WARM_UP_S = 0.4  # between two requests that nobody counts
+_WARM_UP_S = 0.4  # between two requests of the warm-up
+_FIGURES = {
+    "ttft_p50": "first token p50",
+    "ttft_p99": "first token p99",
+    "itl_p50": "between tokens p50",
+    "itl_p99": "between tokens p99",
+}
 _NO_TARGETS = Targets(1e9, 1e9, 1.0)
 
 
 @dataclass(frozen=True)
 class PredictionPlan:
-    """What to compare. `pairs`: so many engines of each role, one number after another.
+    """What to compare. `pairs`: numbers of engines of each role.
 
-    `speeds`: how they are measured; `file`: those of an earlier run instead.
+    `speeds`: how to measure the speeds; `file`: a speeds file to use instead.
     """
 
     pairs: Sequence[int]
@@ -66,12 +71,12 @@ class PredictionPlan:
                 raise ConfigError(f"--{name}: {value:g} — must be more than 0")
 
 
-def run(plan: PredictionPlan, *, json_path: Path | None) -> int:
+def run(plan: PredictionPlan, output: Output) -> int:
     """Measure, simulate, print. Returns the exit status: 1 if a request failed."""
     console = Console(highlight=False, soft_wrap=True)
     asks = serve_trace.poisson(plan.kinds, plan.rate, plan.duration_s, plan.seed)
     if not asks:
-        raise ConfigError(f"--duration: {plan.duration_s:g} s has no request; raise it")
+        raise ConfigError(f"--duration: no request in {plan.duration_s:g} s; raise it")
     make_model(MODEL, layers=4, hidden=256, kv_heads=8, head_dim=128)
     known = None if plan.file is None else speeds_file.load(plan.file)
     rows: list[dict[str, Any]] = []
@@ -89,15 +94,15 @@ def run(plan: PredictionPlan, *, json_path: Path | None) -> int:
             rows.append({"pairs": count, "requests": len(asks), "load_average": os.getloadavg()[0]})
             rows[-1] |= {"measured": measured, "predicted": _predicted(plan, known, asks, count)}
             _show(rows[-1], console)
-    if json_path is not None:
-        json_path.write_text(json.dumps({"rows": rows, "speeds": known.model_dump()}, indent=2))
+    table = ResultTable("Measured and predicted", [one for row in rows for one in _shown(row)])
+    output.write("predicted", {"rows": rows, "speeds": known.model_dump()}, [table], [])
     return 1 if any(row["measured"]["failed"] for row in rows) else 0
 
 
 def _engines(
     plan: PredictionPlan, known: Speeds | None, stack: ExitStack, console: Console
 ) -> list[tuple[VllmServer, VllmServer]]:
-    """Pairs of a prefill and a decode engine, with the limits that the speeds are for."""
+    """Pairs of a prefill and a decode engine, with the vLLM limits of the speeds."""
     tokens = known.decode.max_num_batched_tokens if known else plan.speeds.batched_tokens
     seqs = known.decode.max_num_seqs if known else plan.speeds.seqs
     args = ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(seqs)]
@@ -127,7 +132,7 @@ def _measured(
     asks: Sequence[Ask],
     console: Console,
 ) -> dict[str, Any]:
-    """The load on these engines, behind our router."""
+    """The load on these engines, behind the router."""
     console.print(f"{len(pairs)}P{len(pairs)}D: {len(asks)} requests in {plan.duration_s:g} s")
     servers = _servers(pairs)
     for server in servers:
@@ -169,6 +174,20 @@ def _predicted(
     return simulate(load, count, count).as_json()
 
 
+def _shown(row: dict[str, Any]) -> list[Row]:
+    """Rows of the results file. `error`: below 0 where the prediction is too fast."""
+    count, measured, predicted = row["pairs"], row["measured"], row["predicted"]
+    found: list[Row] = []
+    for key, name in _FIGURES.items():
+        real, said = measured[key], predicted[key]
+        shown: Row = {"engines": f"{count}P{count}D", "requests": row["requests"], "figure": name}
+        if real is not None and said is not None:
+            shown |= {"measured, ms": real * 1e3, "predicted, ms": said * 1e3}
+            shown["error"] = f"{said / real - 1:+.0%}"
+        found.append(shown)
+    return found
+
+
 def _show(row: dict[str, Any], console: Console) -> None:
     count, measured, predicted = row["pairs"], row["measured"], row["predicted"]
     failed = f", {measured['failed']} failed" if measured["failed"] else ""
@@ -177,12 +196,7 @@ def _show(row: dict[str, Any], console: Console) -> None:
     )
     for column in ("", "measured", "predicted", "error"):
         table.add_column(column, justify="right" if column else "left")
-    for key, words in (
-        ("ttft_p50", "first token p50"),
-        ("ttft_p99", "first token p99"),
-        ("itl_p50", "between tokens p50"),
-        ("itl_p99", "between tokens p99"),
-    ):
+    for key, words in _FIGURES.items():
         real, said = measured[key], predicted[key]
         if real is None or said is None:
             table.add_row(words, "-", "-", "-")
@@ -190,9 +204,9 @@ def _show(row: dict[str, Any], console: Console) -> None:
             table.add_row(
                 words, f"{real * 1e3:,.0f}", f"{said * 1e3:,.0f}", f"{said / real - 1:+.0%}"
             )
-    console.print(results.keep(table))
+    console.print(table)
     console.print(
         f"simulated: prefill {predicted['prefill_busy']:.0%} busy, decode "
-        f"{predicted['decode_busy']:.0%}; processes that wanted the {os.cpu_count()} cores at the "
-        f"end: {row['load_average']:.1f} on average over a minute"
+        f"{predicted['decode_busy']:.0%}; load average at the end: "
+        f"{row['load_average']:.1f} on {os.cpu_count()} cores"
     )

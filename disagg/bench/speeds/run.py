@@ -1,9 +1,9 @@
-"""`disagg bench speeds`: how fast a prefill and a decode engine are, for `disagg plan`.
+"""`disagg bench speeds`: measures a prefill and a decode engine for `disagg plan`.
 
-One request at a time on each engine while the other does nothing: prompts of several lengths on
-both, handoffs between them, steps of several batches at several contexts. Least squares makes
-speeds of it (`speeds_fit`), and what they do not explain is printed. What is written was measured
-on this machine, whatever else ran on it.
+One request at a time on one engine, while the other one is idle: prompts of several lengths on
+both, handoffs between them, decode steps of several batches at several contexts. `fit.py` makes
+speeds of the times by least squares; the residuals are printed. Other work on the machine makes
+the speeds worse.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from disagg.bench.first_token.handoff import MODEL
+from disagg.bench.results import Output, Row, Table
 from disagg.bench.speeds import fit as speeds_fit
 from disagg.bench.speeds.engine import Engine
 from disagg.bench.speeds.fit import Fit, MoveSample, PromptSample, StepSample
@@ -35,7 +36,7 @@ from disagg.testing.vllm_server import VllmServer
 _OURS = {"kv_connector": "DisaggConnector", "kv_connector_module_path": "disagg.connector"}
 _SECRET = {"DISAGG_SECRET": "of this bench"}
 _MODEL_WORDS = "4 layers, hidden 256, 8 KV heads of 128, float32 (of disagg bench handoff)"
-_STEP_TOKENS = 32  # of each sequence, when steps are timed
+_STEP_TOKENS = 32  # per sequence, when decode steps are timed
 _ROUTER_PAIRS = 15
 _ROUTER_PROMPT = 32  # tokens: short enough that the router leaves it to decode
 
@@ -44,8 +45,8 @@ _ROUTER_PROMPT = 32  # tokens: short enough that the router leaves it to decode
 class SpeedsPlan:
     """What to measure. `prefill`, `decode`: URLs of running engines; None: start a pair.
 
-    `batched_tokens`, `seqs`: what both engines have as max_num_batched_tokens and max_num_seqs,
-    which no vLLM server tells. `parallel`: handoffs at once, the connector's `load_threads`.
+    `batched_tokens`, `seqs`: max_num_batched_tokens and max_num_seqs of both engines; a vLLM server
+    does not report them. `parallel`: handoffs at once, the connector's `load_threads`.
     """
 
     lengths: Sequence[int]
@@ -84,18 +85,20 @@ class _Samples:
     router_s: float = 0.0
 
 
-def run(plan: SpeedsPlan, out: Path) -> int:
+def run(plan: SpeedsPlan, out: Path, output: Output) -> int:
     """Measure, print, write the file. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     began = time.monotonic()
     with ExitStack() as stack:
-        save(out, measure(plan, *_engines(plan, stack, console), console))
+        speeds = measure(plan, *_engines(plan, stack, console), console)
+    save(out, speeds)
+    output.write("speeds", speeds.model_dump(), _tables(speeds), [])
     console.print(f"written: {out}, after {time.monotonic() - began:.0f} s")
     return 0
 
 
 def measure(plan: SpeedsPlan, prefill_url: str, decode_url: str, console: Console) -> Speeds:
-    """The speeds of two engines that run and have nothing else to do; prints how well they fit."""
+    """The speeds of two idle engines; prints how well they fit."""
     prefill, decode = Engine("prefill", prefill_url), Engine("decode", decode_url)
     kv_tokens = decode.kv_tokens()
     samples = _measure(plan, prefill, decode, console)
@@ -103,7 +106,7 @@ def measure(plan: SpeedsPlan, prefill_url: str, decode_url: str, console: Consol
     fits = _fits(plan, samples)
     for name, fit in fits.items():
         known = ", ".join(f"{key} {value:.4g}" for key, value in fit.speeds.items())
-        off = f"off by {fit.typical:.0%} typically, {fit.worst:.0%} at most"
+        off = f"error {fit.typical:.0%} (median), {fit.worst:.0%} (largest)"
         console.print(f"{name}: {known}; {len(fit.residuals)} samples, {off}")
     return _speeds(plan, samples, fits, _measured(plan, decode, fits), kv_tokens)
 
@@ -130,7 +133,7 @@ def _engines(plan: SpeedsPlan, stack: ExitStack, console: Console) -> tuple[str,
 
 def _measure(plan: SpeedsPlan, prefill: Engine, decode: Engine, console: Console) -> _Samples:
     draw, samples = random.Random(), _Samples()
-    # In turns, so that drift of the machine falls on all lengths alike. The first turn warms up.
+    # In turns, so that drift of the machine affects all lengths alike. The first turn warms up.
     for turn in range(plan.repeats + 1):
         for tokens in plan.lengths:
             computed, params, prompt = prefill.prefill(tokens, draw)
@@ -143,7 +146,7 @@ def _measure(plan: SpeedsPlan, prefill: Engine, decode: Engine, console: Console
                 samples.local.append(local)
             console.print(
                 f"{tokens} tokens, {turn}/{plan.repeats}: prefill {_ms(computed.engine_s)} of "
-                f"{_ms(computed.client_s)}, handed off {_ms(move.first_s)}, decode itself "
+                f"{_ms(computed.client_s)}, handoff {_ms(move.first_s)}, computed by decode "
                 f"{_ms(local.engine_s)} of {_ms(local.client_s)} ms"
             )
     for sequences in plan.batches:
@@ -158,19 +161,19 @@ def _measure(plan: SpeedsPlan, prefill: Engine, decode: Engine, console: Console
 
 
 def _router(prefill: Engine, decode: Engine) -> float:
-    """What our router adds: the median difference of short prompts through it and beside it."""
+    """Seconds that the router adds to a short prompt: the median difference with and without it."""
     command = [sys.executable, "-m", "disagg.cli", "router", "--port", "{port}"]
     command += ["--prefill", prefill.url, "--decode", decode.url]
-    draw, more = random.Random(), []
+    draw, added = random.Random(), []
     with ExitStack() as stack:
         router = Engine("router", launch(stack, "the router", command)[0])
         for _ in range(_ROUTER_PAIRS):
             direct = decode.first_token_s(_ROUTER_PROMPT, draw)
-            more.append(router.first_token_s(_ROUTER_PROMPT, draw) - direct)
-    return max(0.0, statistics.median(more))
+            added.append(router.first_token_s(_ROUTER_PROMPT, draw) - direct)
+    return max(0.0, statistics.median(added))
 
 
-# ---- what comes of it --------------------------------------------------------------------------
+# ---- speeds ------------------------------------------------------------------------------------
 
 
 def _fits(plan: SpeedsPlan, samples: _Samples) -> dict[str, Fit]:
@@ -253,6 +256,26 @@ def _processor() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.machine()
+
+
+def _tables(speeds: Speeds) -> list[Table]:
+    """All coefficients, and how far the samples are from what they give."""
+    found: list[Row] = []
+    for part in ("prefill", "decode", "handoff"):
+        values: dict[str, float] = getattr(speeds, part).model_dump()
+        found += [{"part": part, "coefficient": key, "value": v} for key, v in values.items()]
+    found.append({"part": "router", "coefficient": "router_s", "value": speeds.router_s})
+    measured = speeds.measured
+    fits: list[Row] = [
+        {
+            "fit": name,
+            "samples": count,
+            "error, median": f"{measured['off_typically'][name]:.1%}",
+            "error, largest": f"{measured['off_at_most'][name]:.1%}",
+        }
+        for name, count in measured["samples"].items()
+    ]
+    return [Table("Speeds, in seconds, bytes and tokens", found), Table("Fits", fits)]
 
 
 def _ms(seconds: float) -> str:

@@ -1,1 +1,1 @@
-"""How fast blocks move between two workers, and what the hardware could do."""
+"""How fast blocks move between two workers, and the upper bounds of the hardware."""

@@ -1,7 +1,7 @@
-"""The options of `python -m disagg.bench.transfer.run`, for machines that have no typer.
+"""The options of `python -m disagg.bench.transfer`, for machines without typer.
 
-They are those of `disagg bench transfer`, whose help says more. A machine with GPUs has torch and
-cupy, and often little else; typer 0.29 imports pydantic as soon as it parses.
+They are the options of `disagg bench transfer`, whose help says more. A machine with GPUs has torch
+and cupy, and often little else; typer 0.29 imports pydantic when it parses.
 """
 
 from __future__ import annotations
@@ -11,29 +11,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from disagg.bench.results import Output
 from disagg.bench.transfer.plan import TransferPlan
 
 
-class Asked(NamedTuple):
+class TransferOptions(NamedTuple):
     """What to run."""
 
     plan: TransferPlan
     with_peer: bool
-    json_path: Path | None
+    output: Output
 
 
-def parse(arguments: Sequence[str]) -> Asked:
-    """Exits with status 2 for what is no option."""
-    parser = argparse.ArgumentParser(prog="python -m disagg.bench.transfer.run")
+def parse(arguments: Sequence[str]) -> TransferOptions:
+    """Exits with status 2 for an unknown option."""
+    parser = argparse.ArgumentParser(prog="python -m disagg.bench.transfer")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--transports", type=_names, help="by commas")
+    parser.add_argument("--transports", type=_names, help="comma-separated")
     for name in ("--sizes", "--block-bytes", "--concurrency"):
-        parser.add_argument(name, type=_numbers, help="by commas")
+        parser.add_argument(name, type=_numbers, help="comma-separated")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--staging-mb", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--results", type=Path)
     found = parser.parse_args(arguments)
     plan = TransferPlan.of(
         found.device,
@@ -45,7 +47,7 @@ def parse(arguments: Sequence[str]) -> Asked:
         layers=found.layers,
         staging_bytes=found.staging_mb << 20,
     )
-    return Asked(plan, found.peer, found.json)
+    return TransferOptions(plan, found.peer, Output(found.json, found.results))
 
 
 def _names(text: str) -> list[str]:

@@ -1,8 +1,7 @@
-"""The two ends of `bench transfer` on a device: ours, and between the same processes the ceilings.
+"""The two ends of `bench transfer` on a device, with the ceilings between the same processes.
 
-The consumer has the clock: it tells the producer to begin over a line of theirs, as a fetch has to
-ask too. After a failure a line or communicator is not used again, since nobody knows what is still
-in it.
+The consumer has the clock. It sends the producer a start signal over a connection of theirs. After
+a failure a connection or communicator is not used again, because bytes may be left in it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _PINNED = 256 << 20
 
 
 class DeviceEnd(End):
-    """What both ends have: a device, a stream, a line and a communicator."""
+    """Common to both ends: a device, a stream, a connection (line) and a communicator."""
 
     _device: Device | None = None
     _opened_stream: DeviceStream | None = None
@@ -50,7 +49,7 @@ class DeviceEnd(End):
         return name
 
     def join(self, identity: bytes, rank: int) -> str:
-        """Be one of the two ranks of NCCL, as it is by default; returns its version."""
+        """Join NCCL as one of two ranks, with its default settings; returns NCCL's version."""
         if self._communicators is None:
             self._communicators = self.device.communicators()
         wait = Wait(_deadline())
@@ -58,13 +57,13 @@ class DeviceEnd(End):
         return self._communicators.version
 
     def close(self) -> None:
-        """The line and the communicator stay, for the blocks of the next size."""
+        """The line and the communicator stay open for the next block size."""
         if self.staging is not None:
             self._device = self.staging.device
         super().close()
 
     def leave(self) -> None:
-        """Close all; no call follows."""
+        """Close everything; no call follows."""
         self.close()
         if self._communicator is not None:
             self._communicator.abort()
@@ -76,25 +75,25 @@ class DeviceEnd(End):
 
     @property
     def device(self) -> Device:
-        """As the transports use it, and made current."""
+        """The device as the transports use it; made current."""
         if self.staging is not None:
             self._device = self.staging.device
         if self._device is None:
-            raise DisaggError("this end has no device: it never served or connected")
+            raise DisaggError("this end has no device: call serve or connect first")
         self._device.use()
         return self._device
 
     @property
     def address(self) -> int:
-        """Of the memory's first byte."""
+        """Address of the memory's first byte."""
         return int(self.memory.flat.data_ptr())
 
     def messages(self, ids: IdLists) -> list[ceilings.Piece]:
-        """Each of these blocks of each layer."""
+        """One piece for each of these blocks and each layer."""
         return [(self.address + at, self.block_bytes) for at in self.offsets(ids).tolist()]
 
     def large_messages(self, ids: IdLists) -> list[ceilings.Piece]:
-        """As many bytes from the memory's begin on."""
+        """As many bytes, from the beginning of the memory."""
         return list(ceilings.large_messages(self.address, self.num_bytes(ids)))
 
     def _stream(self) -> DeviceStream:
@@ -127,7 +126,7 @@ class DeviceEnd(End):
 
 
 class DeviceProducer(DeviceEnd, Producer):
-    """Sends when the consumer says so."""
+    """Sends when the consumer signals."""
 
     def listen(self) -> int:
         """A port for `accept`."""
@@ -135,28 +134,28 @@ class DeviceProducer(DeviceEnd, Producer):
         return int(self._listening.getsockname()[1])
 
     def accept(self) -> None:
-        """The consumer has dialled."""
+        """Accept the consumer's connection."""
         with self._listening:
             self._listening.settimeout(LIMIT_S)
             self._line = ceilings.Line(self._listening.accept()[0], LIMIT_S)
 
     def exported(self) -> Exported:
-        """This memory, for a process on another device."""
+        """A handle of this memory for a process on another device."""
         return self.device.export(self.address)
 
     def nccl_id(self) -> bytes:
-        """Of a communicator in which this end is rank 0."""
+        """The id of a new communicator; this end is its rank 0."""
         self._communicators = self.device.communicators()
         return self._communicators.new_id()
 
     def send_bare(self, there: IdLists) -> None:
-        """As many bytes through the line."""
+        """Send as many bytes through the line."""
         with self._on_line() as line:
             line.await_go()
             line.send(self.num_bytes(there))
 
     def send_nccl(self, kind: str, there: IdLists) -> None:
-        """These blocks by NCCL, one by one, or as many bytes "flat"."""
+        """Send these blocks by NCCL one by one, or as many bytes "flat"."""
         stream = self._stream()
         messages = self.large_messages(there) if kind == "flat" else self.messages(there)
         with self._joined() as communicator:
@@ -166,18 +165,18 @@ class DeviceProducer(DeviceEnd, Producer):
 
 
 class DeviceConsumer(DeviceEnd, Consumer):
-    """Measures."""
+    """Has the clock."""
 
     _pinned: Pinned | None = None
     _mapped: DeviceMemory | None = None
     _from = 0
 
     def make_source(self) -> BenchMemory | None:
-        """Made when it is known whether the producer's is on this device."""
+        """Made later, by `use_source`."""
         return None
 
     def use_source(self, theirs: Exported | None) -> None:
-        """What copies read: the producer's memory on another device; a copy of it on the same."""
+        """Set the source of copies: the producer's memory, or on the same device a copy of it."""
         if theirs is not None:
             self._mapped = self.device.open(theirs.handle)
             self._from = self._mapped.address + theirs.offset
@@ -187,11 +186,11 @@ class DeviceConsumer(DeviceEnd, Consumer):
             self._from = int(self._source.flat.data_ptr())
 
     def dial(self, port: int) -> None:
-        """Have a line to the producer."""
+        """Open the line to the producer."""
         self._line = ceilings.Line(socket.create_connection((_HOST, port), LIMIT_S), LIMIT_S)
 
     def copy(self, kind: str, here: IdLists, there: IdLists) -> float:
-        """Seconds to copy these blocks, each on its own, or as many bytes "flat"."""
+        """Seconds to copy these blocks one by one, or as many bytes "flat"."""
         if not self._from:
             raise DisaggError("there is no source to copy from")
         if kind == "flat":
@@ -229,7 +228,7 @@ class DeviceConsumer(DeviceEnd, Consumer):
             return time.perf_counter() - began
 
     def leave(self) -> None:
-        """Close all, the producer's memory too."""
+        """Close everything, the producer's memory too."""
         super().leave()
         for memory in (self._pinned, self._mapped):
             if memory is not None:

@@ -1,4 +1,4 @@
-"""Which GPU each end of `bench transfer --device cuda` uses, and what that asks of NCCL."""
+"""Which GPU each end of `bench transfer --device cuda` uses, and NCCL's settings for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disagg.errors import ConfigError
 
 @dataclass(frozen=True)
 class GpuPlace:
-    """Where one end runs: torch's name of its device, and its environment."""
+    """Where one end runs: torch's device name, and environment variables."""
 
     device: str
     env: Mapping[str, str] = field(default_factory=dict)
@@ -21,7 +21,7 @@ class GpuPlace:
 
 @dataclass(frozen=True)
 class Places:
-    """The producer's and the consumer's."""
+    """The places of both ends."""
 
     producer: GpuPlace
     consumer: GpuPlace
@@ -33,23 +33,23 @@ _LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
 def require() -> None:
-    """Raise `ConfigError` where no GPU can be measured."""
+    """Raise `ConfigError` if no GPU can be measured."""
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device: cuda — no GPU here that torch {torch.__version__} can use; measure on a "
-            "machine with one, or with --device cpu"
+            f"device: cuda — no GPU here that torch {torch.__version__} can use; use a machine "
+            "with a GPU, or --device cpu"
         )
     if util.find_spec("cupy") is None:
         raise ConfigError("device: cuda — needs cupy: pip install disagg[gpu]")
 
 
 def choose(device: str) -> Places:
-    """The ends' places: GPU 0 and 1, or both of them on the only one."""
+    """GPU 0 and GPU 1, or both ends on the only GPU."""
     if device == "cpu":
         return Places(GpuPlace("cpu"), GpuPlace("cpu"), shared=True)
     if torch.cuda.device_count() > 1:
         return Places(GpuPlace("cuda:0", _LOOPBACK), GpuPlace("cuda:1", _LOOPBACK), shared=False)
-    # NCCL refuses two ranks on one GPU unless it takes them for two hosts. It then goes over the
-    # network, which on one machine is sockets.
+    # NCCL refuses two ranks on one GPU unless their host ids differ. It then uses its network
+    # transport, which on one machine is sockets.
     hosts = [_LOOPBACK | {"NCCL_HOSTID": f"disagg-bench-{end}"} for end in ("out", "in")]
     return Places(GpuPlace("cuda:0", hosts[0]), GpuPlace("cuda:0", hosts[1]), shared=True)

@@ -1,9 +1,9 @@
-"""What `bench transfer` moves: caches of known content, block ids, and the check afterwards.
+"""The memory of `bench transfer`: caches of known content, block ids, and the check afterwards.
 
-Legend: L layers, T tokens of a block, H heads, C bytes of one head and token. Every process
-fills its source from one seed, page by page, so that a reader knows each byte it must find at
-any block size without having the source. It is worked out where the memory is, so that of 8 GB on
-a device nothing goes through the host.
+Legend: L layers, T tokens of a block, H heads, C bytes of one head and token. Every process fills
+its source from one seed, page by page. A reader therefore knows each expected byte at any block
+size, without the source. The content is computed where the memory is: of 8 GB on a device nothing
+goes through the host.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from disagg.transport.blocks import BlockCache, Bytes, Region
 from disagg.transport.host.huge_pages import prefer_huge_pages
 
-LAYERS = 8  # unless another number is asked for
+LAYERS = 8  # the default
 _HEADS, _HEAD_BYTES = 8, 512  # K and V of a head of 128, bfloat16
 PIECE = _HEADS * _HEAD_BYTES  # one token of one layer; block sizes are multiples
 _RUN = 8  # blocks of a run
 _MIX = 0x9E3779B97F4A7C15 - 2**64
-_AT_ONCE = 64 << 20  # bytes that are worked out or compared
+_AT_ONCE = 64 << 20  # bytes computed or compared at once
 _SOME = _AT_ONCE // PIECE
 
 Ints = npt.NDArray[np.int64]
@@ -34,7 +34,7 @@ class BenchMemory:
     def __init__(self, num_bytes: int, device: str, layers: int = LAYERS) -> None:
         self.flat = torch.empty((layers, num_bytes // layers), dtype=torch.uint8, device=device)
         if device == "cpu":
-            # As an engine's cache, for all ways. Nothing has touched it yet.
+            # As an engine's cache, for all ways. Nothing has written to it yet.
             prefer_huge_pages([self.flat.view(-1).numpy()])
         self.flat.zero_()
 
@@ -59,12 +59,12 @@ class BenchMemory:
         self._settle()
 
     def wipe(self) -> None:
-        """Zero everything, so that what an earlier way left cannot pass for moved."""
+        """Zero everything, so that bytes of an earlier way do not pass the check."""
         self.flat.zero_()
         self._settle()
 
     def wrong_blocks(self, block_bytes: int, here: Sequence[int], there: Sequence[int]) -> int:
-        """How many blocks of `here` do not hold what the source has in `there`."""
+        """How many blocks of `here` differ from the source's blocks `there`."""
         per_block, wrong = block_bytes // PIECE, 0
         device, some = self.flat.device, max(1, _AT_ONCE // block_bytes)
         inside = torch.arange(per_block, device=device)
@@ -78,7 +78,7 @@ class BenchMemory:
         return wrong
 
     def wrong_pages(self, num_bytes: int) -> int:
-        """How many of the first so many bytes' pages are not the source's, in the same place."""
+        """How many pages of the first `num_bytes` differ from the source's."""
         wrong = 0
         for index, layer in enumerate(self.flat):
             here = max(0, min(len(layer), num_bytes - index * len(layer)))
@@ -94,24 +94,24 @@ class BenchMemory:
         return (pages[at : at + _SOME] for at in range(0, len(pages), _SOME))
 
     def _content(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """[pages, bytes of a page]: random words, other ones in every page of every layer."""
+        """[pages, bytes of a page]: random words, different in every page of every layer."""
         words = np.random.default_rng(7).integers(-(2**63), 2**63, PIECE // 8, dtype=np.int64)
         numbers = (pages * len(self.flat) + layer + 1) * _MIX  # wraps around
         return (torch.from_numpy(words).to(pages.device) + numbers[:, None]).view(torch.uint8)
 
     def _settle(self) -> None:
-        # Transports use streams of their own, which do not wait for torch's.
+        # The transports' own streams do not wait for torch's.
         if self.flat.is_cuda:
             torch.cuda.synchronize(self.flat.device)
 
 
 def _differ(mine: torch.Tensor, want: torch.Tensor) -> int:
-    """How many rows are not the same."""
+    """How many rows differ."""
     return int((mine.view(torch.int64) != want.view(torch.int64)).any(1).sum())
 
 
 def _bhnc(memory: torch.Tensor) -> torch.Tensor:
-    """[B, T, H, C] as the [B, H, T, C] that a region has; a block stays one piece."""
+    """[B, T, H, C] as [B, H, T, C], the shape of a region; a block stays contiguous."""
     return memory.transpose(1, 2)
 
 
@@ -128,7 +128,7 @@ def scattered(total: int, count: int, generator: np.random.Generator) -> list[in
 
 
 def offsets(ids: Sequence[int], block_bytes: int, layer_bytes: int, layers: int = LAYERS) -> Ints:
-    """[L * ids] where these blocks begin in the memory, layer by layer."""
+    """[L * ids]: the offsets of these blocks in the memory, layer by layer."""
     starts = np.arange(layers)[:, None] * layer_bytes
     found: Ints = (starts + np.asarray(ids)[None, :] * block_bytes).reshape(-1)
     return found

@@ -1,9 +1,9 @@
 """The peer of `bench transfer`: NIXL over UCX reads the same blocks between two processes.
 
-As vLLM's NixlConnector does it: one descriptor per block and layer, prepared once on both
-sides; a read of some of them by index, with a notification, polled until done, released. One
-setting of UCX per pair of processes, since UCX reads its environment when it is loaded. Not
-in its time: the round trips that NixlConnector's lease bookkeeping takes.
+As vLLM's NixlConnector does it: one descriptor per block and layer, prepared once on both sides;
+a read of some of them by index, with a notification, polled until done, then released. One setting
+of UCX per pair of processes, because UCX reads its environment when it is loaded. The times do not
+include the round trips of NixlConnector's lease bookkeeping.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _READ_S = 30.0
 
 @dataclass(frozen=True)
 class Setting:
-    """How NIXL is run. `progress`: its own polling thread, on by default in NIXL and vLLM.
+    """A setting of NIXL. `progress`: its polling thread, on by default in NIXL and vLLM.
 
-    `tls` is UCX_TLS. `errors`: ucx_error_handling_mode; "peer" is the
-    default of NIXL, and with it most of UCX's transports will not do alone.
+    `tls` is UCX_TLS. `errors`: ucx_error_handling_mode; NIXL's default is "peer", with which most
+    of UCX's transports do not work alone.
     """
 
     tls: str
@@ -72,7 +72,7 @@ SETTINGS = {
 
 
 def installed() -> bool:
-    """Whether any of NIXL's packages is here."""
+    """Whether one of NIXL's packages is installed."""
     return any(util.find_spec(name) is not None for name in _PACKAGES)
 
 
@@ -83,7 +83,7 @@ class _End:
         torch.set_num_threads(1)
         self._setting = setting
         package = next(name for name in _PACKAGES if util.find_spec(name) is not None)
-        # The metapackage puts its `_api` in place itself.
+        # Importing the metapackage makes its `_api` available.
         import_module(package)
         api: Any = import_module(f"{package}._api")
         config = api.nixl_agent_config(backends=[], enable_prog_thread=setting.progress)
@@ -107,18 +107,18 @@ class NixlProducer(_End):
         self.memory.fill()
 
     def metadata(self) -> tuple[bytes, int]:
-        """What the consumer needs: the agent's metadata and where the memory is."""
+        """The agent's metadata and the memory's address, for the consumer."""
         return self.agent.get_agent_metadata(), self.address
 
     def attend(self, notification: bytes, count: int) -> None:
-        """Keep the agent going until the consumer's reads have all said so."""
+        """Drive the agent until `count` notifications of the consumer's reads have arrived."""
         until, seen = time.monotonic() + _READ_S, 0
         while seen < count:
             for messages in self.agent.get_new_notifs().values():
                 seen += sum(message == notification for message in messages)
             if time.monotonic() > until:
-                raise DisaggError("no notification of the reads")
-            # Over sockets this end must send, and only this call makes it.
+                raise DisaggError(f"no notification of the reads after {_READ_S:g} s")
+            # Over sockets this end sends, and only within get_new_notifs.
             time.sleep(0 if self._setting.is_tcp else 2e-4)
 
 
@@ -130,7 +130,7 @@ class NixlConsumer(_End):
         self._prepared: tuple[Any, Any] | None = None
 
     def connect(self, metadata: bytes, address: int) -> None:
-        """Meet the producer."""
+        """Connect to the producer."""
         name = self.agent.add_remote_agent(metadata)
         self._remote = (name if isinstance(name, str) else name.decode()), address
 
@@ -178,11 +178,11 @@ class NixlConsumer(_End):
         return time.perf_counter() - began
 
     def wipe(self) -> None:
-        """Forget what was moved so far."""
+        """Zero the memory."""
         self.memory.wipe()
 
     def wrong_blocks(self, here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]) -> int:
-        """How many blocks hold something else than the source's."""
+        """How many blocks differ from the source's."""
         size = self._block_bytes
         return sum(self.memory.wrong_blocks(size, *pair) for pair in zip(here, there, strict=True))
 

@@ -1,10 +1,10 @@
-"""The two ends of our transports for `bench transfer`: real control server, leases and fetches.
+"""The two ends of disagg's transports in `bench transfer`: control server, leases and fetches.
 
-Both live in child processes of the benchmark. A fetch is `handoff.fetched`, from its call until
-the blocks are there and believed: where the producer is asked, that is acquire, fetch and release
-over the control channel. The lease is granted before the clock starts. One thread's memcpy of the
-same bytes is measured in the consumer, into the same memory. What is measured beside them on a
-device is in `transfer_device.py`.
+Both live in child processes of the benchmark. The clock runs for `transport.fetch.fetched`, from
+its call until all blocks are there and verified. If the producer is asked, that includes acquire,
+fetch and release over the control channel. The lease is granted before the clock starts. The
+consumer also measures one thread's memcpy of the same bytes into the same memory. `device.py` has
+the ends on a device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ IdLists = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Setup:
-    """One end: its memory, the folder for files, and what it may stage in on a device."""
+    """One end: its memory, the folder for files, and its staging memory on a device."""
 
     num_bytes: int
     layers: int
@@ -54,7 +54,7 @@ class Setup:
 
 
 class End:
-    """Memory that is a cache of blocks, of one size after the other, and what moves them."""
+    """A cache of blocks, of one block size after the other, and its transports."""
 
     sends = receives = False
 
@@ -66,42 +66,42 @@ class End:
         self.staging: Staging | None = None
 
     def make_memory(self) -> BenchMemory:
-        """As large as asked for."""
+        """The memory of this end."""
         if self.setup.device != "cpu":
             torch.cuda.set_device(self.setup.device)
         return BenchMemory(self.setup.num_bytes, self.setup.device, self.setup.layers)
 
     def make_staging(self, cache: BlockCache) -> Staging | None:
-        """None for a cache in host memory."""
+        """Staging memory; None for a cache in host memory."""
         size = self.setup.staging_bytes
         return open_staging(cache, size, sends=self.sends, receives=self.receives)
 
     def make_means(self, cache: BlockCache, board: LeaseBoard | None = None) -> Means:
-        """What the transports of this cache need; files go to the folder."""
+        """The means of this cache's transports; files go to the folder."""
         self.staging = self.make_staging(cache)
         storage = Storage(self.setup.folder, max_bytes=64 << 30)
         return Means(_HOST, _SECRET, storage, self.staging, board)
 
     def ready(self) -> None:
-        """Answered when this end is made."""
+        """Returns once this end is made."""
 
     def num_bytes(self, ids: IdLists) -> int:
-        """Of all these blocks."""
+        """Bytes of all these blocks."""
         return sum(map(len, ids)) * self.block_bytes * self.setup.layers
 
     def offsets(self, ids: IdLists) -> Ints:
-        """Where they begin in the memory, layer by layer."""
+        """Offsets of these blocks in the memory, layer by layer."""
         every, layer = sum(map(list, ids), list[int]()), self.memory.flat.shape[1]
         return offsets(every, self.block_bytes, layer, self.setup.layers)
 
     def close(self) -> None:
-        """Give back what was staged in; no transport may use it any more."""
+        """Free the staging memory; no transport may use it any more."""
         if self.staging is not None:
             self.staging.close()
             self.staging = None
 
     def leave(self) -> None:
-        """Close all; no call follows."""
+        """Close everything; no call follows."""
         self.close()
 
 
@@ -118,7 +118,7 @@ class Producer(End):
         self._senders: list[Sender] = []
 
     def serve(self, ways: Sequence[str], block_bytes: int) -> tuple[Endpoint, dict[str, str]]:
-        """Listen for fetches of such blocks; also says which ways this end cannot do, and why."""
+        """Listen for fetches of blocks of this size. Also returns why ways do not work here."""
         self.close()
         self.block_bytes = block_bytes
         cache, missing = self.memory.cache(block_bytes), dict[str, str]()
@@ -162,7 +162,7 @@ class Producer(End):
 
 
 class Consumer(End):
-    """Fetches into its own memory, and knows what must be there afterwards."""
+    """Fetches into its own memory, and checks the bytes."""
 
     receives = True
 
@@ -174,13 +174,13 @@ class Consumer(End):
         self._receivers: dict[str, Receiver] = {}
 
     def make_source(self) -> BenchMemory | None:
-        """What the producer has, for copies inside of this process."""
+        """A copy of the producer's memory, for memcpy within this process."""
         source = self.make_memory()
         source.fill()
         return source
 
     def connect(self, ways: Sequence[str], block_bytes: int, endpoint: Endpoint) -> dict[str, str]:
-        """Use this producer from now on; says which ways this end cannot do, and why."""
+        """Use this producer from now on. Returns why ways do not work here."""
         self.close()
         self.block_bytes, self._endpoint = block_bytes, endpoint
         self._cache = self.memory.cache(block_bytes)
@@ -195,7 +195,7 @@ class Consumer(End):
         return missing
 
     def close(self) -> None:
-        """Leave the producer."""
+        """Disconnect from the producer."""
         for receiver in self._receivers.values():
             receiver.close()
         if self._peers is not None:
@@ -204,7 +204,7 @@ class Consumer(End):
         super().close()
 
     def fetch(self, way: str, first: int, here: IdLists) -> float:
-        """Seconds until all leases from `first` on were fetched, each by its own thread."""
+        """Seconds until all leases from `first` on are fetched, each by its own thread."""
         if way not in self._receivers:
             raise DisaggError(f"{way} is not open")
         began = time.perf_counter()
@@ -218,7 +218,7 @@ class Consumer(End):
             loaded = [future.result(FETCH_S + 5) for future in futures]
         seconds = max(there_at for _, there_at in loaded) - began
         if any(moved.transport != way for moved, _ in loaded):
-            raise DisaggError(f"{way} was not what moved the bytes")
+            raise DisaggError(f"another transport than {way} moved the bytes")
         return seconds
 
     def memcpy(self, kind: str, here: IdLists, there: IdLists) -> float:
@@ -238,20 +238,20 @@ class Consumer(End):
         return time.perf_counter() - began
 
     def wipe(self) -> None:
-        """Forget what was moved so far."""
+        """Zero the memory."""
         self.memory.wipe()
 
     def wrong_blocks(self, here: IdLists, there: IdLists) -> int:
-        """How many blocks hold something else than the source's."""
+        """How many blocks differ from the source's."""
         size = self.block_bytes
         return sum(self.memory.wrong_blocks(size, *pair) for pair in zip(here, there, strict=True))
 
     def wrong_pages(self, here: IdLists) -> int:
-        """The same of what moves as many bytes as one piece, from begin to begin."""
+        """How many pages differ, for ways that move as many bytes in one piece."""
         return self.memory.wrong_pages(self.num_bytes(here))
 
     def _load(self, way: str, lease: int, ids: Sequence[int]) -> tuple[Moved, float]:
-        """Also says when the blocks were there."""
+        """Also returns the time at which the blocks were there."""
         assert self._peers is not None
         blocks = self._cache.whole(ids)
         part = p.Part(blocks.unit, ((0, blocks.count),))

@@ -1,4 +1,4 @@
-"""NIXL's pairs of processes in `bench transfer`: one for each of its settings."""
+"""The pairs of processes with NIXL in `bench transfer`: one for each setting."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from disagg.bench.transfer.plan import Ids, TransferPlan
 from disagg.bench.transfer.ways import READY_S, Pair, Way
 from disagg.testing.child_process import Child, ChildError
 
-# Starts a child: a name, what makes its object, the arguments; `env` by name.
+# Starts a child: name, factory of its object, arguments; `env` as a keyword.
 Start = Callable[..., Child]
 
 
 def reason_against(plan: TransferPlan, *, shared: bool) -> str | None:
-    """Why NIXL cannot be measured here."""
+    """Why NIXL cannot be measured here; None if it can."""
     if not nixl.installed():
         return f"NIXL is not installed; {nixl.INSTALL}"
     if plan.layers % LAYERS:
         return f"NIXL is measured with multiples of {LAYERS} layers only"
     if not shared:
-        return "NIXL is measured on one GPU only: CUDA_VISIBLE_DEVICES=0 puts all ways there"
+        return "NIXL is measured on one GPU only; set CUDA_VISIBLE_DEVICES=0"
     return None
 
 
 def start(plan: TransferPlan, child: Start, tell: Callable[[str], None]) -> list[Way]:
-    """A way for each setting that starts here, stopped while others move."""
+    """A way for each setting that starts here; stopped while another way is measured."""
     ways: list[Way] = []
     # Progress threads take whole cores even when idle, so these pairs start last.
     settings = nixl.SETTINGS[plan.device]
@@ -87,7 +87,7 @@ def _read(pair: Pair) -> Callable[[Ids, Ids], float]:
 
 
 def spread(plan: TransferPlan, block_bytes: int, ids: Ids) -> Ids:
-    """The same bytes as blocks of a memory of `LAYERS` layers, which is what NIXL's ends have.
+    """The same bytes as blocks of a memory of `LAYERS` layers, as NIXL's ends have.
 
     Of 32 layers with B blocks each, four make one of 8 with 4 B blocks.
     """

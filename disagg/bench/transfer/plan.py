@@ -1,4 +1,4 @@
-"""What `bench transfer` measures: the combinations of sizes, and which blocks each one moves."""
+"""The plan of `bench transfer`: combinations of sizes, and the blocks that each one moves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TransferCase(NamedTuple):
 
 
 class Defaults(NamedTuple):
-    """What is measured unless something else is asked for."""
+    """The default plan of a device."""
 
     transports: Sequence[str]
     sizes: Sequence[int]
@@ -65,7 +65,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """What to measure. `staging_bytes`: of each end, for caches on a device."""
+    """What to measure. `staging_bytes`: per end, for caches on a device."""
 
     transports: Sequence[str]
     sizes: Sequence[int]
@@ -78,16 +78,16 @@ class TransferPlan:
 
     @classmethod
     def of(cls, device: str, repeats: int, **chosen: Any) -> TransferPlan:
-        """The device's defaults, but for what was chosen; None is not."""
+        """The defaults of the device, with the chosen values that are not None."""
         values: dict[str, Any] = DEFAULTS.get(device, DEFAULTS["cpu"])._asdict()
         values |= {name: value for name, value in chosen.items() if value is not None}
         return cls(device=device, repeats=repeats, **values)
 
     def check(self) -> None:
-        """Raise `ConfigError` for what cannot be measured."""
+        """Raise `ConfigError` for a plan that cannot be measured."""
         problems = [f"{t}: no such transport" for t in self.transports if t not in PREFERENCE]
         problems += [
-            f"{t}: moves between GPUs only: --device cuda"
+            f"{t}: moves between GPUs only; use --device cuda"
             for t in self.transports
             if t in _OF_GPUS and self.device == "cpu"
         ]
@@ -105,7 +105,7 @@ class TransferPlan:
             raise ConfigError(problems)
 
     def cases(self) -> list[TransferCase]:
-        """All combinations, less those of several fetches that pass the largest single one."""
+        """All combinations, without several fetches whose sum exceeds the largest size."""
         most = max(self.sizes)
         return [
             TransferCase(size, block, fetches, self.layers)
@@ -116,7 +116,7 @@ class TransferPlan:
         ]
 
     def ids(self, case: TransferCase, generator: np.random.Generator) -> Ids:
-        """Blocks for each fetch of a case, no block twice."""
+        """Block ids for each fetch of a case; no block twice."""
         ids = scattered(self.blocks(case.block_bytes), case.blocks * case.fetches, generator)
         return [ids[i : i + case.blocks] for i in range(0, len(ids), case.blocks)]
 

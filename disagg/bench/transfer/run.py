@@ -1,18 +1,17 @@
-"""`disagg bench transfer`: whole fetches over every transport, beside what bounds them and NIXL.
+"""`disagg bench transfer`: whole fetches over every transport, their upper bounds, and NIXL.
 
-Two processes of ours, two for each setting of the peer. All live for the whole time, the peer's
-stopped (SIGSTOP) while another way is measured, since its threads poll without end. Each
-repetition visits every way in turn, so that drift of the machine falls on all alike. The
-reference is one thread's flat memcpy of the same bytes; on GPUs each way has a ceiling of its own.
-Block ids are in random order, about half of them in runs of 8, drawn anew on both sides for each
-repetition. The first fetch of each way in each case goes into wiped memory, is compared with the
-source byte for byte, and is not counted. Needs neither vLLM nor Ray.
+Two processes of disagg, and two for each setting of NIXL. All live for the whole run. NIXL's are
+stopped (SIGSTOP) while another way is measured, because their threads poll without end. Each
+repeat measures every way in turn, so that drift of the machine affects all alike. The reference is
+one thread's memcpy of the same bytes in one piece; on GPUs each way has a ceiling of its own. Block
+ids are in random order, about half of them in runs of 8, drawn anew on both sides for each repeat.
+The first fetch of each way in each case goes into wiped memory, is compared with the source byte
+for byte, and does not count. Needs neither vLLM nor Ray.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -28,39 +27,40 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from disagg.bench.results import Output
 from disagg.bench.transfer import args, peers, ways
 from disagg.bench.transfer import gpus as transfer_gpus
 from disagg.bench.transfer.device import DeviceConsumer, DeviceProducer
 from disagg.bench.transfer.gpus import GpuPlace, Places
 from disagg.bench.transfer.ours import Consumer, Producer, Setup
 from disagg.bench.transfer.plan import Ids, TransferPlan
-from disagg.bench.transfer.report import Samples, rows, show
+from disagg.bench.transfer.report import Samples, rows, show, tables, targets
 from disagg.bench.transfer.ways import READY_S, Pair, Way
 from disagg.errors import ConfigError
 from disagg.testing.child_process import Child, ChildError
 
 
 class Ends(NamedTuple):
-    """What our two processes are, and where they run."""
+    """The classes of disagg's two processes, and where they run."""
 
     producer: type[Producer]
     consumer: type[Consumer]
     places: Places
 
 
-def run(plan: TransferPlan, *, with_peer: bool, json_path: Path | None) -> int:
-    """Measure and print. 0 unless one of our transports failed or moved a wrong byte."""
+def run(plan: TransferPlan, *, with_peer: bool, output: Output) -> int:
+    """Measure and print. Returns 0 unless a transport of disagg failed or moved a wrong byte."""
     plan.check()
     if plan.device != "cpu":
         transfer_gpus.require()
     places = transfer_gpus.choose(plan.device)
     of_device = {"cpu": (Producer, Consumer), "cuda": (DeviceProducer, DeviceConsumer)}
     ends = Ends(*of_device[plan.device], places)
-    return measure(plan, ends, with_peer=with_peer, json_path=json_path)
+    return measure(plan, ends, with_peer=with_peer, output=output)
 
 
-def measure(plan: TransferPlan, ends: Ends, *, with_peer: bool, json_path: Path | None) -> int:
-    """`run` of a plan that was checked, between these ends."""
+def measure(plan: TransferPlan, ends: Ends, *, with_peer: bool, output: Output) -> int:
+    """As `run`, with a plan that was checked, between these ends."""
     console = Console(highlight=False, soft_wrap=True)
     if with_peer and (reason := peers.reason_against(plan, shared=ends.places.shared)):
         console.print(f"no peer: {reason}", markup=False)
@@ -89,14 +89,14 @@ def measure(plan: TransferPlan, ends: Ends, *, with_peer: bool, json_path: Path 
         ),
     }
     show(report, console)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2))
+    command = "transfer" if plan.device == "cpu" else f"transfer-{plan.device}"
+    output.write(command, report, tables(report), targets(report))
     return int(any(way.problem and not way.is_peer for way in bench.ways))
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """For logs and files; removed after SIGTERM too, which ends the bench as ^C does."""
+    """A folder for logs and files; removed after SIGTERM too, which ends the command as ^C does."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     place = "/dev/shm" if os.path.isdir("/dev/shm") else None
     try:
@@ -108,18 +108,18 @@ def _folder() -> Iterator[str]:
 
 def _notes(bench: _Bench, plan: TransferPlan) -> list[str]:
     notes = [
-        f"{way.name}: with {min(plan.sizes)} MB only, since it takes a call of both ends for each "
-        "block and layer"
+        f"{way.name}: with {min(plan.sizes)} MB only, because both ends make a call for each block "
+        "and layer"
         for way in bench.ways
         if way.smallest_only and len(plan.sizes) > 1
     ]
     if plan.device != "cpu" and bench.shared:
-        notes.append("both ends on one GPU: NCCL takes them for two hosts and goes by its network")
+        notes.append("both ends on one GPU: NCCL uses its network transport between them")
     return notes
 
 
 class _Bench:
-    """The processes, and the ways there are between them."""
+    """The processes, and the ways between them."""
 
     def __init__(self, plan: TransferPlan, ends: Ends, folder: Path, stack: ExitStack) -> None:
         self._plan, self._folder, self._stack = plan, folder, stack
@@ -137,22 +137,22 @@ class _Bench:
         self._beside = beside
 
     def start_peers(self, tell: Callable[[str], None]) -> None:
-        """NIXL, in what memory is left."""
+        """Start NIXL's processes, after disagg's have their memory."""
         for child in self._pair:
-            # Who fails to start says so when it is prepared.
+            # A child that fails to start reports it in `prepare`.
             with contextlib.suppress(ChildError):
                 child.call("ready", timeout_s=READY_S)
         self.ways += peers.start(self._plan, self._child, tell)
 
     def prepare(self, block_bytes: int) -> None:
-        """Every way for blocks of this size."""
+        """Prepare every way for blocks of this size."""
         names = [way.name for way in self.ours]
         producer, consumer = self._pair
         try:
             endpoint, missing = producer.call("serve", names, block_bytes, timeout_s=READY_S)
             missing |= consumer.call("connect", names, block_bytes, endpoint, timeout_s=READY_S)
         except ChildError as error:
-            # Nothing of ours can be measured without both ends.
+            # disagg needs both ends.
             missing = {way.name: str(error) for way in self._beside + self.ours}
         for way in self.ways:
             way.problem = way.problem or missing.get(way.name)
@@ -160,7 +160,7 @@ class _Bench:
                 way.guarded(partial(way.prepare, block_bytes))
 
     def leave(self) -> list[str]:
-        """Close what the ends have open; returns the names of their GPUs."""
+        """Close both ends; returns the names of their GPUs."""
         found = []
         for child in self._pair if self._plan.device != "cpu" else ():
             with contextlib.suppress(ChildError):
@@ -224,10 +224,10 @@ def _once(way: Way, here: Ids, there: Ids, number: int) -> float:
 
 
 def main() -> None:
-    """What `python -m disagg.bench.transfer` does. Exits with the status of `run`."""
-    plan, with_peer, json_path = args.parse(sys.argv[1:])
+    """The entry of `python -m disagg.bench.transfer`. Exits with the status of `run`."""
+    plan, with_peer, output = args.parse(sys.argv[1:])
     try:
-        sys.exit(run(plan, with_peer=with_peer, json_path=json_path))
+        sys.exit(run(plan, with_peer=with_peer, output=output))
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

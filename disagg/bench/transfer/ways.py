@@ -1,4 +1,4 @@
-"""The ways that `bench transfer` measures between two processes of ours, and how each is called."""
+"""The ways that `bench transfer` measures between disagg's two processes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _as_they_are(ids: Ids) -> Ids:
 class Way:
     """How to measure one way: prepare for a block size, move, wipe and check.
 
-    `check`: whether bytes must lie in the blocks that were named, or flat from the memory's begin
-    on, or do not get there at all. `spread`: block ids as this way counts them.
+    `check`: where the bytes must be: in the named blocks, flat from the beginning of the memory, or
+    nowhere. `spread`: converts block ids to those of this way.
     """
 
     name: str
@@ -49,20 +49,20 @@ class Way:
     is_peer: bool = False
     is_tcp: bool = False
     problem: str | None = None
-    processes: tuple[Child, ...] = ()  # those to stop while another way is measured
+    processes: tuple[Child, ...] = ()  # stopped while another way is measured
 
     def pause(self) -> None:
-        """Off the processor."""
+        """Stop its processes (SIGSTOP)."""
         for child in self.processes:
             child.pause()
 
     def resume(self) -> None:
-        """Back on it."""
+        """Continue them."""
         for child in self.processes:
             child.resume()
 
     def guarded(self, step: Callable[[], Any]) -> Any:
-        """A way that failed once is left out from then on, and its error is shown."""
+        """Run a step. After an error the way is left out, and the error is shown at the end."""
         self.resume()
         try:
             return step()
@@ -80,12 +80,12 @@ class Pair(NamedTuple):
     consumer: Child
 
     def both(self, theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> Any:
-        """A call of each at once; the consumer's answer."""
+        """Call both at once; returns the consumer's answer."""
         self.producer.start_call(*theirs)
         try:
             found = self.consumer.call(*ours, timeout_s=FETCH_S)
         except ChildError:
-            # Or it would be taken for the answer of the producer's next call.
+            # Otherwise the producer's next call would get this answer.
             with contextlib.suppress(ChildError):
                 self.producer.result(FETCH_S)
             raise
@@ -94,7 +94,7 @@ class Pair(NamedTuple):
 
 
 def transports(pair: Pair, names: Sequence[str]) -> list[Way]:
-    """Ours: a lease is granted, then fetched."""
+    """disagg's transports: a lease is granted, then fetched."""
     leases = 0
 
     def fetch(name: str, here: Ids, there: Ids) -> float:
@@ -119,7 +119,7 @@ def on_host(pair: Pair) -> list[Way]:
 
 
 def on_device(pair: Pair, *, shared: bool) -> list[Way]:
-    """The ceilings, then what our transports would be if they took block by block."""
+    """The ceilings, then copies and messages block by block."""
     producer, consumer = pair
 
     def copy(kind: str, here: Ids, there: Ids) -> float:
@@ -150,7 +150,7 @@ def on_device(pair: Pair, *, shared: bool) -> list[Way]:
         Way(DEVICE_COPY, partial(copy, "flat"), consumer, _first_time(source), "flat"),
         Way(PCIE, by_host, consumer, check="none"),
         Way(SOCKETS_BARE, sockets, consumer, _first_time(line), "none"),
-        # After the line, by which NCCL's ends are told to begin.
+        # After the line, which carries the start signal of NCCL's ends.
         Way(NCCL_BARE, partial(nccl, "flat"), consumer, _first_time(join), "flat"),
         Way(BLOCK_COPIES, partial(copy, "blocks"), consumer),
         Way(BLOCK_NCCL, partial(nccl, "blocks"), consumer, smallest_only=True),
@@ -158,7 +158,7 @@ def on_device(pair: Pair, *, shared: bool) -> list[Way]:
 
 
 def _first_time(step: Callable[[], None]) -> Callable[[int], None]:
-    """What one block size needs as little anew as another."""
+    """Run the step for the first block size only."""
     left = [step]
 
     def prepare(_: int) -> None:

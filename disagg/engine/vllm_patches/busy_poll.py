@@ -1,10 +1,10 @@
 """Switch: vLLM's processes sleep for a moment instead of spinning, where cores are few.
 
-For a second after each message, a vLLM worker calls `os.sched_yield` in a loop. On a GPU host that
-costs a core that is idle anyway. On a CPU engine the same cores compute: on two cores and Linux
-6.18, requests stalled for tenths of a second up to seconds. With a sleep of 50 us in the loop they
-did not. The reason is not proven; that kernel's scheduler may charge each yield to the process that
-makes it.
+For a second after each message a vLLM worker calls `os.sched_yield` in a loop. On a GPU host
+that spends a core nobody misses. Where the same cores must compute, it is worse than a waste:
+on two cores and Linux 6.18, requests stalled for tenths of a second, up to seconds, and no longer
+did when the loop slept 50 us instead (docs/decisions/0001). Why is not proven; that kernel's
+scheduler is thought to charge each yield to the process that makes it.
 """
 
 from __future__ import annotations

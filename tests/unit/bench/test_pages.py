@@ -1,103 +1,118 @@
-"""Pages are made of results files, and say what these say."""
+"""The benchmark pages are what the results files say, and the committed ones are up to date."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
-from rich.table import Table
 
-from disagg.bench import pages
+from disagg.bench import pages, results
+from disagg.bench.results import Machine, Result, Table, Target
 from disagg.errors import ConfigError
-from disagg.testing import results
-from disagg.testing.results import Aim, Machine, Result, ResultTable
 
 ROOT = Path(__file__).parents[3]
-RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks"
-MARKED = "before\n<!-- results: transfer -->\nold\n<!-- end of results -->\nafter\n"
+PAGE = """# A page
+
+Written by hand.
+
+<!-- results: router -->
+<!-- /results -->
+
+Also by hand.
+
+<!-- results: summary -->
+old
+<!-- /results -->
+"""
+RESULT = Result(
+    schema=1,
+    command="router",
+    date="2026-11-26",
+    command_line="disagg bench router",
+    machine=Machine("AMD EPYC", cores=2, cpu_features=["AVX2"]),
+    versions={"disagg": "0.1.0"},
+    tables=[Table("Times", [{"way": "a|b", "ms": 1234.5}, {"way": "c", "ms": 0.01234, "n": 4321}])],
+    targets=[
+        Target("ratio", 0.9996, False, at="16 clients", at_least=1.0),
+        Target("ratio", 1.25, True, at="64 clients", at_least=1.0),
+    ],
+)
 
 
-def result(**changed: object) -> Result:
-    table = ResultTable(title="Fetches", columns=["way", "ms"], rows=[["tcp", "1"]])
-    fields: dict[str, object] = {
-        "command": "transfer",
-        "command_line": "disagg bench transfer",
-        "date": "2026-11-26",
-        "machine": Machine(name="m-2c", cpu="M", cores=2),
-        "tables": [table],
-        "aims": [Aim(what="speed", asked="at least 1", measured="0.5", met=False)],
-    }
-    return Result.model_validate({**fields, **changed})
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages/router.md").write_text(PAGE)
+    results.save(RESULT, tmp_path / "results")
+    return tmp_path / "pages", tmp_path / "results"
 
 
-def test_all_results_are_files_of_results() -> None:
-    found = results.load(RESULTS)
-    assert {"handoff", "router", "serve", "transfer"} <= {one.command for one in found}
-    names = {file.name for file in RESULTS.glob("*.json")}
-    assert {one.file_name for one in found} == names, "a file is called by what is in it"
-
-
-@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: str(page.name))
-def test_no_page_differs_from_its_results(page: Path) -> None:
-    newest = {one.command: one for one in results.load(RESULTS)}
+def test_a_page_has_the_tables_and_the_verdicts(folders: tuple[Path, Path]) -> None:
+    page = folders[0] / "router.md"
+    assert pages.run(*folders, check=True) == 1
+    assert page.read_text() == PAGE
+    assert pages.run(*folders, check=False) == 0
     text = page.read_text()
-    assert pages.made_again(text, newest, page) == text, "run: disagg bench pages"
-
-
-def test_every_command_with_results_has_its_place_in_a_page() -> None:
-    text = "".join(page.read_text() for page in PAGES.glob("*.md"))
-    for one in results.load(RESULTS):
-        assert pages.BEGIN.format(one.command) in text
-
-
-def test_what_stands_outside_of_the_markers_stays(tmp_path: Path) -> None:
-    folder, page = tmp_path / "results", tmp_path / "page.md"
-    folder.mkdir()
-    (folder / "a.json").write_text(result(date="2026-11-25", aims=[]).model_dump_json())
-    (folder / "b.json").write_text(result().model_dump_json())
-    page.write_text(MARKED)
-    assert pages.update(folder, tmp_path) == [page]
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
+    assert "Written by hand." in text
+    assert "Also by hand." in text
+    assert "| a\\|b | 1,234 |  |" in text  # three significant digits, and not less of integers
+    assert "| c | 0.0123 | 4,321 |" in text
+    assert "| ratio | 16 clients | at least 1 | 0.9996 | **missed** |" in text
+    assert "on AMD EPYC (AVX2), 2 cores, no GPU ([results file](../results/" in text
+    assert "| ratio | at least 1 | 0.9996 to 1.25 | **missed**, 1 of 2 |" in text
     assert "old" not in text
-    assert "| tcp | 1 |" in text
-    assert "| speed | at least 1 | 0.5 | **not met** |" in text
-    assert "2026-11-26, M, 2 cores, no GPU." in text
-    assert pages.update(folder, tmp_path) == [], "made once more, it is the same"
+    # Once more changes nothing.
+    assert pages.run(*folders, check=True) == 0
+    assert pages.run(*folders, check=False) == 0
+    assert page.read_text() == text
 
 
-def test_a_page_without_an_end_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    with pytest.raises(ConfigError, match="end of results"):
-        pages.made_again("<!-- results: transfer -->\n", {"transfer": result()}, page)
+def test_results_without_a_page_are_refused(folders: tuple[Path, Path]) -> None:
+    (folders[0] / "router.md").write_text("nothing")
+    with pytest.raises(ConfigError, match="results of router: no page"):
+        pages.run(*folders, check=False)
+    with pytest.raises(ConfigError, match="has no page"):
+        pages.run(folders[1], folders[1], check=False)
 
 
-def test_a_command_writes_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["/home/me/bin/disagg", "bench", "--results", "out", "transfer", "--sizes", "/x/y"]
-    monkeypatch.setattr("sys.argv", words)
-    table = Table(title="[b]T[/b]")
-    table.add_column("a\nb")
-    table.add_row("1")
-    with results.recording("transfer", tmp_path):
-        assert results.keep(table) is table
-        results.aim("x", "1", "2", met=True)
-        results.note("said  so.")
-    (written,) = results.load(tmp_path)
-    assert written.command_line == "disagg bench transfer --sizes y"
-    assert written.tables == [ResultTable(title="T", columns=["a b"], rows=[["1"]])]
-    assert written.notes == ["said so."]
-    assert (written.machine.cores, written.aims[0].met) == (results.this_machine().cores, True)
+# ---- the committed files -----------------------------------------------------------------------
+
+COMMITTED = sorted((ROOT / pages.RESULTS).glob("*.json"))
 
 
-def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
-    with results.recording("transfer", None):
-        results.aim("x", "1", "2", met=True)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_a_committed_file_fits_the_schema(path: Path) -> None:
+    result = results.load(path)
+    assert result.tables
+    assert all(table.rows for table in result.tables)
+    found = re.search(r"[\s\"'](/(home|root|work|tmp|usr|opt)/|~/)\S*", path.read_text())
+    assert found is None, f"it names a folder of a machine: {found.group()}"
 
 
-def test_a_file_of_another_shape_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"command": "x", "date": "yesterday"}')
-    with pytest.raises(ValidationError, match="date"):
-        results.load(tmp_path)
+def test_the_pages_are_what_the_results_say() -> None:
+    """After a change: `disagg bench pages`."""
+    found = results.newest(ROOT / pages.RESULTS)
+    assert found
+    for page, text in pages.made(sorted((ROOT / pages.PAGES).glob("*.md")), found):
+        assert page.read_text() == text, f"{page.name} is out of date: run disagg bench pages"
+
+
+def test_links_of_pages_and_decisions_lead_somewhere() -> None:
+    for folder in ("docs/benchmarks", "docs/decisions"):
+        for page in (ROOT / folder).glob("*.md"):
+            for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_decisions_are_short_and_listed() -> None:
+    index = (ROOT / "docs/decisions/README.md").read_text()
+    files = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
+    assert files
+    for number, path in enumerate(files, start=1):
+        text = path.read_text()
+        assert path.name.startswith(f"{number:04}-")
+        assert len(text.splitlines()) <= 60, path.name
+        assert f"({path.name})" in index
+        for heading in ("Context", "Tried", "Measured", "Decided"):
+            assert f"\n## {heading}\n" in text, f"{path.name}: {heading}"

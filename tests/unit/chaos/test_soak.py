@@ -28,7 +28,7 @@ def test_a_deployment_of_the_users(tmp_path: Path) -> None:
 def test_keys_that_nobody_sends(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(YAML + "router: {api_keys_env: KEYS}\n")
-    with pytest.raises(ConfigError, match=r"router\.api_keys: the soak's clients have none"):
+    with pytest.raises(ConfigError, match=r"router\.api_keys: the soak's clients send no key"):
         soak._deployment(file, None)
 
 

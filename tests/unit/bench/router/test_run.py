@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from disagg.bench.results import Output, newest
 from disagg.bench.router import load as router_load
 from disagg.bench.router import run as router
 from disagg.bench.router.fake_engine import CHUNKS
-from disagg.bench.router.report import RouterCase, Sample, rows
+from disagg.bench.router.report import RouterCase, Sample, rows, targets
 from disagg.errors import ConfigError
 from disagg.testing.launch import launch
 
@@ -107,6 +108,9 @@ def test_ratios_are_of_one_round_and_their_median_counts() -> None:
     assert mine["cpu_over_peer"] == 0.5
     assert mine["cpu_s_per_million_chunks"] == round(4 / 300 / CHUNKS * 1e6, 2)
     assert theirs["requests_s_over_peer"] is mine["requests_s_over_ours"] is None
+    (met,) = targets({"rows": [mine, theirs]})
+    assert met is not None
+    assert (met.at, met.measured, met.met) == ("16 clients, streams", 2, True)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def test_what_cannot_be_measured_is_refused(wrong: dict[str, list[str]], message
 
 def test_a_small_run(tmp_path: Path) -> None:
     plan = router.RouterBenchPlan(8, 1, [1, 4], ["stream", "whole"], ["direct", "ours"], 0)
-    assert router.run(plan, json_path=tmp_path / "figures.json") == 0
+    assert router.run(plan, Output(tmp_path / "figures.json", tmp_path / "results")) == 0
     report = json.loads((tmp_path / "figures.json").read_text())
     found = {(row["mode"], row["clients"], row["target"]): row for row in report["rows"]}
     assert set(found) == {(m, c, t) for m in plan.modes for c in plan.clients for t in plan.targets}
@@ -139,3 +143,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     memory = report["memory_mb"]["ours"]
     assert memory["processes"] == 1
     assert 20 < memory["start"] <= memory["most"]
+    _, result = newest(tmp_path / "results")["router"]
+    assert [len(table.rows) for table in result.tables] == [4, 4]
+    assert result.targets == []  # there was no peer
+    assert result.figures == report

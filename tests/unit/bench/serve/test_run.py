@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from disagg.bench.results import Output
 from disagg.bench.serve import load as serve_load
 from disagg.bench.serve import run as serve
 from disagg.bench.serve import trace as serve_trace
 from disagg.bench.serve.load import Batch, Reading, RequestOutcome
-from disagg.bench.serve.report import show
+from disagg.bench.serve.report import show, tables, targets
 from disagg.bench.serve.score import Run, Targets, goodput, percentile, ratios, row
 from disagg.bench.serve.trace import Ask, Kind, parse_mix, poisson
 from disagg.errors import ConfigError
@@ -136,7 +137,7 @@ def test_tokens_come_with_the_piece_that_completes_their_event() -> None:
     [
         (event(1), r"without \[DONE\]"),
         (b'data: {"error": {"message": "it died"}}\n\n' + DONE, "it died"),
-        (b"data: {]\n\n" + DONE, "no event"),
+        (b"data: {]\n\n" + DONE, "not an event"),
     ],
 )
 def test_what_is_no_whole_answer_is_a_problem(answer: bytes, words: str) -> None:
@@ -351,6 +352,20 @@ def test_the_tables_show_what_failed_and_what_is_not_known(
     assert "1/s apart 10 0 0 500 / 2,000 10 / 10 10 90% / 90%" in lines
     assert "1/s apart - -" in lines
     assert "apart 1.00 0.00" in lines
+    runs, goods = tables(report)
+    assert [row["failed"] for row in runs.rows] == [2, 0, 0]
+    assert goods.rows[0]["mean gap, requests/s"] == 1.0
+    assert targets(report) == [None, None]  # nothing to compare with
+
+
+def test_targets_are_of_apart_alone() -> None:
+    ratio = {"rate": 2.0, "itl_p99": 1.9, "ttft_p99": 1.05}
+    report = {"ratios": [{"way": "apart", **ratio}, {"way": "apart-all", **ratio}]}
+    gap, first = targets(report)
+    assert gap is not None
+    assert first is not None
+    assert (gap.at, gap.at_least, gap.met) == ("2/s", 2.0, False)
+    assert (first.at_most, first.met) == (1.05, True)
 
 
 # ---- the plan ------------------------------------------------------------------------------
@@ -378,7 +393,7 @@ def plan(**changes: Any) -> serve.ServePlan:
 
 def test_traces_are_written_without_an_engine_and_replayed(tmp_path: Path) -> None:
     path = tmp_path / "load.jsonl"
-    assert serve.run(plan(write_trace=path), json_path=None) == 0
+    assert serve.run(plan(write_trace=path), Output()) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["load-1.jsonl", "load-2.jsonl"]
     slow, fast = plan().loads()
     assert serve_trace.read(tmp_path / "load-2.jsonl") == fast.asks
@@ -390,15 +405,15 @@ def test_traces_are_written_without_an_engine_and_replayed(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ways": ["pigeon"]}, "--ways: pigeon — no such way; of colocated"),
-        ({"ways": ["apart", "apart"]}, "--ways: names one twice"),
-        ({"rates": [0.0]}, "--rates: each above 0"),
-        ({"duration_s": 0.001}, "has no request; raise it"),
-        ({"first_token_hold_s": 0.1}, "--first-token-hold-s: holds prefill's"),
+        ({"ways": ["pigeon"]}, "--ways: pigeon — unknown; choose from colocated"),
+        ({"ways": ["apart", "apart"]}, "--ways: name each way once"),
+        ({"rates": [0.0]}, "--rates: each must be above 0"),
+        ({"duration_s": 0.001}, "no request in 0.001 s at 1/s; raise it"),
+        ({"first_token_hold_s": 0.1}, "--first-token-hold-s: needs --first-token prefill"),
         ({"kinds": [Kind(1, 16384, 1)]}, "--mix: 16385 tokens"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        serve.run(plan(**changes), json_path=None)
+        serve.run(plan(**changes), Output())
     assert words in str(caught.value)

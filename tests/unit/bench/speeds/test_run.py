@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
 from disagg.bench.speeds import fit as speeds_fit
+from disagg.bench.speeds import predicted
 from disagg.bench.speeds import run as speeds
 from disagg.bench.speeds.fit import MoveSample, PromptSample, StepSample
 from disagg.errors import ConfigError, DisaggError
+from disagg.planning import speeds as speeds_file
 
 LENGTHS = (128, 512, 1000, 2000, 4000, 6000)
 
@@ -81,3 +84,23 @@ def test_a_wrong_plan_is_named(options: dict[str, object], said: str) -> None:
     }
     with pytest.raises(ConfigError, match=said):
         speeds.SpeedsPlan(**{**good, **options})  # type: ignore[arg-type]
+
+
+def test_tables_of_the_results_file() -> None:
+    known = speeds_file.load(Path(__file__).parents[4] / "examples/speeds-cpu.json")
+    coefficients, fits = speeds._tables(known)
+    by_name = {(row["part"], row["coefficient"]): row["value"] for row in coefficients.rows}
+    assert by_name["decode", "step_s"] == known.decode.step_s
+    assert by_name["router", "router_s"] == known.router_s
+    assert {
+        "fit": "prefill",
+        "samples": 18,
+        "error, median": "5.5%",
+        "error, largest": "49.1%",
+    } in (fits.rows)
+    measured = {"ttft_p50": 0.1, "ttft_p99": 0.4, "itl_p50": 0.01, "itl_p99": None}
+    said = {"ttft_p50": 0.08, "ttft_p99": 0.4, "itl_p50": 0.01, "itl_p99": 0.02}
+    row = {"pairs": 2, "requests": 60, "measured": measured, "predicted": said}
+    first, *_, last = predicted._shown(row)
+    assert (first["engines"], first["error"]) == ("2P2D", "-20%")
+    assert "error" not in last

@@ -15,6 +15,7 @@ import torch
 from transport.host_device import COMPILER, HostDevice
 from unit.bench.transfer.fake_ends import FakeConsumer, FakeProducer
 
+from disagg.bench.results import Output
 from disagg.bench.transfer import args as transfer_args
 from disagg.bench.transfer import ceilings, gpus
 from disagg.bench.transfer import run as transfer
@@ -230,7 +231,7 @@ def test_a_run_between_processes(tmp_path: Path, shared: bool) -> None:
     places = Places(GpuPlace("emulated", {"NCCL_HOSTID": "out"}), GpuPlace("emulated"), shared)
     ends = Ends(FakeProducer, FakeConsumer, places)
     figures = tmp_path / "figures.json"
-    assert transfer.measure(plan, ends, with_peer=False, json_path=figures) == 0
+    assert transfer.measure(plan, ends, with_peer=False, output=Output(figures)) == 0
     report = json.loads(figures.read_text())
     assert (report["problems"], report["gpus"], report["layers"]) == ({}, ["stand-in"], 4)
     ways = {row["way"] for row in report["rows"] if row["megabytes"] == 1}
@@ -288,11 +289,12 @@ def test_defaults_are_those_of_the_device() -> None:
 
 def test_options_without_typer() -> None:
     given = "--device cuda --sizes 1,2 --layers 4 --staging-mb 2 --no-peer --transports nccl,tcp"
+    given += " --results r"
     asked = transfer_args.parse(given.split())
     assert asked.plan == TransferPlan.of(
         "cuda", 5, sizes=[1, 2], layers=4, staging_bytes=2 << 20, transports=["nccl", "tcp"]
     )
-    assert (asked.with_peer, asked.json_path) == (False, None)
+    assert (asked.with_peer, asked.output) == (False, Output(None, Path("r")))
 
 
 def test_ratios_are_of_the_slowest_ceiling() -> None:
@@ -322,7 +324,7 @@ def test_ratios_are_of_the_slowest_ceiling() -> None:
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="device: cuda — no GPU here"):
-        transfer.run(TransferPlan.of("cuda", 1), with_peer=False, json_path=None)
+        transfer.run(TransferPlan.of("cuda", 1), with_peer=False, output=Output())
     with pytest.raises(ConfigError, match="nccl: moves between GPUs only"):
         TransferPlan.of("cpu", 1, transports=["nccl"]).check()
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from disagg.bench.results import Output, newest
 from disagg.bench.transfer import run as transfer
 from disagg.bench.transfer.memory import BenchMemory, scattered
 from disagg.bench.transfer.plan import TransferCase, TransferPlan
-from disagg.bench.transfer.report import rows
+from disagg.bench.transfer.report import rows, targets
 from disagg.errors import ConfigError
 
 PLAN = TransferPlan(["shared_storage"], [1, 2], [65536], [1, 2], "cpu", 1)
@@ -46,15 +47,33 @@ def test_ratios() -> None:
     assert (row["over_memcpy"], row["over_nixl"], row["over_nixl_tcp"]) == (0.5, 2.0, None)
 
 
+def test_targets_are_of_fetches_that_decode_would_not_compute() -> None:
+    plan = TransferPlan(["process_memory"], [1, 33], [65536], [1], "cpu", 1)
+    samples = {
+        (case, way): [seconds]
+        for case in plan.cases()
+        for way, seconds in (("memcpy", 0.7), ("process_memory", 1.0), ("nixl", 1.6))
+    }
+    report = {"device": "cpu", "rows": rows(plan, samples, ["nixl"], [])}
+    memcpy, nixl = [one for one in targets(report) if one is not None]
+    assert (memcpy.at, memcpy.measured, memcpy.at_least, memcpy.met) == ("33 MB", 0.7, 0.8, False)
+    assert (nixl.measured, nixl.at_least, nixl.met) == (1.6, 1.5, True)
+
+
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such transport"):
         TransferPlan(["pigeon"], [1], [65536], [1], "cpu", 1).check()
 
 
 def test_a_small_run(tmp_path: Path) -> None:
-    assert transfer.run(PLAN, with_peer=False, json_path=tmp_path / "figures.json") == 0
+    output = Output(tmp_path / "figures.json", tmp_path / "results")
+    assert transfer.run(PLAN, with_peer=False, output=output) == 0
     report = json.loads((tmp_path / "figures.json").read_text())
     assert report["problems"] == {}
     assert {row["way"] for row in report["rows"]} == {
         "memcpy", "memcpy in blocks", "shared_storage"
     }  # fmt: skip
+    _, result = newest(tmp_path / "results")["transfer"]
+    assert result.figures == report
+    assert [len(table.rows) for table in result.tables] == [3, 1, 3, 1]
+    assert result.targets == []  # neither a transport nor a size that has one
