@@ -63,7 +63,7 @@ test: $(INSTALLED)
 	exit $$failed
 
 bench: $(INSTALLED)
-	@$(BIN)/disagg bench --results benchmarks/results handoff
+	@$(BIN)/disagg bench handoff --results benchmarks/results
 	@$(BIN)/disagg bench pages
 
 # Needs torch and cupy for the GPU, and neither vLLM nor Ray, so any Python that has them will do.
