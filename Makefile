@@ -53,12 +53,11 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 
 # Unit and transport tests wait more than they compute, so four processes share two cores. Engines
-# compute and need memory, so two modules at a time: one starts engines while the other waits.
+# want the cores and the memory for themselves.
 test: $(INSTALLED)
 	@failed=0; \
 	$(BIN)/pytest -n 4 --cov --cov-report= -m "not slow" tests/unit tests/transport || failed=1; \
-	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 -m "not slow" \
-		tests/cluster tests/engine || failed=1; \
+	$(BIN)/pytest --durations=20 -m "not slow" tests/engine tests/cluster || failed=1; \
 	$(BIN)/python tests/coverage_by_folder.py; \
 	exit $$failed
 
