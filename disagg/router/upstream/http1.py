@@ -138,7 +138,7 @@ class _Connection(asyncio.Protocol):
         if status < 200:
             self._headers = []  # an interim answer; the final one follows
             return
-        has_length = any(name in _LENGTHS for name, _ in self._headers)
+        has_length = [name for name, _ in self._headers if name in _LENGTHS]
         self._ends_with_connection = not has_length and status not in (204, 304)
         self._stop_waiting()
         self._answer = UpstreamResponse(self, status, self._headers, self._rounds)
