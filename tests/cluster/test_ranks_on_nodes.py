@@ -1,7 +1,7 @@
 """An engine whose ranks are on several Ray nodes, by vLLM's own Ray executor.
 
-That executor knows only accelerators. So the nodes say that they have a GPU each, and vLLM gets a
-platform (its own way to be extended) that is its CPU platform but for the name of what Ray counts.
+That executor supports only accelerators. So each node claims to have a GPU, and vLLM gets a
+platform plugin: its CPU platform, with Ray's resource name of a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`disagg serve` as a user runs it: a subprocess, a private Ray, real engines on the CPU.
 
-Engine starts dominate the time (about a minute each on two cores), so each test that needs
-one asks several things of it. What must be gone afterwards is noted while it is there.
+Engine starts dominate the time (about a minute each on two cores). So each test that needs engines
+checks several things. It notes the processes and files that must be gone after the end.
 """
 
 from __future__ import annotations

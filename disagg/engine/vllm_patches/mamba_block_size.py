@@ -57,7 +57,7 @@ def keeping_blocks(update: Update) -> Update:
 
 
 def store_states_between_steps() -> None:
-    """Change what vLLM's CPU model runner says of its layers."""
+    """Change the KV cache specs of vLLM's CPU model runner."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     specs: Specs = CPUModelRunner.get_kv_cache_spec
