@@ -92,7 +92,8 @@ def _is_needed(config: VllmConfig) -> bool:
 
 
 _REPORT = (
-    "https://github.com/vllm-project/vllm/issues/54504 (mamba_cache_mode all ends CPU engines); "
+    "https://github.com/vllm-project/vllm/issues/54504 (mamba_cache_mode all ends CPU engines) and "
+    "its open fix https://github.com/vllm-project/vllm/pull/54505; "
     "the lost block size has no report that we know of"
 )
 BLOCK_SIZE = Patch(
