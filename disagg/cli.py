@@ -354,8 +354,10 @@ def scale(
 def apply(file: File, address: Address = None, wait: Wait = True) -> None:
     """Replace a running deployment's engines to match a changed file, one by one.
 
-    No request fails. Exit status 0 when all engines are replaced, 1 if an engine did not start and
-    the change was undone, 2 if the file is wrong or a change needs a restart of the deployment.
+    No request fails. Exit status:
+    0 when all engines are replaced;
+    1 if an engine did not start and the change was undone;
+    2 if the file is wrong or a change needs a restart of the deployment.
     """
     from disagg import config
     from disagg.preflight import checks

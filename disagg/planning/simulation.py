@@ -65,7 +65,7 @@ class SimulatedLoad:
         return self.routing.first_token == "prefill" and self.trace.output[request] > 1
 
     def first_token_alone(self, request: int) -> float:
-        """Time to the first token when nothing else runs."""
+        """Seconds to the first token on idle engines."""
         prompt, speeds = self.trace.prompt[request], self.speeds
         local = self.is_local(request, prefill=1)
         first = speeds.first_token_alone(prompt, local=local)

@@ -101,7 +101,7 @@ def _tier_problems(deployment: Deployment) -> Iterator[str]:
 
 def _write_problems(key: str, path: Path) -> Iterator[str]:
     try:
-        # Only creating a folder is a sure test: rights do not tell about read-only mounts or root.
+        # Only creating a folder is a sure test: rights do not cover read-only mounts and root.
         with tempfile.TemporaryDirectory(prefix=".disagg-check-", dir=_first_existing(path)):
             pass
     except OSError as error:

@@ -23,7 +23,7 @@ _PLAIN = {"bool", "int", "float", "str", "list", "dict", "set"}
 
 
 class ArgType(NamedTuple):
-    """The values that an argument may have, as far as its annotation tells."""
+    """The values that an argument may have, as far as its annotation is a plain type."""
 
     plain: frozenset[str]
     """Names of Python types."""

@@ -1,6 +1,6 @@
-"""A headless Chromium that does what a person does, driven over its DevTools protocol.
+"""A headless Chromium, driven like a user over its DevTools protocol.
 
-For pages that want to be typed at; a page that shows itself is read by `--dump-dom`.
+For pages that need input. A page that needs none is read with `--dump-dom`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import IO, Any
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 _LOOK_S = 0.2
-# Chromium takes descriptors 3 and 4 for its pipes; a shell knows no others above 9.
+# Chromium uses descriptors 3 and 4 for its pipes. A shell cannot name descriptors above 9.
 _START = """
 import fcntl, os, sys
 pipes = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3]]
@@ -32,7 +32,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Moving(Exception):
-    """The page is on its way to another, and nothing can be asked of it."""
+    """The page is being replaced by another and cannot answer."""
 
 
 class Page:
@@ -47,7 +47,7 @@ class Page:
         self._session = {"sessionId": attached["sessionId"]}
 
     def open(self, url: str) -> None:
-        """Go there; returns before all is loaded."""
+        """Load a URL. Returns before the page is complete."""
         self._call("Page.navigate", url=url)
 
     def look(self, expression: str) -> Any:
@@ -57,7 +57,7 @@ class Page:
         return answer["result"].get("value")
 
     def until_shown(self, *words: str, timeout_s: float = 30) -> str:
-        """Wait until the page shows all these words; all text that it shows then."""
+        """Wait until the page shows all these words. Returns the page's text."""
         deadline = time.monotonic() + timeout_s
         while True:
             text = self._text()
@@ -67,24 +67,24 @@ class Page:
             time.sleep(_LOOK_S)
 
     def type(self, text: str, field: str | None = None) -> None:
-        """Into the field with this label, or the one that has the focus."""
+        """Type into the field with this label, or into the field with the focus."""
         if field is not None:
             label = f"[...document.querySelectorAll('label')].find(e => e.textContent == {field!r})"
             self.look(f"{label}.parentElement.querySelector('input').focus()")
         self._call("Input.insertText", text=text)
 
     def click(self, words: str) -> None:
-        """On the button or link with just these words."""
+        """Click the button or link with exactly these words."""
         found = f"[...document.querySelectorAll('a,button')].find(e => e.textContent == {words!r})"
         self.look(f"{found}.click()")
 
     def size(self, width: int, height: int) -> None:
-        """Of the window, in pixels."""
+        """Set the window's size, in pixels."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **metrics)
 
     def screenshot(self) -> bytes:
-        """As PNG."""
+        """A screenshot of the page, as PNG."""
         return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
     def _text(self) -> str:
@@ -118,7 +118,7 @@ class Page:
 
 @contextmanager
 def browser() -> Iterator[Page]:
-    """A tab of a browser with a profile of its own."""
+    """A tab of a new browser with an empty profile."""
     assert CHROMIUM is not None
     (their_in, our_out), (our_in, their_out) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

@@ -1,9 +1,9 @@
-"""Several hosts on this one machine, for what crosses a network and for what a host's end does.
+"""Several simulated hosts on this machine, for tests of the network and of a host's death.
 
-Each host has its own network, processes, name, shared memory and temporary folder, as a machine
-has; what is on disk elsewhere all of them see. They reach each other over a switch of their own,
-and nobody else: addresses are of the blocks that are set aside for documentation. Needs root
-(Linux namespaces), and iproute2 and util-linux.
+Each host has its own network, processes, name, shared memory and temporary folder. All hosts see
+the other files of this machine. A switch connects the hosts with each other and with nothing else.
+Their addresses are from the blocks reserved for documentation. Needs root (Linux namespaces),
+iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _START_S, _END_S = 10.0, 10.0
 
 
 def why_not() -> str | None:
-    """What is missing here, for a test's reason to skip; None if there can be hosts."""
+    """Why hosts cannot be simulated here, as a test's reason to skip; None if they can."""
     missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not installed (util-linux, iproute2)"
@@ -43,23 +43,27 @@ def why_not() -> str | None:
 
 
 class Host:
-    """One of them. `address`, `address6`: of its one network card, `net0`."""
+    """One simulated host. address, address6: those of its one network card, `net0`."""
 
     def __init__(self, name: str, number: int, folder: Path) -> None:
         self.name, self.number, self.folder = name, number, folder
         self.address, self.address6 = f"192.0.2.{number}", f"2001:db8::{number:x}"
         self.pid = 0
+<<<<<<< HEAD
         """Of its first process; all others end with it."""
+=======
+        """Its first process. All its other processes end with that one."""
+>>>>>>> w-patches
         self.started: list[subprocess.Popen[bytes]] = []
 
     def words(self, argv: Sequence[str]) -> list[str]:
-        """The command that runs this one there, in the working directory of whoever runs it."""
+        """The command that runs `argv` on this host, in the current working directory."""
         return ["nsenter", f"--target={self.pid}", *_ALL, f"--wd={Path.cwd()}", "--", *argv]
 
     def start(
         self, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Run a program there, what it says in a file. It ends with the host."""
+        """Run a program on this host, with its output in a file. It ends with the host."""
         more = {"TMPDIR": str(self.folder), **(env or {})}
         with log.open("ab") as out:
             process = subprocess.Popen(
@@ -75,7 +79,7 @@ class Host:
 
     @contextlib.contextmanager
     def network(self) -> Iterator[None]:
-        """Sockets that this thread makes meanwhile are on that host's network."""
+        """Sockets that this thread creates within the context are on the host's network."""
         with open("/proc/thread-self/ns/net", "rb") as before:
             _join(f"/proc/{self.pid}/ns/net")
             try:
@@ -84,7 +88,7 @@ class Host:
                 _set(before.fileno())
 
     def processes(self) -> list[psutil.Process]:
-        """All that run there, by their numbers here."""
+        """The host's processes, by their ids outside of it."""
         space = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = []
         for process in psutil.process_iter():
@@ -95,11 +99,11 @@ class Host:
 
 
 class Hosts:
-    """Some hosts, by name, and their switch; everything ends with the context."""
+    """Simulated hosts, by name, and their switch. Everything ends with the context."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/tmp"))
-        """Where each host sees its own temporary folder, empty at first."""
+        """The path at which each host has its own temporary folder, empty at first."""
         self._hosts = {name: Host(name, i, self.folder) for i, name in enumerate(names, 1)}
         self._first: list[subprocess.Popen[bytes]] = []
         self._switch = 0
@@ -126,24 +130,34 @@ class Hosts:
         traceback: TracebackType | None,
     ) -> None:
         for process in reversed(self._first):
+<<<<<<< HEAD
             process.kill()  # and, by --kill-child, all that is there
             process.communicate(timeout=_END_S)
         for host in self._hosts.values():
             for process in host.started:
                 process.kill()  # nsenter stops with a program that is stopped
+=======
+            process.kill()  # with --kill-child this kills all processes of the host
+            process.wait(_END_S)
+            if process.stderr is not None:
+                process.stderr.close()
+        for host in self._hosts.values():
+            for process in host.started:
+                process.kill()  # `nsenter` is outside of the host, and stops with its child
+>>>>>>> w-patches
                 process.wait(_END_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def silence(self, name: str) -> None:
-        """Nothing comes from that host any more, and nothing reaches it: no one is told."""
+        """Cut the host off the network. No peer gets a message about it."""
         _ip(self._switch, f"link set to-{name} nomaster")
 
     def hear(self, name: str) -> None:
-        """It is there again."""
+        """Connect the host to the network again."""
         _ip(self._switch, f"link set to-{name} master switch")
 
     def power_off(self, name: str) -> None:
-        """End all that runs there, without a word to the others."""
+        """Cut the host off and kill its processes. No peer gets a message about it."""
         self.silence(name)
         os.kill(self._hosts[name].pid, 9)
 
@@ -161,14 +175,14 @@ class Hosts:
         _ip(self._switch, card)
         _ip(self._switch, f"link set to-{host.name} master switch up")
         _ip(host.pid, f"address add {host.address}/24 dev net0")
-        # Not looked for twice: it would not be of use for a second.
+        # `nodad`: duplicate address detection would keep the address unusable for a second.
         _ip(host.pid, f"address add {host.address6}/64 dev net0 nodad")
         _ip(host.pid, "link set net0 up")
         _ip(host.pid, "route add default via 192.0.2.254")
 
     def _open(self, commands: Sequence[str]) -> int:
-        """New namespaces; the number of the first process in them."""
-        # Nobody there waits for orphans, so they must end without that.
+        """Create new namespaces. Returns the id of the first process in them."""
+        # The first process does not wait for orphans, so they must end without a wait.
         last = "exec env --ignore-signal=CHLD sleep infinity"
         script = " && ".join([*commands, last])
         words = ["unshare", *_ALL, "--mount-proc", "--fork", "--kill-child", "sh", "-c", script]
@@ -186,7 +200,7 @@ class Hosts:
 
 
 def _ip(pid: int, words: str) -> None:
-    """iproute2 in the network of that process. Raises DisaggError with its words."""
+    """Run iproute2 in the network of that process. Raises DisaggError with its message."""
     done = subprocess.run(
         ["nsenter", f"--target={pid}", "--net", "ip", *words.split()],
         capture_output=True,

@@ -1,7 +1,7 @@
 """A deployment over several hosts, each with a network, processes and memory of its own.
 
-What is on one machine elsewhere (shared memory, process ids, loopback) is not there, and a host can
-fall silent, as one does that loses its power or its network.
+So the engines share neither memory, process ids nor loopback. A host can fall silent, like a host
+that loses its power or its network.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Deployment:
         return f"http://{self.hosts[HEAD].address}:{PORT}"
 
     def ask(self, ids: list[int], tokens: int = TOKENS) -> list[int]:
-        """The answer's tokens, from the router's own host."""
+        """The answer's tokens. The request comes from the router's host."""
         body = {"model": "tiny", "prompt": ids, "max_tokens": tokens, "temperature": 0}
         more = {"ignore_eos": True, "return_token_ids": True}
         with self.hosts[HEAD].network():
@@ -60,7 +60,7 @@ class Deployment:
         return found
 
     def streamed(self, ids: list[int]) -> str:
-        """The text of a streamed answer, which has its end."""
+        """The text of a streamed answer, which must be complete."""
         body = {"model": "tiny", "prompt": ids, "max_tokens": TOKENS, "temperature": 0}
         more = {"ignore_eos": True, "stream": True}
         url = f"{self.url}/v1/completions"
@@ -73,7 +73,7 @@ class Deployment:
         return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
 
     def counts(self) -> dict[str, float]:
-        """How many prompts came to the decode engines by which transport."""
+        """The number of prompts that decode engines loaded, by transport."""
         found: dict[str, float] = {}
         with self.hosts[HEAD].network():
             text = client().get(f"{self.url}/metrics", timeout=10).text
@@ -102,7 +102,7 @@ def start_ray(hosts: Hosts, host: Host, folder: Path) -> None:
     host.start(
         [str(BIN / "ray"), "start", "--block", f"--labels=host={host.name}", *words],
         log,
-        {"RAY_AUTH_MODE": "disabled"},  # nobody else is on this network
+        {"RAY_AUTH_MODE": "disabled"},  # no other program is on this network
     )
     if host is head:
         until(log, b"Ray runtime started")
@@ -137,7 +137,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 
 def _terminate(host: Host, serving: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does: the program, not what entered the host for it."""
+    """Send the signal to the program itself, not to the `nsenter` that started it."""
     for process in host.processes():
         if "serve" in process.cmdline() and process.ppid() == serving.pid:
             process.terminate()
@@ -145,12 +145,12 @@ def _terminate(host: Host, serving: subprocess.Popen[bytes]) -> None:
 
 
 def prompt(number: int, length: int = 600) -> list[int]:
-    """One of 200; some end in half a character."""
+    """One of 200 prompts. Some end in half a character."""
     return [(7 * at + 13 * number) % 200 + 1 for at in range(length)]
 
 
 def test_every_host_has_its_engine(deployment: Deployment) -> None:
-    """Though both decode engines fit on one, and are placed by labels."""
+    """Both decode engines would fit on one host, and labels allow both hosts."""
     text = deployment.log.read_text()
     places = {name: deployment.hosts[name].address for name in (PREFILL, *DECODES)}
     for name, address in places.items():
@@ -158,7 +158,7 @@ def test_every_host_has_its_engine(deployment: Deployment) -> None:
 
 
 def test_prompts_cross_the_network(deployment: Deployment) -> None:
-    """By TCP, as hosts have nothing else in common, and the answers are transformers'."""
+    """Over TCP, the only transport between hosts. The answers are those of transformers."""
     model = AutoModelForCausalLM.from_pretrained(deployment.model, dtype=torch.float32).eval()
     before = deployment.counts()
     for number, length in enumerate((130, 700, 2000)):
@@ -175,7 +175,7 @@ def test_prompts_cross_the_network(deployment: Deployment) -> None:
 
 @dataclass
 class Clients:
-    """Who ask all the while, each a prompt of its own each time."""
+    """Clients that send requests all the time, each with a new prompt."""
 
     deployment: Deployment
     first: int
@@ -210,12 +210,12 @@ class Clients:
                     self.texts[number] = self.deployment.streamed(prompt(number))
                 else:
                     self.ids[number] = self.deployment.ask(prompt(number))
-            except Exception as error:  # noqa: BLE001 - told below
+            except Exception as error:  # noqa: BLE001 - reported below
                 self.errors.append(repr(error))
             self.slowest_s = max(self.slowest_s, time.monotonic() - began)
 
     def check(self) -> None:
-        """All were answered, and as the prompts are when nothing happens."""
+        """All requests were answered, with the same text as without a fault."""
         assert not self.errors
         assert len(self.texts) + len(self.ids) > 10
         with ThreadPoolExecutor(4) as pool:
@@ -227,7 +227,7 @@ class Clients:
 
 @pytest.mark.parametrize("name", [PREFILL, DECODES[0]])
 def test_a_host_falls_silent(deployment: Deployment, name: str) -> None:
-    """Nobody waits for it longer than it takes to notice, and each answer is right."""
+    """No request waits longer than it takes to notice the fault, and every answer is right."""
     clients = Clients(deployment, first=100 * (name == PREFILL))
     with clients.running(3):
         time.sleep(3)

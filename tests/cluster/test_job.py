@@ -1,5 +1,5 @@
-"""`ray job submit` from a folder by one who has only Ray, an order by another job, and
-`ray job stop`."""
+"""`ray job submit` of a folder from an environment that has only Ray, a command from another job,
+and `ray job stop`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * START_S + 60)]
 
 @pytest.fixture(scope="module")
 def ray_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command of an environment that has Ray, and neither vLLM nor us."""
+    """The `ray` command of an environment without vLLM and disagg."""
     venv = tmp_path_factory.mktemp("client") / "venv"
     uv, python = [sys.executable, "-m", "uv"], venv / "bin" / "python"
     subprocess.run([*uv, "venv", "-q", "--python", sys.executable, venv], check=True, timeout=60)
@@ -74,7 +74,7 @@ class Jobs:
 
 
 def engines(cluster: RayNodes) -> list[psutil.Process]:
-    """Processes of engines and routers of ours."""
+    """The processes of disagg's engines and routers."""
     names = ("PrefillEngine", "DecodeEngine", "RouterActor", "VLLM::", "spawn_main")
     return [p for p in cluster.processes() if any(n in title(p) for n in names)]
 

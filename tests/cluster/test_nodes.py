@@ -1,4 +1,4 @@
-"""Several Ray nodes: where an engine's actor goes when one of them is to be avoided."""
+"""Several Ray nodes: where an engine's actor is placed if one node must be avoided."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nodes(cluster: RayNodes) -> list[placing.Node]:
 
 @pytest.fixture(autouse=True)
 def _emptied(nodes: list[placing.Node]) -> None:
-    """Ray takes a moment to give back what an actor that was killed had."""
+    """Wait until Ray has released the resources of actors that were killed."""
     deadline, known = time.monotonic() + 20, {node.node_id for node in nodes}
     while any(n.free.get("CPU") != 2 for n in placing.nodes() if n.node_id in known):
         assert time.monotonic() < deadline
@@ -79,7 +79,7 @@ def test_engines_of_one_role_are_not_together(
 
 @pytest.mark.parametrize("labels", [{"zone": "a"}, {}])
 def test_room_that_was_taken_meanwhile(nodes: list[placing.Node], labels: dict[str, str]) -> None:
-    """An engine that was to go there goes elsewhere, and does not wait for it."""
+    """If the preferred node's room is taken, an engine runs elsewhere and does not wait."""
     full, other = nodes
     taking = [pools.create(spec_of(10 + index, labels), full.node_id) for index in range(2)]
     try:
@@ -95,7 +95,7 @@ def test_room_that_was_taken_meanwhile(nodes: list[placing.Node], labels: dict[s
 def test_a_node_that_is_killed_is_known_to_be_gone(
     cluster: RayNodes, nodes: list[placing.Node]
 ) -> None:
-    """Long before Ray says so."""
+    """Long before Ray reports it."""
     dies, lives = nodes
     actor = pools.create(spec_of(9, {}), dies.node_id)
     home = ray.get(actor.home.remote(), timeout=60)

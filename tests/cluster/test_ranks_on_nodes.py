@@ -1,7 +1,7 @@
 """An engine whose ranks are on several Ray nodes, by vLLM's own Ray executor.
 
-That executor knows only accelerators. So the nodes say that they have a GPU each, and vLLM gets a
-platform (its own way to be extended) that is its CPU platform but for the name of what Ray counts.
+That executor supports only accelerators. So each node claims to have a GPU, and vLLM gets a
+platform plugin: its CPU platform, with Ray's resource name of a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def register():
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
-    """Two nodes that say they have a GPU."""
+    """Two nodes that claim to have a GPU."""
     folder = tmp_path_factory.mktemp("platform")
     (folder / "cpus_as_gpus.py").write_text(PLATFORM)
     about = folder / "cpus_as_gpus-1.dist-info"
@@ -67,7 +67,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
-    """Prefill is a CPU engine like any other; each of decode's two stages is on a node."""
+    """Prefill is a usual CPU engine. Each of decode's two stages is on a node of its own."""
     model = tmp_path_factory.mktemp("model") / "tiny"
     make_model(model)
     stages: dict[str, Any] = {
@@ -105,7 +105,7 @@ def ask(info: EngineInfo, ids: list[int], **more: Any) -> dict[str, Any]:
 
 
 def ranks() -> list[Any]:
-    """Those of all engines' that live, as Ray lists them."""
+    """The living placement groups of all engines, from Ray's list."""
     found = list_actors(filters=[("class_name", "=", "RayWorkerProc")])
     return [one for one in found if one.state == "ALIVE"]
 
@@ -154,7 +154,7 @@ def test_ranks_on_two_nodes_end_with_their_engine(
 def test_an_engine_ends_with_a_node_of_its_ranks(
     cluster: RayNodes, deployment: Deployment, tmp_path: Path
 ) -> None:
-    """Whoever looks after it is told, and it starts again when there is a node."""
+    """Its end is reported, and it can start again when there is another node."""
     answers = []
     for node in ("dies", "came"):
         (engine,) = pools.launch([spec(deployment, "decode", tmp_path)])

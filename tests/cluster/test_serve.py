@@ -1,7 +1,7 @@
 """`disagg serve` as a user runs it: a subprocess, a private Ray, real engines on the CPU.
 
-Engine starts dominate the time (about a minute each on two cores), so each test that needs
-one asks several things of it. What must be gone afterwards is noted while it is there.
+Engine starts dominate the time (about a minute each on two cores). So each test that needs engines
+checks several things. It notes the processes and files that must be gone after the end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def temporary() -> Iterator[Path]:
-    """A folder of a deployment's own, with a path short enough for sockets."""
+    """A temporary folder for one deployment, with a path short enough for sockets."""
     folder = Path(tempfile.mkdtemp(prefix="dt-", dir="/tmp"))
     yield folder
     shutil.rmtree(folder)
@@ -81,7 +81,7 @@ class Served:
         assert word in self.text, self.text
 
     def note(self) -> None:
-        """Remember what there is now and must not be there later."""
+        """Remember the processes and segments that must be gone later."""
         self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
         self.segments |= {name for process in self.seen for name in segments(process.pid)}
 
@@ -150,7 +150,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def beside(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, int]]:
-    """One that loads and serves while others of the same name are interrupted, fail and die."""
+    """A deployment that serves while others of the same name are interrupted, fail and die."""
     port = free_port()
     with temporary() as temp:
         folder = tmp_path_factory.mktemp("beside")
@@ -161,7 +161,7 @@ def beside(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 @pytest.fixture(scope="module", autouse=True)
 def broken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One whose engines cannot start, which takes them a while to find out."""
+    """A deployment whose engines fail to start, after a while."""
     folder = tmp_path_factory.mktemp("broken")
     shutil.copytree(model, folder / "model")
     file = folder / "model" / "config.json"
@@ -187,7 +187,7 @@ def deployment(model: Path, port: int = 0) -> dict[str, Any]:
             "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
             "hang_timeout_s": 20,
         },
-        # More engines than cores: they take turns.
+        # There may be more engines than cores, so they share cores.
         "prefill": {"resources": {"num_cpus": 0}},
         "decode": {"resources": {"num_cpus": 0}},
         "router": {
@@ -204,22 +204,22 @@ def listening(port: int) -> psutil.Process:
 
 
 def actor_of(served: Served, name: str) -> psutil.Process:
-    """The engine's actor, which serves its HTTP."""
+    """The process of the engine's actor, which serves HTTP."""
     shown = re.findall(rf"{name}\b.* http://127\.0\.0\.1:(\d+)", served.text)
     assert shown, served.text
     return listening(int(shown[-1]))
 
 
 def actor_named(served: Served, name: str) -> psutil.Process:
-    """By its class, which Ray makes the process's title; the first that there was."""
+    """The oldest process of an actor, found by its class: Ray makes it the process's title."""
     below = psutil.Process(served.process.pid).children(recursive=True)
     found = [process for process in below if f"ray::{name}" in title(process)]
     return min(found, key=lambda process: process.create_time())
 
 
 def core_of(served: Served, name: str) -> psutil.Process:
-    """The engine's process that computes."""
-    # Told by how it was started: vLLM's title for it does not always come off.
+    """vLLM's engine process."""
+    # Found by its command line: vLLM does not always set its title.
     children = {child: title(child) for child in actor_of(served, name).children()}
     found = [c for c, line in children.items() if "spawn_main" in line or "EngineCore" in line]
     assert len(found) == 1, children
@@ -272,7 +272,7 @@ def handed_over(port: int) -> float:
 
 
 def shown_by_ray(served: Served, name: str, **labels: str) -> float | None:
-    """A sample in the metrics endpoint of Ray's node, found as a cluster's Prometheus finds it."""
+    """A sample from Ray's metrics endpoint, found as a cluster's Prometheus finds it."""
     file = next(served.temp.rglob("prom_metrics_service_discovery.json"))
     node = json.loads(file.read_text())[0]["targets"][0]
     with urllib.request.urlopen(f"http://{node}/metrics", timeout=60) as response:
@@ -282,13 +282,13 @@ def shown_by_ray(served: Served, name: str, **labels: str) -> float | None:
 
 
 def who_logged(served: Served, word: str) -> set[str]:
-    """The classes of actors whose log, as Ray keeps it for its dashboard, has this word."""
+    """The classes of actors whose log in Ray's folder contains this word."""
     logs = [path.read_text() for path in served.temp.rglob("logs/worker-*.out")]
     return {log.partition(":actor_name:")[2].split()[0] for log in logs if word in log}
 
 
 def states(port: int) -> dict[str, str]:
-    """What the router says of each engine."""
+    """The state of each engine, from the router."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/ui/state", timeout=60) as response:
         return {engine["name"]: engine["state"] for engine in json.load(response)["engines"]}
 
@@ -333,11 +333,11 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     actor_named(served, "SupervisorActor").kill()
     decode.kill()
     served.until_shown("the supervisor died")
-    scaling = order(served, "scale", "prefill=1")
+    scaling = command(served, "scale", "prefill=1")
     served.until_shown("the supervisor is back")
     served.until_shown("engine decode-0 died")
     first = served.text.index("engine decode-0 died")
-    assert first < served.text.index("the supervisor is back"), "nobody looked after it meanwhile"
+    assert first < served.text.index("the supervisor is back"), "no fallback handled the engine"
     assert states(port)["decode-0"] == "starts again"
     with pytest.raises(urllib.error.HTTPError) as refused:
         complete(port)
@@ -346,7 +346,7 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     for name in ("prefill-0", "decode-0"):
         served.until_shown(f"{name} is back")
     said = scaling.communicate(timeout=60)[0]
-    assert scaling.returncode == 0, f"whoever asks meanwhile is heard later: {said}"
+    assert scaling.returncode == 0, f"a command waits for the new supervisor: {said}"
     before = handed_over(port)
     complete(port, "of another prompt than before ")
     assert handed_over(port) == before + 1
@@ -361,8 +361,8 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     served.note()
 
 
-def order(served: Served, *words: str) -> subprocess.Popen[str]:
-    """`disagg scale …` or another order for what runs in this one's temporary folder."""
+def command(served: Served, *words: str) -> subprocess.Popen[str]:
+    """`disagg scale …` or another command, for the deployment in this temporary folder."""
     return subprocess.Popen(
         [*DISAGG, *words],
         stdout=subprocess.PIPE,
@@ -373,10 +373,10 @@ def order(served: Served, *words: str) -> subprocess.Popen[str]:
 
 
 def apply(served: Served, folder: Path, content: dict[str, Any]) -> tuple[str, int]:
-    """What `disagg apply` says to this, and its exit status."""
+    """The output of `disagg apply` for this content, and its exit status."""
     file = folder / "changed.yaml"
     file.write_text(yaml.safe_dump(content))
-    applying = order(served, "apply", str(file))
+    applying = command(served, "apply", str(file))
     said = applying.communicate(timeout=START_S)[0]
     return said, applying.returncode
 
@@ -408,13 +408,13 @@ def test_rays_dashboard_shows_who_does_what(beside: tuple[Served, int]) -> None:
 def test_two_side_by_side_and_one_dies(
     run: Callable[..., Served], model: Path, beside: tuple[Served, int], tmp_path: Path
 ) -> None:
-    """Of one name, one temporary folder and one machine: what one does is nothing to the other.
+    """Two deployments with one name, temporary folder and machine do not affect each other.
 
-    The one that lives gets an engine more meanwhile, and gives it back.
+    Meanwhile the living deployment gets one more engine, and gives it up again.
     """
     living, living_port = beside
     living.until_shown("Ready: ")
-    scaling = order(living, "scale", "decode=2")
+    scaling = command(living, "scale", "decode=2")
     dying_port = free_port()
     mortal = deployment(model, dying_port)
     mortal["engine"]["max_restarts"] = 0
@@ -452,7 +452,7 @@ def test_two_side_by_side_and_one_dies(
     assert status == 1, said
     assert re.search("the change is taken back: engine .*NoSuchModel", said), said
     assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), "up")
-    scaling = order(living, "scale", "decode=1")
+    scaling = command(living, "scale", "decode=1")
     said = scaling.communicate(timeout=60)[0]
     assert scaling.returncode == 0, said
     assert "decode-1 is idle and ends" in said

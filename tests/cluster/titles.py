@@ -1,4 +1,4 @@
-"""What a process is, by its command line."""
+"""What a process is, from its command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def title(process: psutil.Process) -> str:
-    """Its command line, or what it calls itself; nothing if it ends."""
+    """A process's command line or title; empty if the process ends."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

@@ -31,7 +31,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def status_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run `main` in this process, so that modules can be replaced; its exit status."""
+    """Run `main` in this process, so that modules can be replaced. Returns its exit status."""
     monkeypatch.setattr(sys, "argv", ["disagg", *arguments])
     with pytest.raises(SystemExit) as caught:
         cli.main()
@@ -91,7 +91,7 @@ def test_a_wrong_file_is_one_line_per_problem_and_status_2(command: str, tmp_pat
     ]
 
 
-def test_what_only_the_machine_knows_is_checked_before_serving(tmp_path: Path) -> None:
+def test_the_machine_is_checked_before_serving(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("model: {path: ./gone}\nrouter: {port: 0}\n")
     done = run("serve", str(path))
@@ -151,7 +151,7 @@ def test_no_error_of_ours_is_a_traceback(
     assert capsys.readouterr().err.endswith("error: peer is gone\n")
 
 
-def test_router_takes_urls_a_file_and_options_that_win(
+def test_router_takes_urls_a_file_and_options_that_override_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: dict[str, Any] = {}
@@ -230,7 +230,7 @@ def test_router_takes_urls_a_file_and_options_that_win(
         ),
     ],
 )
-def test_what_is_wrong_with_a_routers_settings_is_one_line(
+def test_a_wrong_router_setting_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -260,7 +260,7 @@ def test_connectors_have_the_names_of_the_settings() -> None:
         (("https://127.0.0.1:1", "--ca", "/nonexistent"), "name a PEM file"),
     ],
 )
-def test_a_drain_that_cannot_be_asked_for_is_one_line(
+def test_a_drain_with_wrong_options_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: tuple[str, ...],
@@ -282,7 +282,7 @@ def test_bench_owns_its_commands_and_options(monkeypatch: pytest.MonkeyPatch) ->
 
     @owned.callback()
     def measure() -> None:
-        """Keep `handoff` a command, though it is the only one."""
+        """Keep `handoff` a command although it is the only one."""
 
     @owned.command()
     def handoff(requests: int = 0) -> None:

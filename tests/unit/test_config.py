@@ -1,4 +1,4 @@
-"""Reading the YAML: what is wrong is said in one line that names the key and the fix."""
+"""Reading the YAML: each problem is one line that names the key and the fix."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_transport_named_twice_is_refused(tmp_path: Path) -> None:
     assert problems_of(tmp_path, text)[0].startswith("transfer.transports: [")
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     text = "model: {path: ''}\nprefill: {replicas: -1}\nrouter: {prt: 1}\n"
     assert [line.split(":")[0] for line in problems_of(tmp_path, text)] == [
         "model.path",
@@ -116,7 +116,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         ("", "empty"),
     ],
 )
-def test_what_is_no_yaml_of_ours_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_that_is_no_deployment_is_one_line(tmp_path: Path, text: str, words: str) -> None:
     (line,) = problems_of(tmp_path, text)
     assert "deployment.yaml" in line
     assert words in line

@@ -1,4 +1,4 @@
-"""Secrets, API keys and TLS files: what is wrong is said in one line that shows none of them."""
+"""Secrets, API keys and TLS files: each problem is one line, which shows no secret."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_api_keys_are_split_at_commas_and_lines(
         ApiKey(None, "three"),
         ApiKey("bob@x.org", "fo#ur="),
     )
-    # Two keys of one name are how a key is changed.
+    # Two keys may have one name: that is how a client changes its key.
     assert [key.name for key in keys("ann=old\nann=new", tmp_path)] == ["ann", "ann"]
     assert "old" not in repr(keys("ann=old", tmp_path))
 
@@ -91,9 +91,7 @@ def test_api_keys_are_split_at_commas_and_lines(
         ("secret1\u00e9", "key 1 holds a space or a character that is not ASCII"),
     ],
 )
-def test_keys_that_are_none_are_refused_and_not_shown(
-    tmp_path: Path, text: str, words: str
-) -> None:
+def test_wrong_keys_are_refused_and_not_shown(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=r"^router\.api_keys_file: ") as caught:
         keys(text, tmp_path)
     assert words in str(caught.value)
@@ -109,7 +107,7 @@ def test_the_engines_key_comes_from_its_variable(monkeypatch: pytest.MonkeyPatch
         credentials.engine_key("INNER")
 
 
-def test_tls_files_must_be_two_that_belong_together(tmp_path: Path) -> None:
+def test_tls_certificate_and_key_must_belong_together(tmp_path: Path) -> None:
     (cert, key), (_, other) = certificate(tmp_path, "one"), certificate(tmp_path, "two")
     locked = str(tmp_path / "locked.key")
     lock = ["openssl", "pkcs8", "-topk8", "-passout", "pass:x", "-in", key, "-out", locked]

@@ -1,4 +1,4 @@
-"""A host that goes without a word, on hosts of our own: who waits for it hears of that."""
+"""A host that disappears, on simulated hosts: a connection to it fails."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def waiting(hosts: Hosts, tmp_path: Path) -> Iterator[tuple[socket.socket, socke
 def test_a_silent_host_is_noticed(
     hosts: Hosts, waiting: tuple[socket.socket, socket.socket]
 ) -> None:
-    """By who has sent something, and by who only waits."""
+    """By a connection that has sent something, and by one that only waits."""
     first, second = waiting
     hosts.silence("there")
     first.sendall(b"are you there?")

@@ -31,7 +31,7 @@ def leave_room() -> None:
 
 
 def leaving_room(measure: Measure) -> Measure:
-    """vLLM's measure of memory for the cache, of each worker, less what transfers will take."""
+    """vLLM's measure of each worker's memory for the cache, minus the bytes for transfers."""
     if hasattr(measure, "leaves_room"):
         return measure  # plugins may be loaded twice
 
@@ -40,7 +40,7 @@ def leaving_room(measure: Measure) -> Measure:
         config = executor.vllm_config
         on_cpu = config.device_config.device_type == "cpu"
         taken = 0 if on_cpu else device_bytes(config.kv_transfer_config)
-        # Looked at before: vLLM sets it too, to what it has measured at an earlier start.
+        # Read before `measure`, which may set it to the value that vLLM saved at an earlier start.
         by_user = config.cache_config.kv_cache_memory_bytes is not None
         available = measure(executor)
         if not taken:
@@ -60,14 +60,14 @@ def leaving_room(measure: Measure) -> Measure:
 
 
 def device_bytes(transfer: KVTransferConfig | None) -> int:
-    """What our connectors among those configured take of each GPU."""
+    """Bytes of each GPU that the configured connectors of ours take."""
     if transfer is None or transfer.kv_connector is None:
         return 0
     settings = transfer.kv_connector_extra_config
     if transfer.kv_connector == "MultiConnector":
         return sum(device_bytes(_child(child)) for child in settings.get("connectors", []))
     if not (transfer.kv_connector_module_path or "").startswith("disagg."):
-        return 0  # not even imported before its time
+        return 0  # another connector, which must not be imported here
 
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -82,7 +82,7 @@ def _child(config: dict[str, Any]) -> KVTransferConfig:
 
 
 def _is_needed(config: VllmConfig) -> bool:
-    """Whether transfers take memory of the GPU that nobody else keeps free."""
+    """Whether transfers take GPU memory that only this patch keeps free."""
     if config.device_config.device_type == "cpu":
         return False
     if config.cache_config.kv_cache_memory_bytes is not None:

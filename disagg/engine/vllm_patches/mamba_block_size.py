@@ -57,7 +57,7 @@ def keeping_blocks(update: Update) -> Update:
 
 
 def store_states_between_steps() -> None:
-    """Change what vLLM's CPU model runner says of its layers."""
+    """Change the KV cache specs of vLLM's CPU model runner."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     specs: Specs = CPUModelRunner.get_kv_cache_spec
@@ -92,7 +92,8 @@ def _is_needed(config: VllmConfig) -> bool:
 
 
 _REPORT = (
-    "https://github.com/vllm-project/vllm/issues/54504 (mamba_cache_mode all ends CPU engines); "
+    "https://github.com/vllm-project/vllm/issues/54504 (mamba_cache_mode all ends CPU engines) and "
+    "its open fix https://github.com/vllm-project/vllm/pull/54505; "
     "the lost block size has no report that we know of"
 )
 BLOCK_SIZE = Patch(

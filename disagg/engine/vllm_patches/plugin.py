@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes, as a general plugin (see pyproject.toml)."""
+"""The general plugin that vLLM calls in each of its processes (see pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from disagg.engine.vllm_patches import (
 
 # Switches that `disagg serve` sets in the environment.
 SWITCHES = (busy_poll.PATCH, fork_workers.PATCH)
-# What our connector needs and vLLM has no setting for.
+# Functions that our connector needs and for which vLLM has no setting.
 EXTENSIONS = (kv_memory_headroom.PATCH,)
 # Faults of vLLM.
 MENDS = (

@@ -1,4 +1,4 @@
-"""Which node is preferred, and what is said when none will do."""
+"""Which node an engine prefers, and the message if no node has room."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_a_node_whose_raylet_is_gone_does_not_answer() -> None:
     assert not alive.answers()
     assert alive.is_gone()
     never_reached = Node("1", "127.0.0.1", {}, port=alive.port)
-    assert not never_reached.is_gone(), "a firewall may have said that"
+    assert not never_reached.is_gone(), "a firewall may have refused the connection"
 
 
-def test_a_node_that_says_nothing_is_not_known_to_be_gone() -> None:
+def test_a_silent_node_is_not_certainly_gone() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listening, ExitStack() as waiting:
         silent = Node("1", "127.0.0.1", {}, port=listening.getsockname()[1])
         assert not silent.is_gone()
-        for _ in range(4):  # who would wait with these is never heard
+        for _ in range(4):  # they fill the backlog, so later connections get no answer
             one = waiting.enter_context(socket.socket())
             one.setblocking(False)
             one.connect_ex(listening.getsockname())
@@ -120,7 +120,7 @@ def test_says_what_is_missing() -> None:
 def test_nothing_is_started_on_a_node_that_does_not_answer(
     placement: str, labels: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray still counts it; whoever waits hears what for."""
+    """Ray still counts that node. The error names the resources that are missing."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     zone = {"zone": "a"}
@@ -163,7 +163,7 @@ def test_ranks_have_room_on_several_nodes_together() -> None:
     assert not has_room(spread(3), nodes, avoid="1")
     assert not has_room(spread(3), [gpus("1", 1, cpus=0), gpus("2", 2, cpus=0)])
     assert not has_room(spread(3, labels={"zone": "a"}), nodes)
-    assert [node.free["GPU"] for node in nodes] == [1, 2], "asking takes nothing"
+    assert [node.free["GPU"] for node in nodes] == [1, 2], "has_room took resources"
 
 
 def test_says_that_ranks_may_be_on_several_nodes() -> None:

@@ -1,4 +1,4 @@
-"""What the panels ask for is emitted, by name and by labels, in both ways that metrics come."""
+"""The metrics and labels of all panels are emitted, by both sources of metrics."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from disagg.dashboards.panels import VIA, rows
 from disagg.router.telemetry.metrics import OF_VLLM, RouterMetrics
 
 SELECTOR = re.compile(r'\{__name__=~"\$\{via\}([^"]+)", deployment=~"\$deployment"([^}]*)\}')
-# What a family's samples are called.
+# The suffixes of a family's samples.
 SAMPLES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
 OF_ENGINES = {"engine", "role"}  # the router adds these to what engines emit
 
 
 def asked() -> Iterator[tuple[str, set[str]]]:
-    """The pattern of each name that a panel asks for, and the labels that it is asked by."""
+    """The name patterns that a panel queries, and the labels that each query uses."""
     for panel in (panel for row in rows().values() for panel in row):
         for query in panel.queries:
             kept = {label for by in re.findall(r" by \((.+?)\)", query.expr)
@@ -58,7 +58,7 @@ def of_router() -> Iterator[tuple[str, str, set[str]]]:
 
 
 def of_source(path: Path) -> Iterator[tuple[str, str, set[str]]]:
-    """Name, kind and labels of what a file makes by vLLM's classes; it is not imported."""
+    """Name, kind and labels of the metrics in a file of vLLM, which is not imported."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
             continue
@@ -72,7 +72,7 @@ def of_source(path: Path) -> Iterator[tuple[str, str, set[str]]]:
             yield name.value, kind.group(), labels | OF_ENGINES
 
 
-def test_panels_ask_for_what_is_emitted() -> None:
+def test_panels_use_only_emitted_metrics() -> None:
     samples = emitted()
     assert {"disagg_handoffs_total", "vllm:kv_cache_usage_perc"} <= set(samples)
     assert samples["disagg_handoffs_total"] == {"transport", "outcome", *OF_ENGINES}
@@ -86,14 +86,14 @@ def test_panels_ask_for_what_is_emitted() -> None:
             assert labels <= samples[names[name]], (name, labels)
 
 
-def test_the_router_passes_on_what_panels_ask_of_vllm() -> None:
+def test_the_router_passes_on_vllms_metrics_of_the_panels() -> None:
     for pattern, _ in asked():
         name = pattern.replace("[:_]", ":")
         if name.startswith("vllm:"):
             assert re.sub("_(total|bucket|sum|count)$", "", name) in OF_VLLM
 
 
-def test_the_file_is_of_these_panels() -> None:
+def test_the_file_matches_the_panels() -> None:
     command = "python -m disagg.dashboards.grafana"
     assert grafana.FILE.read_text("utf-8") == grafana.text(), f"write it again: {command}"
     panels = json.loads(grafana.text())["panels"]
@@ -104,5 +104,5 @@ def test_the_file_is_of_these_panels() -> None:
         for x in range(place["x"], place["x"] + place["w"])
         for y in range(place["y"], place["y"] + place["h"])
     ]
-    assert len(set(covered)) == len(covered), "panels lie over one another"
+    assert len(set(covered)) == len(covered), "panels overlap"
     assert max(x for x, _ in covered) == 23

@@ -1,4 +1,4 @@
-"""`disagg dashboard`: over HTTP to what answers as Grafana does, and as files."""
+"""`disagg dashboard`: over HTTP to a fake Grafana, and as files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCKER = Path(__file__).parents[3] / "docker"
 
 
 class Grafana(ThreadingHTTPServer):
-    """The one path of Grafana's API that is used, with its checks; keeps what it was sent."""
+    """The path of Grafana's API that the command uses, with its checks; stores the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -77,7 +77,7 @@ def test_send(server: Grafana) -> None:
     assert sent == {"dashboard": json.loads(grafana.FILE.read_text("utf-8")), "overwrite": True}
 
 
-def test_what_grafana_refuses_says_what_to_do(
+def test_a_refusal_by_grafana_says_what_to_do(
     server: Grafana, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{server.url}/grafana"
@@ -114,7 +114,7 @@ def test_write(tmp_path: Path) -> None:
     assert scrape["static_configs"] == [{"targets": ["127.0.0.1:8000"]}]
 
 
-def test_a_file_of_somebody_elses_stays(tmp_path: Path) -> None:
+def test_a_file_of_another_program_stays(tmp_path: Path) -> None:
     mine = tmp_path / "prometheus.yml"
     mine.write_text("scrape_configs: []\n")
     with pytest.raises(

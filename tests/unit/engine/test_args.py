@@ -19,7 +19,7 @@ def test_the_key_is_in_the_environment_and_nowhere_else() -> None:
 
 @pytest.mark.parametrize(("algorithm", "seed"), [("sha256", None), ("xxhash_cbor", "0")])
 def test_engines_hash_alike(algorithm: str, seed: str | None) -> None:
-    """Where vLLM takes a random seed, both are given one."""
+    """Where vLLM would hash with a random seed, both engines get the same seed."""
     args = {"args": {"prefix_caching_hash_algo": algorithm}}
     deployment = Deployment.model_validate({"model": {"path": "org/name"}, "engine": args})
     spec = EngineSpec(deployment, "decode", 0, "run", "/tmp/kv", True, "of-leases", "of-engines")

@@ -1,4 +1,4 @@
-"""Health follows the process that computes. Real hangs: tests/cluster/test_serve.py."""
+"""`/health` fails while the engine process hangs. Real hangs: tests/cluster/test_serve.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from disagg.engine import liveness as module
 from disagg.engine.liveness import Liveness, LivenessHealth
 
 
-def test_health_follows_the_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_follows_the_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SILENT_S", 0.1)
     monkeypatch.setattr(module, "EVERY_S", 0.01)
     asyncio.run(_follow())
@@ -46,7 +46,7 @@ async def _follow() -> None:
     beating.cancel()
 
 
-def test_what_the_engine_raises_ends_it() -> None:
+def test_an_error_of_the_engine_ends_the_loop() -> None:
     async def dead() -> None:
         raise RuntimeError("dead")
 

@@ -1,4 +1,4 @@
-"""What Ray's metrics endpoint is told. That it shows it: tests/cluster/test_serve.py."""
+"""The samples for Ray's metrics endpoint. tests/cluster/test_serve.py reads that endpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAGS = {"deployment": "two", "engine": "decode-1", "role": "decode"}
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
-    """Families as vLLM, our connector and our router make them."""
+    """Metric families like those of vLLM, our connector and our router."""
     registry = CollectorRegistry()
     labels = ("model_name", "engine")
     tokens = Counter("vllm:generation_tokens", "Tokens.", labels, registry=registry)
@@ -61,7 +61,7 @@ def test_names_labels_and_values_stay(registry: CollectorRegistry) -> None:
     assert families["disagg_handoff_seconds_count"][0].value == 3
 
 
-def test_the_routers_keep_the_roles_they_tell_of(registry: CollectorRegistry) -> None:
+def test_the_routers_metrics_keep_their_role_label(registry: CollectorRegistry) -> None:
     text = generate_latest(registry).decode()
     families = by_name(text_string_to_metric_families(text), {"deployment": "two"})
     assert families["disagg_router_in_flight"] == [
@@ -70,7 +70,7 @@ def test_the_routers_keep_the_roles_they_tell_of(registry: CollectorRegistry) ->
     assert families["vllm_generation_tokens_total"][0].tags["engine"] == "0"
 
 
-def test_what_goes_wrong_is_logged_once_and_tried_again(
+def test_a_failed_walk_is_logged_once_and_repeated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ray_metrics, "every_s", lambda: 0.01)

@@ -1,4 +1,4 @@
-"""An engine's log has the router's ids, and nothing of what requests say."""
+"""An engine's log has the router's request ids, and nothing of the requests' content."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read(lines: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines.getvalue().splitlines()]
 
 
-def test_a_line_for_each_request_of_the_routers(lines: io.StringIO) -> None:
+def test_one_line_for_each_request_from_the_router(lines: io.StringIO) -> None:
     engine = client()
     engine.post("/v1/completions", headers={"X-Request-Id": "a-1"}, content="the prompt")
     engine.post("/v1/completions", headers={"X-Request-Id": "a-2"}, content="break")
@@ -59,7 +59,7 @@ def test_a_line_for_each_request_of_the_routers(lines: io.StringIO) -> None:
     assert "prompt" not in lines.getvalue()
 
 
-def test_none_where_the_router_writes_none(lines: io.StringIO) -> None:
+def test_no_lines_if_the_routers_access_log_is_off(lines: io.StringIO) -> None:
     open_request_log(enabled=False)
     assert client().post("/v1/completions", headers={"X-Request-Id": "a-1"}).status_code == 202
     assert read(lines) == []

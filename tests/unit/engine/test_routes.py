@@ -1,4 +1,4 @@
-"""An engine's server answers requests with the engines' key only, but for health and metrics."""
+"""An engine's server requires the engines' key, except for health and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = {"authorization": "Bearer of-the-engines"}
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> TestClient:
-    """The server without an engine: every path of vLLM's answers."""
+    """The server without an engine. Every path of vLLM answers."""
     monkeypatch.setenv(KEY_ENV, "of-the-engines")
     monkeypatch.setenv(SECRET_ENV, "of-the-leases")
     app = FastAPI()
@@ -37,7 +37,7 @@ def test_without_the_key_nothing_is_done(engine: TestClient, path: str, shown: s
 
 def test_with_the_key_and_for_health_all_is_as_before(engine: TestClient) -> None:
     assert engine.get("/v1/models", headers=KEY).json() == "v1/models"
-    # Looked at, and refused for what it says.
+    # The route gets the request, and refuses its content.
     answer = engine.post("/disagg/release", headers=KEY, json={"kv_transfer_params": {}})
     assert answer.status_code == 409
     for path in ("/health", "/metrics", "/metrics/"):

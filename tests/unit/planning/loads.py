@@ -38,7 +38,7 @@ def speeds(
     handoff: dict[str, Any] | None = None,
     router_s: float = 0.001,
 ) -> Speeds:
-    """The speeds above, but for what is given."""
+    """The speeds above, with these changes."""
     return Speeds.model_validate(
         {
             "measured": {"machine": "none, made up"},
@@ -51,7 +51,7 @@ def speeds(
 
 
 def trace(*requests: tuple[float, int, int]) -> Trace:
-    """Of (at, prompt, output)."""
+    """A trace of requests (at, prompt, output)."""
     at, prompt, output = zip(*requests, strict=True)
     return Trace(at, prompt, output, "made up")
 
@@ -65,7 +65,7 @@ def load(
     routing: Routing | None = None,
     seed: int = 0,
 ) -> SimulatedLoad:
-    """A load of these requests, with targets that everybody meets."""
+    """A load of these requests, with targets that every request meets."""
     if not isinstance(requests, Trace):
         requests = trace(*requests)
     targets = targets or Targets(1e9, 1e9, 1.0)

@@ -18,7 +18,7 @@ Requests = Sequence[tuple[float, int, int]]
 
 
 class Watched:
-    """What one decode engine made of requests that come to it at their times."""
+    """The results of one decode engine that gets requests at their arrival times."""
 
     def __init__(self, of: Speeds, requests: Requests, local: Sequence[bool]) -> None:
         self.first, self.last = dict[int, float](), dict[int, float]()
@@ -93,7 +93,7 @@ def one_by_one(
             if entry[1] == requests[entry[0]][1]:
                 finished.append(entry[0])
         prompts = [entry for entry in prompts if entry[0] not in finished]
-        # Who comes in the middle of the step is admitted with what is free in it.
+        # A request that arrives during the step is admitted with the room at that time.
         while coming and requests[coming[0]][0] <= now + step_s:
             waiting.append(coming.pop(0))
             admit(requests[waiting[-1]][0])
@@ -129,7 +129,7 @@ def test_gaps_within_a_stretch_have_their_own_times() -> None:
     assert watched.spread.quantile(0.99) == pytest.approx(sorted(gaps)[98], rel=0.02)
 
 
-def test_who_does_not_fit_waits_until_somebody_has_left() -> None:
+def test_a_request_without_room_waits_until_another_ends() -> None:
     of = speeds(decode={"kv_tokens": 2500})
     watched = Watched(of, [(0.0, 1000, 100), (0.0, 1000, 100), (0.0, 1000, 100)], [False] * 3)
     assert watched.first[1] == pytest.approx(watched.first[0])
@@ -146,7 +146,7 @@ def test_handoffs_beyond_the_limit_take_turns() -> None:
     assert times == pytest.approx([takes, takes, 2 * takes, 2 * takes], rel=1e-4)
 
 
-def test_a_prompt_of_its_own_delays_who_decodes() -> None:
+def test_a_locally_computed_prompt_delays_running_requests() -> None:
     of = speeds()
     watched = Watched(of, [(0.0, 500, 20), (0.1, 800, 5)], [False, True])
     delayed = watched.spread.quantile(1.0)

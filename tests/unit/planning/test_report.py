@@ -58,7 +58,7 @@ def test_the_command_answers_in_tables_and_json(tmp_path: Path, run: Command) ->
     assert (asked_about["prefill"], asked_about["decode"]) == (9, 8)
 
 
-def test_what_no_number_of_engines_does_is_status_1(tmp_path: Path, run: Command) -> None:
+def test_unreachable_targets_are_status_1(tmp_path: Path, run: Command) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(GOOD)
     asked = ("--trace", str(path), "--ttft", "0.0001", "--itl", "1")

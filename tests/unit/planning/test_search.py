@@ -1,4 +1,4 @@
-"""The search against all pairs tried one by one, and what no number of engines can do."""
+"""The search compared with trying all pairs, and targets that no number of engines meets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_nothing_cheaper_meets_the_targets(costs: Costs) -> None:
 
 
 def test_costs_move_the_ratio() -> None:
-    """A pair on the edge: another one costs as many engines, or one more."""
+    """A pair at the boundary: other pairs have as many engines, or one more."""
     asked = load(MIXED, targets=Targets(0.5, 0.03, 0.9))
     dear_decode = search(asked, Costs(1, 10)).best
     dear_prefill = search(asked, Costs(10, 1)).best
@@ -72,7 +72,7 @@ def test_caches_too_small_are_named() -> None:
 
 
 def test_too_many_at_one_moment() -> None:
-    """Even one engine a request is not enough when two draw the same one."""
+    """Even one engine per request is not enough if two requests get the same engine."""
     at_once = Trace([0.0] * 40, [900] * 40, [2] * 40, "made up")
     alone = speeds().first_token_alone(900, local=False)
     with pytest.raises(Unreachable, match=r"not even 40 engines of each role"):

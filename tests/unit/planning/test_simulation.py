@@ -26,7 +26,7 @@ def test_short_prompts_stay_with_decode() -> None:
     assert simulate(load(requests, local_prefill_tokens=99), 1, 1).prefill_busy > 0
 
 
-def test_who_fits_into_no_cache_is_refused_and_misses() -> None:
+def test_a_request_that_fits_into_no_cache_is_refused_and_misses() -> None:
     requests = [(0.0, 100, 5), (0.1, 20_000, 1)]
     outcome = simulate(load(requests), 1, 1)
     assert (outcome.refused, outcome.missed, outcome.share) == (1, 1, 0.5)
@@ -34,7 +34,7 @@ def test_who_fits_into_no_cache_is_refused_and_misses() -> None:
 
 
 def test_the_less_loaded_of_two_is_better_than_chance() -> None:
-    """Two engines of which both are drawn: a request never queues while the other is free."""
+    """Of two engines both are drawn, so a request never queues while the other is free."""
     of = speeds(decode={"kv_tokens": 10**6, "max_num_seqs": 1000})
     requests = [(0.0, 1000, 1), (0.001, 1000, 1), (10.0, 1000, 1), (10.001, 1000, 1)]
     alone = simulate(load(requests[:1], of), 1, 1).ttft_p99
@@ -43,7 +43,7 @@ def test_the_less_loaded_of_two_is_better_than_chance() -> None:
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(4, 3), (8, 8), (12, 6), (20, 20)])
-def test_giving_up_early_says_the_same(prefill: int, decode: int) -> None:
+def test_ending_early_gives_the_same_result(prefill: int, decode: int) -> None:
     asked = load(MIXED, targets=Targets(0.3, 0.05, 0.9))
     outcome = simulate(asked, prefill, decode)
     assert meets(asked, prefill, decode) == outcome.meets(asked.targets)
@@ -89,7 +89,7 @@ def test_thousands_of_engines_in_seconds() -> None:
 
 
 def test_streams_begin_with_prefills_token() -> None:
-    """A lone request: exactly the time of prefill's answer, and what follows is one gap."""
+    """One request alone: its first token comes exactly with prefill's answer, then one gap."""
     of, requests = speeds(), [(0.0, 900, 5)]
     begun = simulate(load(requests, of, routing=Routing(0, first_token="prefill")), 1, 1)
     assert begun.ttft_p50 == pytest.approx(of.router_s + of.prefill.alone(900))
@@ -121,7 +121,7 @@ def test_an_answer_of_one_token_is_decodes() -> None:
 
 
 def test_decode_helps_when_prefill_is_behind() -> None:
-    """By the router's rule: bursts are shared, and the more a request must wait the fewer are."""
+    """The router's rule: decode computes part of a burst, and less with a higher threshold."""
     burst = [(20.0 * (n // 8) + 0.01 * (n % 8), 900, 8) for n in range(80)]
     busy = {
         share: simulate(load(burst, routing=Routing(0, prefill_wait_share=share)), 1, 1)
@@ -133,7 +133,7 @@ def test_decode_helps_when_prefill_is_behind() -> None:
     assert busy[0.5].ttft_p99 < alone.ttft_p99
 
 
-def test_nobody_helps_before_prefill_is_known_to_be_slow() -> None:
+def test_decode_does_not_help_before_prefills_speed_is_known() -> None:
     at_once = [(0.0, 900, 8)] * 4
     routing = Routing(0, prefill_wait_share=0.0)
     assert simulate(load(at_once, routing=routing), 1, 1) == simulate(load(at_once), 1, 1)

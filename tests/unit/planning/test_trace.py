@@ -32,7 +32,7 @@ def test_csv(tmp_path: Path) -> None:
     assert (list(read.at), list(read.prompt), list(read.output)) == ([0, 1], [10, 20], [2, 3])
 
 
-def test_arrivals_are_made_where_none_are(tmp_path: Path) -> None:
+def test_a_file_without_arrivals_gets_poisson_arrivals(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"prompt_tokens": 10, "output_tokens": 2}\n' * 4000)
     read = trace.read(path, 50.0, 7)

@@ -1,4 +1,4 @@
-"""What is checked against the machine before anything is started."""
+"""The checks against the machine, before anything is started."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_wrong_engine_argument_is_one_line(args: dict[str, Any], line: str) ->
         {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
     ],
 )
-def test_what_vllm_takes_is_let_through(args: dict[str, Any]) -> None:
+def test_arguments_that_vllm_accepts_pass(args: dict[str, Any]) -> None:
     checks.check(deployment_with(engine={"args": args}))
 
 
@@ -285,7 +285,9 @@ def test_the_secrets_variable_is_not_the_users() -> None:
     assert line == "decode.env.VLLM_API_KEY: set by disagg; set router.api_keys_env instead"
 
 
-def test_without_vllm_names_are_unchecked_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_a_warning_says_that_names_are_unchecked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(vllm_args, "known_arguments", lambda: None)
     warnings = checks.check(deployment_with(engine={"args": {"no_such_thing": 1}}))
     assert any("arguments are not checked" in line for line in warnings)
@@ -313,7 +315,7 @@ def test_some_transport_must_fit_the_engines(
 @pytest.mark.engine
 @pytest.mark.usefixtures("needs_vllm")
 def test_the_names_are_vllms_own() -> None:
-    """Read from source here; vLLM's own answer takes an import of ten seconds."""
+    """We read them from the source. To ask vLLM itself takes an import of ten seconds."""
     from dataclasses import fields
 
     from vllm.engine.arg_utils import AsyncEngineArgs

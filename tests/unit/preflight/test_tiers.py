@@ -1,4 +1,4 @@
-"""`tiers:` in the YAML, as far as the engines' arguments."""
+"""From the YAML's `tiers` section to the engines' arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_without_tiers_the_handoff_is_alone() -> None:
 @pytest.mark.parametrize(
     ("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")]
 )
-def test_tiers_stand_beside_the_handoff(role: Role, kv_role: str) -> None:
+def test_tiers_add_a_second_connector(role: Role, kv_role: str) -> None:
     made = deployment(
         host={"max_bytes": 1 << 30, "eviction": "arc"},
         directory={"path": "/tmp", "max_bytes": 5},
@@ -84,7 +84,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ({"blocks_per_chunk": 0}, "tiers.blocks_per_chunk"),
     ],
 )
-def test_mistakes_are_named(tiers: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_a_wrong_setting_is_named(tiers: dict[str, Any], key: str, tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(json.dumps({"model": {"path": "org/name"}, "tiers": tiers}))
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""The autoscaler against loads that rise, fall, wobble and burst; the clock is a number."""
+"""The autoscaler on loads that rise, fall, oscillate and burst, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def section(**values: float) -> AutoscaleSection:
 def changes(
     settings: AutoscaleSection, load: Sequence[tuple[float, float, float]], replicas: int = 1
 ) -> list[tuple[float, int]]:
-    """(when, how many) of all decisions. load: (seconds, requests, KV caches), in a row."""
+    """(seconds, replicas) of all decisions. load: phases of (seconds, requests, KV caches)."""
     scaler, now, found = Autoscaler(settings), 0.0, []
     for seconds, requests, caches in load:
         until = now + seconds
@@ -69,7 +69,7 @@ def test_wobble_about_the_edge_changes_nothing_twice() -> None:
 
 
 def test_empty_moments_do_not_hide_a_load() -> None:
-    """Short requests: every other look finds few of them, or none."""
+    """With short requests every other look finds few requests, or none."""
     short = [(LOOK_S, requests, 0.0) for requests in (0, 30, 22, 3, 25, 20) * 8]
     assert [count for _, count in changes(section(), short)] == [3]
 
@@ -90,7 +90,7 @@ def test_decision_says_its_inputs() -> None:
 
 
 def needed_at(looks: list[tuple[float, float]], last: int) -> int:
-    """By the looks of the ten seconds up to this one."""
+    """From the looks of the last ten seconds."""
     seen = looks[max(0, last - 5) : last + 1]
     requests, caches = (median_low(values) for values in zip(*seen, strict=True))
     return min(max(math.ceil(requests / 8), math.ceil(round(caches / 0.8, 6)), 1), 4)
@@ -102,7 +102,7 @@ def needed_at(looks: list[tuple[float, float]], last: int) -> int:
     st.sampled_from([0.0, 10.0, 60.0]),
 )
 def test_any_load(looks: list[tuple[float, float]], replicas: int, cooldown_s: float) -> None:
-    """Within bounds, only when it was needed, and no shrink within a cooldown."""
+    """Decisions stay within the bounds and follow need; no pool shrinks within a cooldown."""
     settings = section(cooldown_s=cooldown_s)
     load = [(LOOK_S, requests, caches) for requests, caches in looks]
     found = changes(settings, load, replicas)

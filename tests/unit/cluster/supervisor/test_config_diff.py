@@ -1,4 +1,4 @@
-"""What of a changed file is refused, and which engines it replaces."""
+"""Which changes of a file are refused, and which engines a change replaces."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_refused_with_its_path(sections: dict[str, Any], path: str) -> None:
         ({"transfer": {"lease_s": 5}}, ("prefill", "decode")),
     ],
 )
-def test_who_is_replaced(sections: dict[str, Any], old: tuple[str, ...]) -> None:
+def test_outdated_engines(sections: dict[str, Any], old: tuple[str, ...]) -> None:
     before, after = deployment(), deployment(**sections)
     assert refused(before, after) == []
     assert is_outdated(before, after, "prefill") == ("prefill" in old)

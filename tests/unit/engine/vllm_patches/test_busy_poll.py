@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads: off unless asked for, and never a reason for an engine to end."""
+"""The plugin that vLLM loads: off unless the environment switches it on, and never an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV
 
-# vLLM is imported once; each value of the environment has a fork.
+# vLLM is imported once. Each value of the environment is tried in a fork.
 MEASURE = """
 import os, sys, time
 from vllm.plugins import load_general_plugins
@@ -31,7 +31,7 @@ for value in sys.argv[2:]:
 
 @pytest.fixture(scope="module")
 def seconds_of_100_yields() -> dict[str, float]:
-    """By what the environment says."""
+    """By the variable's value."""
     env = {k: v for k, v in os.environ.items() if k != POLL_SLEEP_ENV}
     command = [sys.executable, "-c", MEASURE, POLL_SLEEP_ENV, "20000", "none", "soon"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Workers are forks only where vLLM binds no threads, and never of the actor itself."""
+"""Workers are forked only if vLLM binds no threads, and never from the actor itself."""
 
 from __future__ import annotations
 

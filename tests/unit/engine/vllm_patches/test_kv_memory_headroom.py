@@ -1,4 +1,4 @@
-"""What vLLM's memory profile leaves free for transfers: vLLM's own code, with a made-up GPU."""
+"""The memory that vLLM's profile leaves free for transfers: vLLM's own code on a fake GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def several(*children: dict[str, Any]) -> dict[str, Any]:
 
 
 class Profile:
-    """What vLLM measures of a model that takes 20 GiB."""
+    """vLLM's measurement of a model that takes 20 GiB."""
 
     non_kv_cache_memory = total_consumed = MODEL
     transient_peak_headroom = 0
@@ -62,7 +62,7 @@ def measured(*_: object, **__: object) -> Iterator[Profile]:
 
 
 def engine(model: Path, transfer: dict[str, Any] | None, **args: Any) -> UniProcExecutor:
-    """vLLM's executor and GPU worker, as they are when the model is loaded."""
+    """vLLM's executor and GPU worker after the model was loaded."""
     config: VllmConfig = EngineArgs(
         model=str(model),
         max_model_len=64,
@@ -110,13 +110,13 @@ FOUND = int(TOTAL * 0.95) - MODEL
         (several(NIXL, STATES), 0),
     ],
 )
-def test_what_is_left(
+def test_memory_for_the_cache(
     model: Path, measure: kv_memory_headroom.Measure, transfer: dict[str, Any] | None, left: int
 ) -> None:
     assert measure(engine(model, transfer)) == [pytest.approx(FOUND - left, abs=1)]
 
 
-def test_the_log_says_it_once(
+def test_one_log_line(
     model: Path, measure: kv_memory_headroom.Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -126,23 +126,24 @@ def test_the_log_says_it_once(
     assert said == ["64 MiB of each GPU are left free for transfers"]
 
 
-def test_what_the_user_decided_stays(model: Path, measure: kv_memory_headroom.Measure) -> None:
+def test_the_users_setting_stays(model: Path, measure: kv_memory_headroom.Measure) -> None:
     assert measure(engine(model, connector(), kv_cache_memory_bytes=5 * GIB)) == [5 * GIB]
 
 
-def test_cpu_engines_are_left_alone(model: Path, measure: kv_memory_headroom.Measure) -> None:
+def test_cpu_engines_are_not_changed(model: Path, measure: kv_memory_headroom.Measure) -> None:
     executor = engine(model, connector())
     executor.vllm_config.device_config.device_type = "cpu"
     assert measure(executor) == [pytest.approx(FOUND, abs=1)]
 
 
-def test_what_vllm_remembers_of_an_earlier_start(
+def test_a_plan_that_vllm_saved_at_an_earlier_start(
     model: Path,
     measure: kv_memory_headroom.Measure,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Its plans are of engines with and without us alike, so they are of the whole memory."""
+    """vLLM shares saved plans between engines with and without our connector. So a plan is of the
+    whole memory."""
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(startup_plan, "compute_plan_fingerprint", lambda *_: "plan")

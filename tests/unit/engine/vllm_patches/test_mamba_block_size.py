@@ -1,4 +1,4 @@
-"""Blocks of states on a CPU: their size, and what vLLM says of storing within a step."""
+"""Blocks of recurrent state on a CPU: their size, and no state stored in the middle of a step."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ PLATFORM: Any = type(current_platform)
 def test_blocks_keep_their_size_once_they_are_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM's engine process reads its config, and again when all is set up."""
+    """vLLM's engine process reads its config once, and again after the setup."""
     make_model(tmp_path / "model")
     config = EngineArgs(str(tmp_path / "model"), dtype="float32").create_engine_config()
     cache, mended = config.cache_config, PLATFORM.check_and_update_config
     assert cache.block_size == 128
     cache.block_size = 256
     config.__post_init__()
-    assert cache.block_size == 128  # nothing is allocated yet, and this is what a CPU prefers
+    assert cache.block_size == 128  # nothing is allocated yet, and 128 is a CPU's default
     cache.num_gpu_blocks, cache.block_size = 10, 256
     config.__post_init__()
     assert cache.block_size == 256
     monkeypatch.setattr(PLATFORM, "check_and_update_config", staticmethod(mended.__wrapped__))
     config.__post_init__()
-    assert cache.block_size == 128  # else vLLM needs no mending any more
+    assert cache.block_size == 128  # else vLLM no longer needs the patch
 
 
 def test_no_layer_stores_a_state_within_a_step() -> None:
@@ -56,8 +56,8 @@ def test_no_layer_stores_a_state_within_a_step() -> None:
     assert said["mamba"].prefill_checkpoint_alignment is None
 
 
-def test_vllm_has_what_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice does no harm: plugins may be loaded so."""
+def test_the_patch_applies_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applied twice it is the same: vLLM may load a plugin twice."""
     ran: list[Any] = []
     monkeypatch.setattr(WorkerWrapperBase, "init_device", ran.append)
     monkeypatch.setattr(CPUModelRunner, "get_kv_cache_spec", CPUModelRunner.get_kv_cache_spec)

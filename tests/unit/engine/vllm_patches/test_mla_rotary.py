@@ -1,4 +1,4 @@
-"""Rotations on a CPU of queries and keys that come head by head."""
+"""Rotary embeddings on a CPU of queries and keys with a dimension of heads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rotated(rope: RotaryEmbedding, positions: torch.Tensor, x: torch.Tensor) -> 
 
 @pytest.mark.parametrize("tokens", [1, 2, 37])
 def test_each_head_of_each_token_turns(rope: RotaryEmbedding, tokens: int) -> None:
-    """As MLA layers give them: parts of wider rows, one key for all heads."""
+    """As in MLA layers: parts of wider rows, one key for all heads."""
     draw = torch.Generator().manual_seed(tokens)
     positions = torch.randint(0, 512, (tokens,), generator=draw)
     query = torch.randn(tokens, HEADS, CONTENT + WIDTH, generator=draw)[..., CONTENT:]
@@ -46,7 +46,7 @@ def test_each_head_of_each_token_turns(rope: RotaryEmbedding, tokens: int) -> No
     for seen, wanted in zip(mended(rope, positions, query, key), right, strict=True):
         torch.testing.assert_close(seen.double(), wanted, atol=1e-4, rtol=0)
     wrong, _ = RotaryEmbedding.forward_cpu(rope, positions, query.clone(), key.clone())
-    assert not torch.allclose(wrong.double(), right[0], atol=0.1)  # or there is nothing to mend
+    assert not torch.allclose(wrong.double(), right[0], atol=0.1)  # else the patch is not needed
 
 
 def test_rows_of_all_heads_are_the_kernels(rope: RotaryEmbedding) -> None:
@@ -58,8 +58,8 @@ def test_rows_of_all_heads_are_the_kernels(rope: RotaryEmbedding) -> None:
     torch.testing.assert_close(given.double(), right, atol=1e-4, rtol=0)
 
 
-def test_vllm_has_what_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice does no harm: plugins may be loaded so."""
+def test_the_patch_applies_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applied twice it is the same: vLLM may load a plugin twice."""
     ran: list[Any] = []
     monkeypatch.setattr(WorkerWrapperBase, "init_device", ran.append)
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)

@@ -1,4 +1,4 @@
-"""What patches say of themselves, and what happens where one cannot be applied."""
+"""What a patch states, and what happens if it cannot be applied."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ OURS = KVTransferConfig(
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing failed, and worker starts are put back."""
+    """No patch has failed. vLLM's start of workers is restored afterwards."""
     monkeypatch.setattr(patching, "_failed", {})
     monkeypatch.setattr(WorkerWrapperBase, "init_device", lambda worker: None)
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What vLLM's log says of patches."""
+    """The lines of vLLM's log about patches."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -48,7 +48,7 @@ def config_of(model: Path) -> VllmConfig:
 
 
 @pytest.mark.parametrize("patch", plugin.ALL, ids=lambda patch: str(patch.name))
-def test_each_says_its_fault_versions_report_and_end(patch: patching.Patch) -> None:
+def test_each_states_its_fault_versions_report_and_end(patch: patching.Patch) -> None:
     SpecifierSet(patch.versions)
     assert patch.fault.endswith(".")
     assert patch.report
@@ -79,7 +79,7 @@ def test_outside_its_versions_nothing_is_changed(lines: list[str]) -> None:
 def test_one_that_cannot_be_applied_is_one_line(
     monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
-    """A vLLM without what is to be changed: its workers start, and the log says so."""
+    """A vLLM without the class or function to change: workers start, and the log has one line."""
     monkeypatch.delattr("vllm.v1.worker.cpu_model_runner.CPUModelRunner")
     patching.install([seeded_chunked_prefill.PATCH])
     assert lines == []
@@ -104,7 +104,7 @@ def test_an_engine_that_needs_it_is_refused(
 def test_an_engine_that_does_not_need_it_starts(
     monkeypatch: pytest.MonkeyPatch, model: Path, lines: list[str]
 ) -> None:
-    """Rotations of MLA models are nothing to a Llama."""
+    """A Llama does not need the patch for MLA models."""
     monkeypatch.delattr("vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding")
     patching.install(plugin.MENDS)
     WorkerWrapperBase.init_device(None)  # type: ignore[arg-type]
@@ -113,14 +113,14 @@ def test_an_engine_that_does_not_need_it_starts(
 
 
 def test_the_plugin_never_raises(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    """Whatever a vLLM lacks: here, even the class whose start workers share."""
+    """Here vLLM even lacks the class that starts every worker."""
     monkeypatch.delattr("vllm.v1.worker.worker_base.WorkerWrapperBase")
     plugin.install()
     assert len(lines) == len({line.split()[3] for line in lines}) >= 3
 
 
 def test_the_plugin_of_0_1_is_the_same() -> None:
-    """Environments that were installed with 0.1 still ask for it by its old name."""
+    """Environments that were installed with 0.1 still load it by its old name."""
     assert old_plugin.install is plugin.install
 
 

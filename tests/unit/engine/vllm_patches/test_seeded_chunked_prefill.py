@@ -1,4 +1,4 @@
-"""Requests with a seed on a CPU, in steps whose token is thrown away."""
+"""Requests with a seed on a CPU, in steps whose token is dropped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from disagg.engine.vllm_patches import patching, seeded_chunked_prefill
 
 
 class Runner:
-    """Draws as vLLM does: what has a generator by that, the rest by the common one."""
+    """Samples as vLLM does: a row with a generator uses it, the others use the common one."""
 
     def __init__(self, thrown_away: list[bool]) -> None:
         self.discard_request_mask = SimpleNamespace(np=np.array([*thrown_away, True]))
@@ -47,8 +47,8 @@ def test_a_generator_is_as_it_was_where_the_token_is_thrown_away() -> None:
     assert sample(runner, fails=False)[0] == float(first)
 
 
-def test_vllm_has_what_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice does no harm: plugins may be loaded so."""
+def test_the_patch_applies_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applied twice it is the same: vLLM may load a plugin twice."""
     ran: list[Any] = []
     monkeypatch.setattr(WorkerWrapperBase, "init_device", ran.append)
     monkeypatch.setattr(CPUModelRunner, "sample_tokens", CPUModelRunner.sample_tokens)

@@ -1,4 +1,4 @@
-"""A worker's readers are woken by one message, however many threads want them awake."""
+"""A worker's readers are woken by one message, however many threads wake them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_once(reader: SpinCondition) -> None:
 
 
 def test_each(reader: SpinCondition, tmp_path: Path) -> None:
-    """One reader's waking is not another's."""
+    """To wake one reader does not wake another."""
     context = zmq.Context()
     other = SpinCondition(True, context, f"ipc://{tmp_path}/other")
     reader.cancel()
