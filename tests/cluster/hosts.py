@@ -49,11 +49,7 @@ class Host:
         self.name, self.number, self.folder = name, number, folder
         self.address, self.address6 = f"192.0.2.{number}", f"2001:db8::{number:x}"
         self.pid = 0
-<<<<<<< HEAD
         """Of its first process; all others end with it."""
-=======
-        """Its first process. All its other processes end with that one."""
->>>>>>> w-patches
         self.started: list[subprocess.Popen[bytes]] = []
 
     def words(self, argv: Sequence[str]) -> list[str]:
@@ -130,21 +126,11 @@ class Hosts:
         traceback: TracebackType | None,
     ) -> None:
         for process in reversed(self._first):
-<<<<<<< HEAD
             process.kill()  # and, by --kill-child, all that is there
             process.communicate(timeout=_END_S)
         for host in self._hosts.values():
             for process in host.started:
                 process.kill()  # nsenter stops with a program that is stopped
-=======
-            process.kill()  # with --kill-child this kills all processes of the host
-            process.wait(_END_S)
-            if process.stderr is not None:
-                process.stderr.close()
-        for host in self._hosts.values():
-            for process in host.started:
-                process.kill()  # `nsenter` is outside of the host, and stops with its child
->>>>>>> w-patches
                 process.wait(_END_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
