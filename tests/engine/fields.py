@@ -180,8 +180,9 @@ ONLY: dict[str, dict[str, list[dict[str, Any]]]] = {
 NAMES = ("created", "system_fingerprint", "kv_transfer_params")
 
 
-def cases(path: str) -> list[dict[str, Any]]:
-    return [more for each in {**BOTH, **ONLY[path]}.values() for more in each]
+def cases(path: str, *, of_each_field: int | None = None) -> list[dict[str, Any]]:
+    """Requests for every field: all of them, or so many of each field."""
+    return [more for each in {**BOTH, **ONLY[path]}.values() for more in each[:of_each_field]]
 
 
 def whole(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV
 from disagg.testing.vllm_server import CPU_ENV
 
-# vLLM compiles what counts log-probabilities on first use, for 20 s in each engine.
-IMPORTED_WITH = {**CPU_ENV, "TORCHDYNAMO_DISABLE": "1"}
+# Each engine would compile on first use: torch the kernel of log probabilities, for 20 s, and numba
+# the search for n-grams, for 10 s.
+IMPORTED_WITH = {**CPU_ENV, "TORCHDYNAMO_DISABLE": "1", "NUMBA_DISABLE_JIT": "1"}
+# Several engines share two cores. With the default of 50 us, polling takes a tenth of a core for
+# each process of an engine in use.
+STARTED_WITH = {POLL_SLEEP_ENV: "500"}
 
 
 class Fork:
@@ -48,7 +53,7 @@ class ForkServer:
 
     def start(self, args: Sequence[str], env: dict[str, str], log: Path) -> Fork:
         """As `disagg.testing.vllm_server.spawn`. Waits until vLLM is imported, the first time."""
-        asked = json.dumps({"args": list(args), "env": env, "log": str(log)})
+        asked = json.dumps({"args": list(args), "env": env | STARTED_WITH, "log": str(log)})
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(asked + "\n")

@@ -66,12 +66,20 @@ def url(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", [COMPLETION, CHAT])
 @pytest.mark.parametrize(
-    ("url", "ask"),
-    [("decode", whole), ("decode", streamed), ("prefill", streamed), ("watched", streamed)],
+    ("url", "ask", "of_each_field"),
+    [
+        ("decode", whole, None),
+        ("decode", streamed, None),
+        ("prefill", streamed, None),
+        ("watched", streamed, 1),
+        pytest.param("watched", streamed, None, marks=pytest.mark.slow),
+    ],
     indirect=["url"],
 )
-def test_as_one_engine_answers(fleet: Fleet, url: str, path: str, ask: Ask) -> None:
-    asked = [(more, numbered(path, more)) for more in cases(path)]
+def test_as_one_engine_answers(
+    fleet: Fleet, url: str, path: str, ask: Ask, of_each_field: int | None
+) -> None:
+    asked = [(more, numbered(path, more)) for more in cases(path, of_each_field=of_each_field)]
     # Beside one of these vLLM 0.32 gives others log-probabilities of -9999.
     alone = [(more, body) for more, body in asked if "logprob_token_ids" in more]
     together = [(more, body) for more, body in asked if "logprob_token_ids" not in more]

@@ -19,9 +19,14 @@ ENGINES = ("producer", "consumer", "single")
 MOST_CUTS = 3
 
 
-@pytest.mark.parametrize("first", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("first", "of_each_field"),
+    [("decode", None), ("prefill", 1), pytest.param("prefill", None, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("path", [COMPLETION, CHAT])
-def test_as_one_engine_answers(fleet: Fleet, path: str, first: str) -> None:
+def test_as_one_engine_answers(
+    fleet: Fleet, path: str, first: str, of_each_field: int | None
+) -> None:
     chance = random.Random(path + first)
     wrong: list[str] = []
     pairing = {"first_token": first, "local_prefill_tokens": 0, "decode": "round_robin"}
@@ -40,7 +45,7 @@ def test_as_one_engine_answers(fleet: Fleet, path: str, first: str) -> None:
             wrong.extend(f"{told}\n  {each[:500]}" for each in differing(got, expected))
 
         asked = []
-        for number, more in enumerate(cases(path)):
+        for number, more in enumerate(cases(path, of_each_field=of_each_field)):
             if "logprob_token_ids" in more:
                 continue  # must be alone, see `test_fields.py`
             name, body = f"request-{number}", numbered(path, more)
