@@ -13,12 +13,11 @@ from pathlib import Path
 from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV
 from disagg.testing.vllm_server import CPU_ENV
 
-# Each engine would compile on first use: torch the kernel of log probabilities, for 20 s, and numba
-# the search for n-grams, for 10 s.
-IMPORTED_WITH = {**CPU_ENV, "TORCHDYNAMO_DISABLE": "1", "NUMBA_DISABLE_JIT": "1"}
+# Torch would compile the kernel of log probabilities on first use, for 20 s in each engine.
+IMPORTED_WITH = {**CPU_ENV, "TORCHDYNAMO_DISABLE": "1"}
 # Several engines share two cores. With the default of 50 us, polling takes a tenth of a core for
-# each process of an engine in use.
-STARTED_WITH = {POLL_SLEEP_ENV: "500"}
+# each process of an engine in use. Numba would compile the search for n-grams, for 10 s.
+STARTED_WITH = {POLL_SLEEP_ENV: "500", "NUMBA_DISABLE_JIT": "1"}
 
 
 class Fork:
