@@ -104,6 +104,9 @@ class Result(_Strict):
     figures: dict[str, Any] | None = None
 
 
+_decode_result = msgspec.json.Decoder(Result).decode
+
+
 @dataclass(frozen=True)
 class Output:
     """Where a command writes its figures besides the terminal.
@@ -188,7 +191,7 @@ def encode(result: Result) -> str:
 def load(path: Path) -> Result:
     """Read and check a file. Raises `ConfigError`, which says what does not fit the schema."""
     try:
-        result = msgspec.json.decode(path.read_bytes(), type=Result)
+        result = _decode_result(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except msgspec.MsgspecError as error:

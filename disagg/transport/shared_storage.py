@@ -62,6 +62,10 @@ class _File(msgspec.Struct, frozen=True):
     checksum: bytes
 
 
+_decode_offer = msgspec.msgpack.Decoder(_StorageOffer).decode
+_decode_file = msgspec.msgpack.Decoder(_File).decode
+
+
 @dataclass(frozen=True)
 class Storage:
     """The folder and its limits. Both ends must see the same folder, under any path."""
@@ -113,7 +117,7 @@ class SharedStorageSender:
         return msgspec.msgpack.encode(_File(name, size, checksum))
 
     def finish(self, answer: bytes) -> None:
-        self._remove(msgspec.msgpack.decode(answer, type=_File).name)
+        self._remove(_decode_file(answer).name)
 
     def close(self) -> None:
         for name in list(self._live):
@@ -174,7 +178,7 @@ class SharedStorageReceiver:
 
     def open(self, offer: bytes) -> SharedStorageReceiver | None:
         try:
-            probe = msgspec.msgpack.decode(offer, type=_StorageOffer)
+            probe = _decode_offer(offer)
             found = (self._folder / Path(probe.name).name).read_bytes()
             return self if found == probe.token else None
         except (msgspec.DecodeError, OSError, ValueError):
@@ -188,7 +192,7 @@ class SharedStorageReceiver:
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
         try:
-            file = msgspec.msgpack.decode(answer, type=_File)
+            file = _decode_file(answer)
         except msgspec.DecodeError as error:
             raise DataCorrupt(f"answer not understood: {error}") from error
         path = self._folder / Path(file.name).name

@@ -347,10 +347,12 @@ class Remote:
             self.start("close")
             self.result()
         self._process.join(20)
+        self._pipe.close()
         if self._process.is_alive():
             self._process.kill()
             raise AssertionError("the worker does not end")
-        self._pipe.close()
+        crashed = self._process.exitcode
+        assert crashed in (0, 1, -signal.SIGKILL), f"the worker ended with {crashed}"
 
 
 def wait_until(true: Any, seconds: float) -> bool:

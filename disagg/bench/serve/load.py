@@ -131,6 +131,9 @@ class _Event(msgspec.Struct):
     error: msgspec.Raw | None = None
 
 
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
 @dataclass
 class Reading:
     """The pieces of one streamed answer, with the times of their arrival."""
@@ -167,7 +170,7 @@ class Reading:
 
 def _tokens(data: str) -> int:
     try:
-        event = msgspec.json.decode(data, type=_Event)
+        event = _decode_event(data)
     except msgspec.MsgspecError as error:
         raise ValueError(f"not an event: {data[:300]!r} ({error})") from error
     if event.error is not None:

@@ -45,6 +45,9 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     same_as: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
+_decode_ask = msgspec.json.Decoder(Ask).decode
+
+
 def parse_mix(text: str) -> list[Kind]:
     """The kinds of `SHARE:PROMPT:OUTPUT,…`. Raises `ConfigError`."""
     kinds = []
@@ -120,7 +123,7 @@ def read(path: Path) -> list[Ask]:
     asks: list[Ask] = []
     for number, line in enumerate(lines):
         try:
-            ask = msgspec.json.decode(line, type=Ask)
+            ask = _decode_ask(line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"--trace: {path}:{number + 1}: {error}; example of a line: {_EXAMPLE}"

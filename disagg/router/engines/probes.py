@@ -32,6 +32,8 @@ PROBE_S, _CONNECT_S = 2.0, 1.0
 _TRIAL_S, _TRIAL_TOKENS = 30.0, 32
 _COUNTER = "disagg_handoffs_total{"
 
+_decode_texts = msgspec.json.Decoder(dict[str, str]).decode
+
 
 class Probes:
     """One background task, from `start` to `close`."""
@@ -161,7 +163,7 @@ class Probes:
 
 def _fields(answer: bytes) -> dict[str, str]:
     try:
-        return msgspec.json.decode(answer, type=dict[str, str])
+        return _decode_texts(answer)
     except msgspec.MsgspecError:
         return {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -14,12 +15,22 @@ T = TypeVar("T")
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode(body: bytes, kind: type[T]) -> T:
-    """The message in `body`; raises `PeerRefused` for anything else."""
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise PeerRefused(f"{kind.__name__} not understood: {error}", reason="protocol") from error
+def decoder(kind: type[T]) -> Callable[[bytes], T]:
+    """A function that decodes messages of one kind. It raises `PeerRefused` for anything else.
+
+    Make it at import: msgspec crashes if two threads are the first to decode a kind.
+    """
+    decode_one = msgspec.msgpack.Decoder(kind).decode
+
+    def decode(body: bytes) -> T:
+        try:
+            return decode_one(body)
+        except msgspec.DecodeError as error:
+            raise PeerRefused(
+                f"{kind.__name__} not understood: {error}", reason="protocol"
+            ) from error
+
+    return decode
 
 
 def secret_for(purpose: bytes, secret: bytes) -> bytes:

@@ -23,7 +23,7 @@ import numpy as np
 
 from disagg.errors import DataCorrupt, PeerLost, PeerRefused, TransferError
 from disagg.transport.control.channel import Channel, has_ended, is_quiet, shut
-from disagg.transport.control.data_channel import decode, encode
+from disagg.transport.control.data_channel import decoder, encode
 from disagg.transport.deadline import Deadline, Event
 from disagg.transport.device.base import Communicator, Communicators, Wait
 from disagg.transport.device.copy_plan import Chunk, Move
@@ -79,6 +79,13 @@ class Sending(msgspec.Struct, frozen=True, array_like=True):
     size: int | None
 
 
+decode_pull = decoder(NcclPull)
+decode_sending = decoder(Sending)
+_decode_join = decoder(Join)
+_decode_joined = decoder(Joined)
+_decode_invite = decoder(Invite)
+
+
 class PeerCommunicator:
     """One end. Used by one thread at a time, except `cut`."""
 
@@ -98,7 +105,7 @@ class PeerCommunicator:
         cls, staging: Staging, channel: Channel, communicators: Communicators, deadline: Deadline
     ) -> PeerCommunicator:
         """The producer's side of the opening. Raises `TransferError`."""
-        asked = decode(channel.receive(deadline), Join)
+        asked = _decode_join(channel.receive(deadline))
         if (asked.hello, asked.version) != (HELLO, communicators.version):
             raise PeerRefused(
                 f"NCCL differs: {HELLO} of {communicators.version} here, {asked.hello} of "
@@ -109,7 +116,7 @@ class PeerCommunicator:
         channel.send(encode(invite), deadline)
         peer = cls._joined(staging, channel, communicators, invite, 0, deadline)
         with peer._or_close():
-            decode(channel.receive(deadline), Joined)
+            _decode_joined(channel.receive(deadline))
             wait = Wait(deadline, peer._look_for_end)
             with staging.sending.take(deadline, wait.look) as slot:
                 peer._exchange(slot, token, wait, sends=True)
@@ -121,7 +128,7 @@ class PeerCommunicator:
     ) -> PeerCommunicator:
         """The consumer's side. Raises `TransferError`."""
         channel.send(encode(Join(HELLO, communicators.version, staging.chunk_bytes)), deadline)
-        invite = decode(channel.receive(deadline), Invite)
+        invite = _decode_invite(channel.receive(deadline))
         if invite.chunk > staging.chunk_bytes or len(invite.token) != _TOKEN:
             raise PeerRefused("an implausible invitation", reason="protocol")
         peer = cls._joined(staging, channel, communicators, invite, 1, deadline)

@@ -29,14 +29,21 @@ from disagg.errors import DataCorrupt, PeerLost, TransferError
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.control.channel import Channel, tune
-from disagg.transport.control.data_channel import decode, encode, secret_for
+from disagg.transport.control.data_channel import decoder, encode, secret_for
 from disagg.transport.control.listener import Listener
 from disagg.transport.deadline import Deadline
 from disagg.transport.device import copy_plan
 from disagg.transport.device.base import Communicators, Wait
 from disagg.transport.device.staging import Staging
 from disagg.transport.host.fd_watcher import FdWatcher
-from disagg.transport.nccl.communicator import STALLED, NcclPull, PeerCommunicator, Sending
+from disagg.transport.nccl.communicator import (
+    STALLED,
+    NcclPull,
+    PeerCommunicator,
+    Sending,
+    decode_pull,
+    decode_sending,
+)
 
 NAME = "nccl"
 
@@ -65,6 +72,10 @@ class _Staged(msgspec.Struct, frozen=True, array_like=True):
     at: _NcclOffer
     key: bytes
     size: int
+
+
+_decode_offer = decoder(_NcclOffer)
+_decode_staged = decoder(_Staged)
 
 
 def _secret(secret: bytes) -> bytes:
@@ -119,7 +130,7 @@ class NcclSender:
         return encode(_Staged(self._offer, key, self._cache.num_bytes(blocks)))
 
     def finish(self, answer: bytes) -> None:
-        self._drop(decode(answer, _Staged).key, _GRACE_S)
+        self._drop(_decode_staged(answer).key, _GRACE_S)
 
     def close(self) -> None:
         with self._changed:
@@ -163,7 +174,7 @@ class NcclSender:
                 self._staging, channel, self._communicators, opening
             )
             while True:
-                self._answer(communicator, decode(channel.receive(None), NcclPull).key)
+                self._answer(communicator, decode_pull(channel.receive(None)).key)
         except PeerLost as gone:
             logger.debug("a communicator ended: %s", gone)
         except TransferError as error:
@@ -217,7 +228,7 @@ class NcclReceiver:
         if not offer or self._communicators is None:
             return None
         try:
-            at = decode(offer, _NcclOffer)
+            at = _decode_offer(offer)
             if self._peer(at).communicator is not None:
                 return self
             with self._joined(at, Deadline.after(_JOIN_S)):
@@ -233,7 +244,7 @@ class NcclReceiver:
         """Nothing to do without the answer."""
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
-        staged = decode(answer, _Staged)
+        staged = _decode_staged(answer)
         move = copy_plan.scatter(self._cache, job.blocks)
         if staged.size != move.size:
             raise DataCorrupt(f"{staged.size} bytes instead of {move.size}", reason="nccl_size")
@@ -247,7 +258,7 @@ class NcclReceiver:
             self._staging.receiving.take(job.deadline) as slot,
         ):
             communicator.channel.send(encode(NcclPull(staged.key)), job.deadline)
-            sending = decode(communicator.channel.receive(job.deadline), Sending).size
+            sending = decode_sending(communicator.channel.receive(job.deadline)).size
             if sending is None:
                 raise _NoSuchFetch("the producer has no such fetch")
             if sending != move.size:

@@ -37,7 +37,13 @@ from disagg.transport.host.fd_watcher import FdWatcher
 from disagg.transport.host.process_identity import start_time
 from disagg.transport.host.ptrace_scope import AllowedReaders
 from disagg.transport.one_sided import offers
-from disagg.transport.one_sided.cuda_mapping import GONE, TOKEN_BYTES, CudaIpcOffer, MappedCache
+from disagg.transport.one_sided.cuda_mapping import (
+    GONE,
+    TOKEN_BYTES,
+    CudaIpcOffer,
+    MappedCache,
+    decode_offer,
+)
 from disagg.transport.one_sided.lease_board import LeaseBoard
 from disagg.transport.one_sided.remote_lease_board import BoardCache, board_offer, open_board
 
@@ -211,7 +217,7 @@ class CudaIpcReceiver:
         assert self._staging is not None
         if not offer:
             raise TransferError("the producer's cache is host memory, or cannot be shared")
-        theirs = msgspec.msgpack.decode(offer, type=CudaIpcOffer)
+        theirs = decode_offer(offer)
         theirs.check_reachable()
         if (theirs.pid, theirs.started) == (os.getpid(), start_time(os.getpid())):
             raise TransferError("a process cannot open memory of its own")

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 
 from disagg.errors import PeerLost, TransferError
@@ -32,6 +33,9 @@ class CudaIpcOffer(offers.Origin, frozen=True):
     regions: bytes
     token_at: tuple[int, int]
     board: LeaseBoardOffer | None = None
+
+
+decode_offer = msgspec.msgpack.Decoder(CudaIpcOffer).decode
 
 
 class MappedCache:

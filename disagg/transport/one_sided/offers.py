@@ -125,6 +125,9 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
     regions: tuple[int, int] | None
 
 
+_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
+
+
 def encode(token: bytes, blocks: Selection) -> bytes:
     """An answer that names these blocks. Raises `TransferError` if they are too many."""
     ids = np.asarray(blocks.block_ids, np.int32).tobytes()
@@ -144,7 +147,7 @@ def decode(
     token: of the producer's offer. Raises `DataCorrupt`.
     """
     try:
-        named = msgspec.msgpack.decode(answer, type=_Answer)
+        named = _decode_answer(answer)
         if named.token != token:
             raise ValueError("it is another producer's")
         ids = np.frombuffer(named.block_ids, np.int32).tolist()

@@ -61,6 +61,9 @@ class _ProcessMemoryOffer(offers.Origin, frozen=True):
     board: LeaseBoardOffer | None = None
 
 
+_decode_offer = msgspec.msgpack.Decoder(_ProcessMemoryOffer).decode
+
+
 class ProcessMemorySender:
     """Names memory; moves nothing."""
 
@@ -216,7 +219,7 @@ class ProcessMemoryReceiver:
             raise TransferError(
                 "the producer's cache is device memory, or its system has no process_vm_readv"
             )
-        theirs = msgspec.msgpack.decode(offer, type=_ProcessMemoryOffer)
+        theirs = _decode_offer(offer)
         theirs.check_reachable()
         opened = _ProcessCache(self._our_side, theirs)
         if peek(theirs.pid, theirs.token_at, len(theirs.token)) != theirs.token:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from disagg.transport.control.data_channel import decode, encode, secret_for
+from disagg.transport.control.data_channel import decoder, encode, secret_for
 
 __all__ = [
     "HELLO",
@@ -22,7 +22,11 @@ __all__ = [
     "TcpOffer",
     "TcpPull",
     "data_secret",
-    "decode",
+    "decode_offer",
+    "decode_pull",
+    "decode_request",
+    "decode_sending",
+    "decode_staged",
     "encode",
 ]
 
@@ -65,6 +69,13 @@ class Sending(msgspec.Struct, frozen=True, array_like=True):
     """size: bytes that follow, before their checksum; None if the stream does not exist."""
 
     size: int | None
+
+
+decode_offer = decoder(TcpOffer)
+decode_request = decoder(Request)
+decode_staged = decoder(Staged)
+decode_pull = decoder(TcpPull)
+decode_sending = decoder(Sending)
 
 
 def data_secret(secret: bytes) -> bytes:

@@ -86,7 +86,7 @@ class TcpSender:
         return w.encode(self._offer)
 
     def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
-        requested = w.decode(detail, w.Request).streams
+        requested = w.decode_request(detail).streams
         # Staging memory is scarce: a fetch with two slots would delay others.
         most = w.MAX_STREAMS if self._staging is None else 1
         streams = max(1, min(requested, blocks.count, most))
@@ -98,7 +98,7 @@ class TcpSender:
         return w.encode(w.Staged(self._offer, key, self._cache.num_bytes(blocks), streams))
 
     def finish(self, answer: bytes) -> None:
-        self._drop(w.decode(answer, w.Staged).key)
+        self._drop(w.decode_staged(answer).key)
 
     def close(self) -> None:
         with self._changed:
@@ -133,7 +133,7 @@ class TcpSender:
                 raise PeerRefused(f"the consumer does not speak {w.HELLO.decode()}")
             channel.send(w.HELLO, opening)
             while True:
-                pull = w.decode(channel.receive(Deadline.after(_IDLE_S)), w.TcpPull)
+                pull = w.decode_pull(channel.receive(Deadline.after(_IDLE_S)))
                 self._answer(channel, pull)
         except PeerLost as gone:
             logger.debug("data connection ended: %s", gone)
@@ -199,7 +199,7 @@ class TcpReceiver:
 
     def open(self, offer: bytes) -> TcpReceiver | None:
         try:
-            at = w.decode(offer, w.TcpOffer)
+            at = w.decode_offer(offer)
             with self._pool.connection((at.host, at.port), Deadline.after(_PROBE_S)):
                 return self
         except TransferError as error:
@@ -213,7 +213,7 @@ class TcpReceiver:
         """Nothing to do without the answer."""
 
     def receive(self, job: FetchJob, answer: bytes) -> int:
-        staged = w.decode(answer, w.Staged)
+        staged = w.decode_staged(answer)
         size = self._cache.num_bytes(job.blocks)
         if staged.size != size or not 1 <= staged.streams <= w.MAX_STREAMS:
             raise DataCorrupt(f"{staged.size} bytes instead of {size}", reason="tcp_size")
@@ -238,7 +238,7 @@ class TcpReceiver:
             landing(self._cache, blocks, job, self._staging) as pieces,
         ):
             channel.send(w.encode(w.TcpPull(staged.key, stream)), deadline)
-            sending = w.decode(channel.receive(deadline), w.Sending).size
+            sending = w.decode_sending(channel.receive(deadline)).size
             if sending is None:
                 raise TransferError("the producer has no such fetch", reason="tcp_gone")
             if sending != size:

@@ -130,10 +130,10 @@ def test_a_ring_of_workers_with_one_slot_each(make: Make) -> None:
 def test_one_stream_whatever_is_asked_for(make: Make) -> None:
     producer = make(1)
     job = producer.job()
-    assert tcp_wire.decode(producer.receiver.request(job), tcp_wire.Request).streams == 1
+    assert tcp_wire.decode_request(producer.receiver.request(job)).streams == 1
     asked = tcp_wire.encode(tcp_wire.Request(8))
     answer = producer.sender.send(job.blocks, asked, job.deadline)
-    assert tcp_wire.decode(answer, tcp_wire.Staged).streams == 1
+    assert tcp_wire.decode_staged(answer).streams == 1
     producer.sender.finish(answer)
 
 
@@ -145,7 +145,7 @@ def test_streams_of_a_host_cache_into_a_device(make: Make) -> None:
     receiver = TcpReceiver(consumer.cache, SECRET, streams=4, staging=consumer.staging)
     job = consumer.job()
     answer = sender.send(source.whole(ALL), receiver.request(job), job.deadline)
-    assert tcp_wire.decode(answer, tcp_wire.Staged).streams == 4
+    assert tcp_wire.decode_staged(answer).streams == 4
     receiver.receive(job, answer)
     sender.finish(answer)
     assert caches.agree(source, ALL, consumer.cache, ALL)

@@ -242,10 +242,10 @@ def test_finish_waits_until_nothing_reads_the_blocks(worker: MakeWorker) -> None
     assert pair is not None
     everything = producer.cache.whole(list(range(64)))
     staged = sender.send(everything, b"", Deadline.after(20))
-    key = data_channel.decode(staged, nccl._Staged).key
+    key = nccl._decode_staged(staged).key
     receiver_of(consumer)._watch.remove(pair.channel.sock.fileno())
     pair.channel.send(data_channel.encode(communicator.NcclPull(key)), Deadline.after(5))
-    sending = data_channel.decode(pair.channel.receive(Deadline.after(5)), communicator.Sending)
+    sending = communicator.decode_sending(pair.channel.receive(Deadline.after(5)))
     assert sending.size == producer.cache.num_bytes(everything)
     began = time.monotonic()
     sender.finish(staged)
@@ -278,7 +278,7 @@ def test_answers_of_another_size(worker: MakeWorker) -> None:
     job = FetchJob(consumer.cache.whole([2]), Deadline.after(5))
     with pytest.raises(DataCorrupt, match="bytes instead of"):
         receiver_of(consumer).receive(job, staged)
-    answer = data_channel.decode(staged, nccl._Staged)
+    answer = nccl._decode_staged(staged)
     lie = nccl._Staged(answer.at, answer.key, consumer.cache.num_bytes(job.blocks))
     with pytest.raises(DataCorrupt, match="bytes instead of"):
         receiver_of(consumer).receive(job, data_channel.encode(lie))

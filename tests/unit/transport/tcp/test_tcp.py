@@ -434,11 +434,11 @@ def test_a_vanished_producer(make: Make) -> None:
 
 def pull(pair: Pair, answer: bytes, stream: int = 0) -> tuple[Channel, int | None]:
     """Ask for a stream by hand, and read nothing of it yet."""
-    staged = tcp_wire.decode(answer, tcp_wire.Staged)
+    staged = tcp_wire.decode_staged(answer)
     pool = tcp_pool.Pool(SECRET)
     channel = pool._open((staged.at.host, staged.at.port), Deadline.after(5))
     channel.send(tcp_wire.encode(tcp_wire.TcpPull(staged.key, stream)), Deadline.after(5))
-    sending = tcp_wire.decode(channel.receive(Deadline.after(5)), tcp_wire.Sending)
+    sending = tcp_wire.decode_sending(channel.receive(Deadline.after(5)))
     return channel, sending.size
 
 
