@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from disagg.checksums import ChecksumName
 from disagg.config_file import explain, read_mapping
 from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE, TransportName
@@ -182,6 +183,10 @@ class StorageSection(Section):
         8 << 30, gt=0, description="Limit of all files; a handoff that would exceed it is refused"
     )
     fsync: bool = False
+    checksum: ChecksumName = Field(
+        "keyed",
+        description="keyed: files that another user put there are refused; fast: found damage only",
+    )
 
 
 class TransferSection(Section):
@@ -227,6 +232,11 @@ class DirectoryTierSection(Section):
 
     path: LocalPath = Field(description="A folder that all engines can read and write")
     max_bytes: int = Field(64 << 30, gt=0, description="Limit of all files in the folder together")
+    checksum: ChecksumName = Field(
+        "keyed",
+        description="keyed: only files of engines with the same secret are used; fast: all "
+        "undamaged files are used",
+    )
     reset_keeps_files: bool = Field(
         False,
         description="Use the files also after a reset of the prefix cache; only for weights that "

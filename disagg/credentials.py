@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import ssl
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import NamedTuple
 
 from disagg.config import Deployment, RouterSection
 from disagg.errors import ConfigError
+from disagg.transport.control.secret import user_secret
 
 _MIN_SECRET_LENGTH = 16
+_MOST_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][\w.@-]{0,63}", re.ASCII)
 _KEY = re.compile(r"[!-~]+")
 _COMMENT = re.compile(r"(^|\s)#.*")
@@ -42,14 +45,25 @@ class TlsFiles(NamedTuple):
 def secret(deployment: Deployment) -> str:
     """The configured secret, or a new random one. Call it once per run, and pass the result on.
 
-    Raises ConfigError if the secret is configured twice, unreadable or too short.
+    A directory tier outlives the run, and its files are believed with the same secret only: then it
+    is this user's secret on this host. Raises ConfigError if the secret is configured twice,
+    unreadable or too short, or if another user may know it.
     """
+    configured = configured_secret(deployment)
+    if configured is not None:
+        return configured
+    lasting = deployment.tiers.directory is not None
+    return user_secret().decode() if lasting else secrets.token_hex(32)
+
+
+def configured_secret(deployment: Deployment) -> str | None:
+    """The secret that the deployment's file names, if any. Raises ConfigError, see `secret`."""
     transfer = deployment.transfer
     value = _env_or_file(
         "transfer.secret_env", transfer.secret_env, "transfer.secret_file", transfer.secret_file
     )
     if value is None:
-        return secrets.token_hex(32)
+        return None
     if len(value.strip()) < _MIN_SECRET_LENGTH:
         key = "secret_env" if transfer.secret_env is not None else "secret_file"
         raise ConfigError(
@@ -109,7 +123,7 @@ def tls(router: RouterSection, section: str = "router.") -> TlsFiles | None:
             f"{missing}: empty — {given} is {str(cert or key)!r}; set both, or neither"
         )
     for name, path, kind in ((cert_key, cert, "CERTIFICATE"), (key_key, key, "PRIVATE KEY")):
-        if f"{kind}-----" not in _text(name, path):
+        if f"{kind}-----" not in _text(name, path, secret=kind == "PRIVATE KEY"):
             raise ConfigError(f"{name}: {str(path)!r} — holds no {kind.lower()}; name a PEM file")
     try:
         # For an encrypted key OpenSSL would ask for a password at the terminal. It gets an empty
@@ -165,9 +179,20 @@ def _env_or_file(env_key: str, env: str | None, file_key: str, file: Path | None
     return None if file is None else _text(file_key, file)
 
 
-def _text(key: str, file: Path) -> str:
+def _text(key: str, file: Path, *, secret: bool = True) -> str:
+    """A file's text. secret: other users may neither read nor change it."""
     try:
-        return file.read_text(encoding="utf-8")
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+            found = os.fstat(opened.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(f"{key}: {str(file)!r} — is not a regular file; name a file")
+            exposed = found.st_mode & 0o027 or found.st_uid not in (0, os.getuid())
+            if secret and exposed:
+                raise ConfigError(
+                    f"{key}: {str(file)!r} — other users may read or change it (mode "
+                    f"{stat.S_IMODE(found.st_mode):o}, user {found.st_uid}); chmod 600"
+                )
+            return opened.read(_MOST_BYTES).decode()
     except OSError as error:
         raise ConfigError(f"{key}: {str(file)!r} — {error.strerror}; make it readable") from error
     except UnicodeDecodeError as error:

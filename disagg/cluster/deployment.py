@@ -11,19 +11,21 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from disagg import credentials
 from disagg.cluster import pools, ray_session
 from disagg.cluster.driver import Driver
 from disagg.cluster.router_handle import RouterHandle, RouterSpec, bad_port
-from disagg.cluster.run_folder import PortLock, RunFolder, sweep, user_folder
+from disagg.cluster.run_folder import PortLock, RunFolder, sweep
 from disagg.cluster.signals import StopSignals, handler_restorer
 from disagg.cluster.supervisor.loop import DeploymentState
 from disagg.config import Deployment, RouterSection
 from disagg.engine.spec import EngineInfo
 from disagg.errors import StartupError
+from disagg.private_files import user_folder
 from disagg.router.server.server import url_of
+
+_PREFIX = "disagg-run-"
 
 
 class RunningDeployment:
@@ -118,7 +120,7 @@ def _start(
     undo.callback(router.kill)
     router.launch()
     # Only a private Ray certainly has one node. A joined cluster may get more nodes at any time.
-    run = pools.Run(run_id, str(storage.path), session.private, secret, engine_key)
+    run = pools.Run(run_id, str(storage.path / "handoffs"), session.private, secret, engine_key)
     engines = pools.launch(run.specs(deployment))
     driver = Driver(deployment.name, session.node_id, router, tell)
     driver.own(engines)
@@ -162,6 +164,7 @@ def _reserve(section: RouterSection) -> PortLock:
 
 
 def _handoff_folder(deployment: Deployment, run_id: str) -> RunFolder:
-    parent: Path = deployment.transfer.storage.path or user_folder()
-    sweep(parent)
-    return RunFolder(parent, run_id)
+    own = user_folder().make("TMPDIR")
+    parent = deployment.transfer.storage.path or own.path
+    sweep(parent, _PREFIX)
+    return RunFolder(parent, _PREFIX, run_id)

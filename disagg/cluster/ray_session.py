@@ -1,8 +1,9 @@
 """Joins a running Ray cluster, or runs a private Ray on this machine until this process ends.
 
 It joins if RAY_ADDRESS is set, as it is within `ray job submit`. A private Ray has ports, a folder
-and processes of its own, and `stop` ends and removes all of them. A joined cluster must never be
-stopped.
+and processes of its own, and `stop` ends and removes all of them. It listens on loopback alone, and
+serves holders of this user's token alone, since whoever reaches a Ray may run code there. A joined
+cluster must never be stopped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +23,18 @@ import psutil
 
 from disagg.cluster.run_folder import RunFolder, sweep
 from disagg.cluster.signals import Interrupted
-from disagg.errors import StartupError
+from disagg.errors import ConfigError, StartupError
+from disagg.private_files import PrivateFolder, UnsafePathError, read_own_file
+
+logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 << 20  # disagg stores nothing in it; Ray's minimum is 75 MiB
 STOP_S = 3.0
 ADDRESS = "address"  # the file with a private Ray's address, in its folder
+LOOPBACK = "127.0.0.1"
+_MOST_BYTES = 256
+_PREFIX = "run-"
+_LISTENS = "0A"  # a socket's state in /proc/net/tcp
 # A Unix socket's path has at most 107 bytes. Ray appends up to `RAYS_PART` to the folder's path.
 MAX_SOCKET_PATH = 107
 RAYS_PART = "/session_2026-11-20_22-00-00_000000_1234567/sockets/dash_MetricsHead"
@@ -35,6 +44,7 @@ PRIVATE_ENV = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run disagg` would start workers by uv
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
+AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 @dataclass
@@ -62,6 +72,9 @@ def connect(namespace: str, after_init: Callable[[], None]) -> RaySession:
     os.environ |= {name: value for name, value in PRIVATE_ENV.items() if name not in os.environ}
     joined = bool(os.environ.get("RAY_ADDRESS"))
     folder = None if joined else _private_folder()
+    if folder:
+        os.environ[AUTH_MODE] = "token"
+        _check_token_file()
     try:
         with _temp_folder(folder):
             context = _init(namespace, folder)
@@ -77,7 +90,9 @@ def connect(namespace: str, after_init: Callable[[], None]) -> RaySession:
     finally:
         after_init()
     if folder:
-        (folder.path / ADDRESS).write_text(context.address_info["gcs_address"])
+        folder.path.chmod(0o700)  # Ray has opened it for everybody
+        folder.folder.write_bytes(ADDRESS, context.address_info["gcs_address"].encode())
+        _check_token_file()
     return RaySession(
         private=not joined,
         node_id=context.address_info["node_id"],
@@ -111,7 +126,8 @@ def _init(namespace: str, folder: RunFolder | None) -> Any:
         address="local",
         namespace=namespace,
         include_dashboard=True,
-        dashboard_host="127.0.0.1",
+        dashboard_host=LOOPBACK,
+        _node_ip_address=LOOPBACK,
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(folder.path),
         **quiet,
@@ -120,17 +136,65 @@ def _init(namespace: str, folder: RunFolder | None) -> Any:
 
 def token_file() -> Path | None:
     """The file with the token of Ray's dashboard; None if the dashboard needs no token."""
-    if os.environ.get("RAY_AUTH_MODE", "token") != "token" or "RAY_AUTH_TOKEN" in os.environ:
+    if os.environ.get(AUTH_MODE, "token") != "token" or AUTH_TOKEN in os.environ:
         return None
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+    path = Path(os.environ.get(AUTH_TOKEN_PATH, "~/.ray/auth_token")).expanduser()
     return path if path.is_file() else None
+
+
+def _check_token_file() -> None:
+    """Ray's token lets its holder run code as this user. Ray makes the file readable for others,
+    so this user's own is closed here. Raises ConfigError for another user's."""
+    path = token_file()
+    if path is None:
+        return
+    found = path.stat()
+    if found.st_uid != os.getuid():
+        raise ConfigError(
+            f"{AUTH_TOKEN_PATH}: {str(path)!r} — belongs to user {found.st_uid}; name a file of "
+            "your own"
+        )
+    if found.st_mode & 0o077:
+        path.chmod(0o600)
 
 
 def private_addresses() -> list[str]:
     """The addresses of this user's private Rays that run on this machine now."""
     parent = _parent()
-    sweep(parent)
-    return [file.read_text() for file in sorted(parent.glob(f"*/{ADDRESS}"))]
+    if not parent.path.exists():
+        return []
+    try:
+        with parent.opened():
+            pass
+    except UnsafePathError as error:
+        raise ConfigError(f"TMPDIR: {error}") from error
+    sweep(parent.path, _PREFIX)
+    found = []
+    for folder in sorted(parent.path.glob(f"{_PREFIX}*")):
+        try:
+            with PrivateFolder(folder).opened() as opened:
+                address = read_own_file(ADDRESS, _MOST_BYTES, opened).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            logger.info("%s is no Ray of ours: %s", folder, error)
+            continue
+        if _is_ours(address):
+            found.append(address)
+    return found
+
+
+def _is_ours(address: str) -> bool:
+    """Whether a process of this user listens at this loopback address: a token is sent there, and
+    the answers may run code here."""
+    host, _, port = address.rpartition(":")
+    if host != LOOPBACK or not port.isdigit():
+        return False
+    packed = socket.inet_aton(host)[::-1].hex().upper()
+    local = f"{packed}:{int(port):04X}"
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == _LISTENS and fields[1] in (local, f"{0:08X}:{int(port):04X}"):
+            return int(fields[7]) == os.getuid()
+    return False
 
 
 @contextmanager
@@ -154,17 +218,17 @@ def visit(address: str) -> Iterator[None]:
 
 
 def _private_folder() -> RunFolder:
-    parent = _parent()
-    sweep(parent)
-    return RunFolder(parent, _name())
+    parent = _parent().make("TMPDIR")
+    sweep(parent.path, _PREFIX)
+    return RunFolder(parent.path, _PREFIX, _name())
 
 
-def _parent() -> Path:
+def _parent() -> PrivateFolder:
     """The parent folder of this user's private Rays."""
     own = f"disagg-ray-{os.getuid()}"
-    parent = Path(tempfile.gettempdir(), own)
-    fits = len(f"{parent}/{_name()}{RAYS_PART}") <= MAX_SOCKET_PATH
-    return parent if fits else Path("/tmp", own)
+    parent = Path(tempfile.gettempdir(), own).absolute()
+    fits = len(f"{parent}/{_PREFIX}{_name()}{RAYS_PART}") <= MAX_SOCKET_PATH
+    return PrivateFolder(parent if fits else Path("/tmp", own))
 
 
 def _name() -> str:

@@ -1,73 +1,71 @@
 """Folders of one run: for handoff files, and for a private Ray.
 
-Each folder holds a file that its process locks. A folder whose lock is free was left by a run that
-was killed, and the next run removes it. Must never remove a folder whose process lives, nor one of
-another host, because a shared file system's locks may not work across hosts.
+A run's folder is named `<prefix><name>` and holds a record of its owner, which that process locks.
+A folder was left behind if its owner is known here to be dead and the lock is free; the next run
+removes it. Must never remove a folder whose process lives, nor one of another host or container,
+nor anything that has another name, no record of ours, or belongs to another user.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
-import socket
-import tempfile
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from disagg.identity import process
+from disagg.private_files import PrivateFolder, user_folder
 
 LOCK = ".owner"
+_MOST_BYTES = 256
 
 
 class RunFolder:
     """A folder of this process, locked until `remove` or the process's end."""
 
-    def __init__(self, parent: Path, name: str) -> None:
-        self.path = parent / name
+    def __init__(self, parent: Path, prefix: str, name: str) -> None:
+        """Raises ConfigError if it cannot be made."""
+        self.folder = PrivateFolder(parent / f"{prefix}{name}")
+        self.path = self.folder.path
         try:
-            self.path.mkdir(mode=0o700, parents=True)
-            self._lock = (self.path / LOCK).open("w")
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700)  # an existing one would be another's
+            self._lock = self.folder.open_file(LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             raise ConfigError(
                 f"transfer.storage.path: cannot create {self.path}: {error}"
             ) from error
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._lock.write(socket.gethostname())
-        self._lock.flush()
+        os.write(self._lock, process.name().encode())
 
     def remove(self) -> None:
         """Remove the folder with its content."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
+        os.close(self._lock)
 
 
-def user_folder() -> Path:
-    """This user's folder in the temporary directory.
-
-    Raises ConfigError if another user created it.
-    """
-    path = Path(tempfile.gettempdir(), f"disagg-{os.getuid()}")
-    path.mkdir(mode=0o700, exist_ok=True)
-    if path.is_symlink() or path.stat().st_uid != os.getuid():
-        raise ConfigError(f"{path}: belongs to another user; remove it or set TMPDIR")
-    return path
-
-
-def sweep(parent: Path) -> None:
+def sweep(parent: Path, prefix: str) -> None:
     """Remove the folders of runs that were killed on this host."""
-    for lock in parent.glob(f"*/{LOCK}"):
-        if _abandoned(lock):
-            shutil.rmtree(lock.parent, ignore_errors=True)
+    for path in parent.glob(f"{prefix}*"):
+        if _abandoned(PrivateFolder(path)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _abandoned(lock: Path) -> bool:
+def _abandoned(folder: PrivateFolder) -> bool:
     try:
-        with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # An empty file is new: its process is about to lock it and write the host's name.
-            return file.read() == socket.gethostname()
-    except OSError:  # locked, or gone meanwhile
+        descriptor = folder.open_file(LOCK)  # the folder is ours alone, or this fails
+    except OSError:
         return False
+    with open(descriptor, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False  # its process lives
+        # An empty record is new: its process is about to lock it and write its name.
+        owner = file.read(_MOST_BYTES).decode(errors="replace")
+    return process.is_dead(owner) is True
 
 
 class PortLock:
@@ -78,12 +76,14 @@ class PortLock:
     """
 
     def __init__(self, port: int) -> None:
-        self._path = user_folder() / f"port-{port}"
-        self._file = self._path.open("w")
+        """Raises ConfigError if another deployment has the port, or this user's folder in the
+        temporary directory is not this user's alone."""
+        self._folder, self._name = user_folder().make("TMPDIR"), f"port-{port}"
+        self._lock = self._folder.open_file(self._name, os.O_WRONLY | os.O_CREAT)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._file.close()
+            os.close(self._lock)
             raise ConfigError(
                 f"router.port: {port} is taken by another `disagg serve`; stop it or choose "
                 "another port (0 takes any free one)"
@@ -91,5 +91,6 @@ class PortLock:
 
     def release(self) -> None:
         """Release the lock."""
-        self._path.unlink(missing_ok=True)
-        self._file.close()
+        self._folder.remove(self._name)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)

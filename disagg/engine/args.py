@@ -89,6 +89,7 @@ def _handoff(spec: EngineSpec, host: str) -> dict[str, Any]:
             "storage_path": spec.storage_path,
             "storage_max_bytes": transfer.storage.max_bytes,
             "storage_fsync": transfer.storage.fsync,
+            "storage_checksum": transfer.storage.checksum,
             "staging_bytes": transfer.staging_bytes,
             "lease_s": transfer.lease_s,
             "load_deadline_s": transfer.load_deadline_s,
@@ -109,6 +110,7 @@ def _tiers(spec: EngineSpec) -> dict[str, Any] | None:
         extra |= {
             "directory": str(tiers.directory.path),
             "directory_bytes": tiers.directory.max_bytes,
+            "directory_checksum": tiers.directory.checksum,
             "reset_keeps_files": tiers.directory.reset_keeps_files,
         }
     extra |= {

@@ -22,7 +22,7 @@ from disagg.config_file import show
 from disagg.errors import ConfigError
 from disagg.preflight import vllm_args
 from disagg.preflight.pool_checks import pool_problems
-from disagg.transport.host.private_folder import default_folder
+from disagg.private_files import PrivateFolder, UnsafePathError, user_folder
 
 
 def check(deployment: Deployment, *, running: bool = False) -> list[str]:
@@ -39,7 +39,7 @@ def check(deployment: Deployment, *, running: bool = False) -> list[str]:
         *_storage_problems(deployment),
         *_tier_problems(deployment),
         *(() if running else _listen_problems(deployment)),
-        *_unreadable(lambda: credentials.secret(deployment)),
+        *_unreadable(lambda: credentials.configured_secret(deployment)),
         *_unreadable(lambda: credentials.api_keys(deployment.router)),
         *_unreadable(lambda: credentials.tls(deployment.router)),
     ]
@@ -54,7 +54,7 @@ def check(deployment: Deployment, *, running: bool = False) -> list[str]:
 
 def storage_folder(deployment: Deployment) -> Path:
     """The parent folder of the runs' handoff files."""
-    return deployment.transfer.storage.path or default_folder(tempfile.gettempdir())
+    return deployment.transfer.storage.path or user_folder().path
 
 
 def _checkpoint_problems(deployment: Deployment) -> Iterator[str]:
@@ -97,6 +97,7 @@ def _tier_problems(deployment: Deployment) -> Iterator[str]:
     directory = deployment.tiers.directory
     if directory is not None:
         yield from _write_problems("tiers.directory.path", directory.path)
+        yield from _private_problems("tiers.directory.path", directory.path)
 
 
 def _write_problems(key: str, path: Path) -> Iterator[str]:
@@ -109,6 +110,19 @@ def _write_problems(key: str, path: Path) -> Iterator[str]:
             f"{key}: {str(path)!r} — can't be written ({error.strerror}); "
             "name a folder that this user may write"
         )
+
+
+def _private_problems(key: str, path: Path) -> Iterator[str]:
+    """Of a folder that must be this user's alone, if it exists already."""
+    if not os.path.lexists(path):
+        return
+    try:
+        with PrivateFolder(path.absolute()).opened():
+            pass
+    except UnsafePathError as error:
+        yield f"{key}: {error}"
+    except OSError as error:
+        yield f"{key}: {str(path)!r} — can't be opened ({error.strerror}); name a folder"
 
 
 def _first_existing(path: Path) -> Path:

@@ -29,6 +29,7 @@ def resolve(deployment: Deployment) -> dict[str, Any]:
             "transports": list(transfer.transports),
             "storage_path": str(storage_folder(deployment)),
             "storage_max_bytes": transfer.storage.max_bytes,
+            "storage_checksum": transfer.storage.checksum,
             "staging_bytes": transfer.staging_bytes,
             "lease_s": transfer.lease_s,
             "load_deadline_s": transfer.load_deadline_s,

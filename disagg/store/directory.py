@@ -4,7 +4,8 @@ Any number of threads, processes and hosts may use the same keys at once. A file
 temporary name and renamed, so a file with its final name was written completely. A killed process
 leaves at most a temporary file, which `directory_space` removes. A host that loses power may leave
 a named file without its bytes: every read checks size and checksum; a damaged file is removed,
-counted, and a miss.
+counted, and a miss. So is a file that was not written with the deployment's secret, if the checksum
+has a key.
 
 If two writers write one key, either may win, since a key determines the bytes. An open file stays
 readable when it is removed or replaced.
@@ -13,15 +14,18 @@ readable when it is removed or replaced.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import itertools
 import os
+import stat
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from disagg.store import owner
+from disagg.checksums import Checksum
+from disagg.identity import process
 from disagg.store.base import (
     FileStats,
     Key,
@@ -36,7 +40,6 @@ from disagg.store.directory_files import (
     TEMPORARY,
     FileFormat,
     TensorSpec,
-    checksum_of,
     file_name,
     read_all,
     reason_of,
@@ -53,8 +56,8 @@ class Directory:
 
     tensors: describe a chunk of this rank, for readers of the file with safetensors. space: limits
     the folder's size; without it there is no limit, and only others remove what killed writers
-    leave. Buffers are C-contiguous. Raises `ConfigError` if the folder can't be used or holds
-    chunks of another hash seed.
+    leave. checksum: also part of the fingerprint. Buffers are C-contiguous. Raises `ConfigError` if
+    the folder can't be used or holds chunks of another hash seed.
     """
 
     def __init__(
@@ -65,10 +68,11 @@ class Directory:
         tensors: Sequence[TensorSpec],
         space: DirectorySpace | None = None,
         *,
+        checksum: Checksum | None = None,
         fsync: bool = False,
     ) -> None:
-        self._folder = str(claim(root, fingerprint))
-        self._format = FileFormat(fingerprint.digest, rank, tensors)
+        self._folder = claim(root, fingerprint)
+        self._format = FileFormat(fingerprint.digest, rank, tensors, checksum)
         self._space, self._fsync = space, fsync
         self._temporaries = itertools.count()
         self._counts: Counter[str] = Counter()
@@ -86,20 +90,19 @@ class Directory:
         Raises `ValueError` for buffers of another size.
         """
         self._check(key, buffers)
-        path = self._path(key)
+        name = file_name(key, self._format.rank)
         size = self._format.head_bytes(key) + self.chunk_bytes
-        if _exists(path, size):
+        if self._exists(name, size):
             return self._wrote(WriteResult(WriteOutcome.EXISTED))
         if self._space is not None and not self._space.reserve(size):
             return self._wrote(WriteResult(WriteOutcome.FAILED, reason="full"))
-        head = self._format.head(key, checksum_of(buffers))
-        temporary = f"{path}.{owner.name()}.{next(self._temporaries)}{TEMPORARY}"
+        head = self._format.head(key, buffers)
+        temporary = f"{name}.{process.name()}.{next(self._temporaries)}{TEMPORARY}"
         try:
             self._write_file(temporary, [memoryview(head), *buffers])
-            os.rename(temporary, path)
+            self._folder.rename(temporary, name)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+            self._folder.remove(temporary)
             reason = reason_of(error)
             if self._space is not None:
                 self._space.give_back(size, disk_full=reason == "no_space")
@@ -115,9 +118,9 @@ class Directory:
         Raises `ValueError` for buffers of another size.
         """
         self._check(key, buffers)
-        path = self._path(key)
+        name = file_name(key, self._format.rank)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = self._folder.open_file(name)
         except OSError as error:
             reason = reason_of(error)
             outcome = ReadOutcome.MISSING if reason == "missing" else ReadOutcome.FAILED
@@ -125,7 +128,7 @@ class Directory:
         try:
             damage = self._read_file(descriptor, key, buffers)
             if damage:
-                self._remove(path, descriptor)
+                self._remove(name, descriptor)
                 return self._did_read(ReadResult(ReadOutcome.DAMAGED, reason=damage))
         except OSError as error:
             return self._did_read(ReadResult(ReadOutcome.FAILED, reason=reason_of(error)))
@@ -135,10 +138,11 @@ class Directory:
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Mark chunks as used that were not read from here. Missing ones are skipped."""
-        for key in keys:
-            path = self._path(key)
-            with contextlib.suppress(OSError):
-                _touch(path, os.stat(path))
+        with contextlib.suppress(OSError), self._folder.opened() as folder:
+            for key in keys:
+                name = file_name(key, self._format.rank)
+                with contextlib.suppress(OSError):
+                    _touch(name, os.stat(name, dir_fd=folder, follow_symlinks=False), folder)
 
     @property
     def stats(self) -> FileStats:
@@ -153,22 +157,33 @@ class Directory:
         if total_bytes(buffers) != self.chunk_bytes:
             raise ValueError(f"buffers of {total_bytes(buffers)} bytes, not {self.chunk_bytes}")
 
-    def _path(self, key: Key) -> str:
-        return f"{self._folder}/{file_name(key, self._format.rank)}"
+    def _exists(self, name: str, size: int) -> bool:
+        """Whether a file of this size exists; marks it as used."""
+        with contextlib.suppress(OSError), self._folder.opened() as folder:
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode) and status.st_size == size:
+                with contextlib.suppress(OSError):
+                    _touch(name, status, folder)
+                return True
+        return False
 
-    def _write_file(self, path: str, buffers: Sequence[memoryview]) -> None:
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    def _write_file(self, name: str, buffers: Sequence[memoryview]) -> None:
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
         try:
-            descriptor = os.open(path, flags, 0o600)
+            descriptor = self._folder.open_file(name, flags)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            descriptor = os.open(path, flags, 0o600)
+            self._make_parent(name)
+            descriptor = self._folder.open_file(name, flags)
         try:
             write_all(descriptor, buffers)
             if self._fsync:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+    def _make_parent(self, name: str) -> None:
+        with self._folder.opened() as folder, contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.dirname(name), 0o700, dir_fd=folder)
 
     def _read_file(self, descriptor: int, key: Key, buffers: Sequence[memoryview]) -> str:
         """Fill the buffers. Returns what is damaged; empty if nothing is."""
@@ -177,17 +192,18 @@ class Directory:
         size = len(head) + self.chunk_bytes
         if status.st_size != size or read_all(descriptor, [memoryview(head), *buffers]) != size:
             return "size"
-        if head != self._format.head(key, checksum_of(buffers)):
+        if not hmac.compare_digest(head, self._format.head(key, buffers)):
             return "content"
         with contextlib.suppress(OSError):
             _touch(descriptor, status)
         return ""
 
-    def _remove(self, path: str, descriptor: int) -> None:
+    def _remove(self, name: str, descriptor: int) -> None:
         """Unlink the open, damaged file, unless another engine has replaced it."""
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
-                os.unlink(path)
+        with contextlib.suppress(OSError), self._folder.opened() as folder:
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if os.path.samestat(found, os.fstat(descriptor)):
+                os.unlink(name, dir_fd=folder)
 
     def _wrote(self, result: WriteResult) -> WriteResult:
         name = "writes_failed" if not result.ok else str(result.outcome)
@@ -204,20 +220,11 @@ class Directory:
         return result
 
 
-def _exists(path: str, size: int) -> bool:
-    """Whether a file of this size exists; marks it as used."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return False
-    if status.st_size != size:
-        return False
-    with contextlib.suppress(OSError):
-        _touch(path, status)
-    return True
-
-
-def _touch(file: str | int, status: os.stat_result) -> None:
+def _touch(file: str | int, status: os.stat_result, folder: int | None = None) -> None:
     """Update the time of use, for eviction; at most once a minute, as it costs a write."""
-    if time.time() - status.st_mtime > _TOUCH_INTERVAL_S:
+    if time.time() - status.st_mtime <= _TOUCH_INTERVAL_S:
+        return
+    if isinstance(file, int):
         os.utime(file)
+    else:
+        os.utime(file, dir_fd=folder, follow_symlinks=False)

@@ -2,9 +2,9 @@
 
     <root>/<namespace>/<first 2 hex digits of key>/<key in hex>.r<rank>.safetensors
 
-The head's `__metadata__` has format, fingerprint, key and rank, and the xxh3-128 of all bytes after
-the head. A reader knows everything else in the head, so it builds the expected head and compares:
-it never interprets content of a file.
+The head's `__metadata__` has format, fingerprint, key and rank, and a checksum over these and all
+bytes after the head. A reader knows everything else in the head, so it builds the expected head and
+compares: it never interprets content of a file.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import xxhash
-
+from disagg.checksums import DIGEST_BYTES, Checksum
+from disagg.identity import process
 from disagg.store.base import MAX_KEY_BYTES, Key
 
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
-FORMAT = "disagg-kv-1"
+FORMAT = "disagg-kv-2"
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
-_NAME = re.compile(rf"((?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}})\.r\d+{re.escape(SUFFIX)}")
+_CHUNK = rf"((?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}})\.r\d+{re.escape(SUFFIX)}"
+_NAME = re.compile(_CHUNK)
+_UNFINISHED = re.compile(rf"{_CHUNK}\.({process.NAME})\.\d+{re.escape(TEMPORARY)}")
 _LENGTH = struct.Struct("<Q")
 _ALIGN = 64
-_CHECKSUM_DIGITS = 32
+_CHECKSUM_DIGITS = 2 * DIGEST_BYTES
 _IOV_MAX = 1024
 
 _REASONS = {
@@ -65,15 +67,21 @@ class TensorSpec:
 class FileFormat:
     """The files of one rank in one namespace. Keys of equal length give files of equal size."""
 
-    def __init__(self, fingerprint: str, rank: int, tensors: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self,
+        fingerprint: str,
+        rank: int,
+        tensors: Sequence[TensorSpec],
+        checksum: Checksum | None = None,
+    ) -> None:
         if not tensors:
             raise ValueError("a chunk needs at least one tensor")
         if len({tensor.name for tensor in tensors}) != len(tensors):
             raise ValueError("two tensors of a chunk have one name")
-        self.rank = rank
+        self.rank, self._checksum = rank, checksum or Checksum()
         self.data_bytes = sum(tensor.nbytes for tensor in tensors)
         metadata = {
-            "xxh3_128": "CHECKSUM",
+            "checksum": "CHECKSUM",
             "format": FORMAT,
             "fingerprint": fingerprint,
             "rank": str(rank),
@@ -85,14 +93,17 @@ class FileFormat:
         self._before, rest = text.split('"CHECKSUM"', 1)
         self._between, self._after = rest.split('"KEY"', 1)
 
-    def head(self, key: Key, checksum: str) -> bytes:
-        """Length, JSON and padding that open the file of a key. `checksum`: 32 hex digits."""
-        text = f'{self._before}"{checksum}"{self._between}"{key.hex()}"{self._after}'.encode()
+    def head(self, key: Key, buffers: Sequence[memoryview]) -> bytes:
+        """Length, JSON and padding that open the file of a key with these bytes, however they are
+        split."""
+        rest = f'{self._between}"{key.hex()}"{self._after}'
+        checksum = self._checksum.of(rest.encode(), *buffers).hex()
+        text = f'{self._before}"{checksum}"{rest}'.encode()
         text += b" " * (-(len(text) + _LENGTH.size) % _ALIGN)
         return _LENGTH.pack(len(text)) + text
 
     def head_bytes(self, key: Key) -> int:
-        """Size of the head, whatever the checksum."""
+        """Size of the head, whatever the bytes."""
         fixed = len(self._before) + len(self._between) + len(self._after)
         text = _LENGTH.size + fixed + len('""""') + _CHECKSUM_DIGITS + 2 * len(key)
         return text + -text % _ALIGN
@@ -112,14 +123,6 @@ def _entries(tensors: Sequence[TensorSpec]) -> dict[str, object]:
     return entries
 
 
-def checksum_of(buffers: Sequence[memoryview]) -> str:
-    """32 hex digits over the buffers' bytes, however they are split."""
-    checksum = xxhash.xxh3_128()
-    for buffer in buffers:
-        checksum.update(buffer)
-    return checksum.hexdigest()
-
-
 def file_name(key: Key, rank: int) -> str:
     """Path below the namespace's folder."""
     name = key.hex()
@@ -130,6 +133,12 @@ def key_of(name: str) -> Key | None:
     """The key in a file's name; None if it is not a chunk's file."""
     found = _NAME.fullmatch(name)
     return bytes.fromhex(found[1]) if found else None
+
+
+def writer_of(name: str) -> str | None:
+    """The process that writes the unfinished file of this name; None for other files."""
+    found = _UNFINISHED.fullmatch(name)
+    return found[2] if found else None
 
 
 def write_all(descriptor: int, buffers: Sequence[memoryview]) -> None:

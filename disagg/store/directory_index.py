@@ -11,6 +11,7 @@ only seconds later would never get it. If the disk does not answer in time, the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -80,7 +81,7 @@ class DirectoryIndex:
         events: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder = str(claim(root, fingerprint))
+        self._folder = claim(root, fingerprint)
         self._ranks = ranks
         self._memory = memory or FindingsLimits()
         self._clock = clock
@@ -305,16 +306,23 @@ class DirectoryIndex:
         while (batch := self._ask.get()) is not None:
             answers: list[tuple[Key, int, bool | None]] = []
             present: bool | None = True
-            for key, number in batch:
-                # Chunks after a gap in a prompt are useless, so they are not looked up.
-                present = self._on_disk(key) if present else None
-                answers.append((key, number, present))
+            with contextlib.ExitStack() as opened:
+                try:
+                    folder = opened.enter_context(self._folder.opened())
+                except OSError:
+                    folder = None
+                for key, number in batch:
+                    # Chunks after a gap in a prompt are useless, so they are not looked up.
+                    present = self._on_disk(key, folder) if present else None
+                    answers.append((key, number, present))
             self._answers.put(answers)
 
-    def _on_disk(self, key: Key) -> bool:
+    def _on_disk(self, key: Key, folder: int | None) -> bool:
+        if folder is None:
+            return False
         try:
             for rank in range(self._ranks):
-                os.stat(f"{self._folder}/{file_name(key, rank)}")
+                os.stat(file_name(key, rank), dir_fd=folder, follow_symlinks=False)
         except OSError:
             return False
         return True

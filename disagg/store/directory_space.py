@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import threading
 import time
@@ -25,9 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from disagg.store import owner
+from disagg.identity import process
 from disagg.store.base import Key
-from disagg.store.directory_files import TEMPORARY, key_of
+from disagg.store.directory_files import key_of, writer_of
+from disagg.store.fingerprint import is_namespace, is_unfinished, open_root
+
+logger = logging.getLogger(__name__)
 
 LOCK = ".space"
 
@@ -66,15 +70,16 @@ class DirectorySpace:
     def __init__(self, root: Path, max_bytes: int, on_removed: OnRemoved | None = None) -> None:
         if max_bytes < 1:
             raise ValueError(f"a cap of {max_bytes} bytes")
-        self._root, self._max_bytes, self._on_removed = root, max_bytes, on_removed
+        self._max_bytes, self._on_removed = max_bytes, on_removed
         self._lock = threading.Lock()
         self._writing = 0  # reserved, not finished
         self._since = 0  # written since the last scan began
         self._refused = 0  # the largest file that did not fit
         self._disk_full = False
         self._chunks_evicted = 0
+        self._mentioned = False
         self._wake, self._stop = threading.Event(), threading.Event()
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = open_root(root)
         self._used = self._recorded()[0]
         self._wake.set()
         self._thread = threading.Thread(target=self._run, name="kv-directory-space", daemon=True)
@@ -186,7 +191,7 @@ class DirectorySpace:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold the lock, if locks work here."""
-        descriptor = os.open(self._root / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        descriptor = self._folder.open_file(LOCK, os.O_CREAT | os.O_RDWR)
         try:
             while not self._stop.is_set():
                 try:
@@ -203,14 +208,16 @@ class DirectorySpace:
     def _record(self, total: int) -> None:
         """One write of fixed length, so that no process reads a partial record."""
         content = json.dumps([total, time.time()]).ljust(_RECORD_BYTES).encode()
-        with contextlib.suppress(OSError), (self._root / LOCK).open("r+b", buffering=0) as file:
-            file.write(content)
-            file.truncate(len(content))
+        with contextlib.suppress(OSError):
+            descriptor = self._folder.open_file(LOCK, os.O_RDWR)
+            with open(descriptor, "r+b", buffering=0) as file:
+                file.write(content)
+                file.truncate(len(content))
 
     def _recorded(self) -> tuple[int, float]:
         """The last scan's result and time; zeros if it can't be read."""
         try:
-            used, at = json.loads((self._root / LOCK).read_text())
+            used, at = json.loads(self._folder.read_bytes(LOCK, _RECORD_BYTES))
             return int(used), float(at)
         except (OSError, ValueError, TypeError):
             return 0, 0.0
@@ -218,15 +225,19 @@ class DirectorySpace:
     # ---- scan and eviction ----------------------------------------------------------------
 
     def _look(self) -> tuple[dict[tuple[str, Key], _Chunk], int]:
-        """All chunks, by namespace and key, and the number of abandoned files removed."""
+        """All chunks, by namespace and key, and the number of abandoned files removed. Files with
+        names that no engine of ours makes are left alone."""
         chunks: dict[tuple[str, Key], _Chunk] = {}
-        abandoned = 0
-        for namespace in _folders(self._root):
+        abandoned = foreign = 0
+        for namespace in _folders(self._folder.path):
+            if not is_namespace(namespace.name):
+                foreign += 1
+                continue
             abandoned += sum(map(_swept, _files(namespace)))
             for folder in _folders(namespace):
                 for entry in _files(folder):
                     key = key_of(entry.name)
-                    if key is None:
+                    if key is None or not entry.name.startswith(folder.name):
                         abandoned += _swept(entry)
                         continue
                     with contextlib.suppress(OSError):
@@ -235,7 +246,19 @@ class DirectorySpace:
                         chunk.paths.append(entry.path)
                         chunk.num_bytes += status.st_size
                         chunk.used_at = max(chunk.used_at, status.st_mtime)
+        self._mention(foreign + sum(entry.name != LOCK for entry in _files(self._folder.path)))
         return chunks, abandoned
+
+    def _mention(self, foreign: int) -> None:
+        """Log, once, that the folder holds what is not ours."""
+        if foreign and not self._mentioned:
+            self._mentioned = True
+            logger.warning(
+                "%s holds %d files or folders that are not disagg's; they are left alone, and do "
+                "not count towards its limit",
+                self._folder.path,
+                foreign,
+            )
 
     def _evict(self, chunks: dict[tuple[str, Key], _Chunk], num_bytes: float) -> Evicted:
         """Remove the least recently used chunks, until so many bytes are free."""
@@ -273,11 +296,12 @@ def _entries(parent: os.PathLike[str]) -> list[os.DirEntry[str]]:
 
 
 def _swept(entry: os.DirEntry[str]) -> bool:
-    """Remove a temporary file whose writer is dead, or is unknown here and inactive for an hour."""
-    if not entry.name.endswith(TEMPORARY):
+    """Remove an unfinished file of ours whose writer is dead, or is unknown here and inactive for
+    an hour."""
+    writer = writer_of(entry.name)
+    if writer is None and not is_unfinished(entry.name):
         return False
-    parts = entry.name.split(".")
-    dead = owner.is_dead(parts[-3]) if len(parts) > 2 else None
+    dead = None if writer is None else process.is_dead(writer)
     if dead is None:
         try:
             dead = time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S

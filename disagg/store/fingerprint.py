@@ -26,8 +26,13 @@ from functools import cached_property
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from disagg.private_files import PrivateFolder
 
 RECORD = "fingerprint.json"
+_UNFINISHED = re.compile(re.escape(RECORD) + r"\.[0-9a-f]{16}\.tmp")
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,48}-[0-9a-f]{16}")
+_MOST_BYTES = 1 << 20
+DIRECTORY = "tiers.directory.path"
 
 _logger = logging.getLogger(__name__)
 
@@ -58,22 +63,37 @@ class Fingerprint:
         return _digest({**self.fields, **self.hashing})
 
 
-def claim(root: Path, fingerprint: Fingerprint) -> Path:
+def open_root(root: Path) -> PrivateFolder:
+    """The directory tier's folder, created if missing. Raises `ConfigError`."""
+    return PrivateFolder(root.expanduser().absolute()).make(DIRECTORY)
+
+
+def is_namespace(folder: str) -> bool:
+    """Whether a folder of this name may be a namespace."""
+    return _NAMESPACE.fullmatch(folder) is not None
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether this is the name of a record that was never published."""
+    return _UNFINISHED.fullmatch(name) is not None
+
+
+def claim(root: Path, fingerprint: Fingerprint) -> PrivateFolder:
     """The namespace's folder under `root`, with its record; created if missing.
 
     Safe with any number of engines at once. Raises `ConfigError` when engines that hash
-    differently use the namespace, or when the folder can't be written to.
+    differently use the namespace, or when the folder can't be written to or is not this user's
+    alone.
     """
-    folder = root / fingerprint.namespace
-    record = folder / RECORD
+    folder = open_root(root).sub(fingerprint.namespace).make(DIRECTORY)
+    record = folder.path / RECORD
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = _read(record)
+        found = _read(folder)
         if found is None:
-            _publish(record, fingerprint)
-            found = _read(record)
+            _publish(folder, fingerprint)
+            found = _read(folder)
     except OSError as error:
-        raise ConfigError(f"cannot use {folder} for the KV cache: {error.strerror}") from error
+        raise ConfigError(f"cannot use {folder.path} for the KV cache: {error.strerror}") from error
     if found is None:
         raise ConfigError(f"{record} was removed at once: does another program clean {root}?")
     problems = [
@@ -83,9 +103,10 @@ def claim(root: Path, fingerprint: Fingerprint) -> Path:
     ]
     if problems:
         raise ConfigError(
-            f"engines that share {folder} hash the same prompt's blocks differently: "
+            f"engines that share {folder.path} hash the same prompt's blocks differently: "
             f"{'; '.join(problems)}. Set the same PYTHONHASHSEED for all of them or use "
-            f"prefix_caching_hash_algo sha256, then remove {folder} if no running engine uses it."
+            f"prefix_caching_hash_algo sha256, then remove {folder.path} if no running engine uses "
+            "it."
         )
     return folder
 
@@ -95,30 +116,31 @@ def _digest(fields: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read(record: Path) -> dict[str, str] | None:
+def _read(folder: PrivateFolder) -> dict[str, str] | None:
     """The hashing that a record holds; None without a readable one."""
     try:
-        content = json.loads(record.read_text())
+        content = json.loads(folder.read_bytes(RECORD, _MOST_BYTES))
         return {str(name): str(value) for name, value in content["hashing"].items()}
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):
         # It was damaged later, since it is published whole. A new record is safe: files of another
         # hashing have another digest.
-        _logger.warning("%s is damaged and is written again", record)
-        record.unlink(missing_ok=True)
+        _logger.warning("%s is damaged and is written again", folder.path / RECORD)
+        folder.remove(RECORD)
         return None
 
 
-def _publish(record: Path, fingerprint: Fingerprint) -> None:
+def _publish(folder: PrivateFolder, fingerprint: Fingerprint) -> None:
     """Write the record unless another engine was faster."""
-    temporary = record.with_name(f"{RECORD}.{secrets.token_hex(8)}.tmp")
+    temporary = f"{RECORD}.{secrets.token_hex(8)}.tmp"
     content = {"fields": dict(fingerprint.fields), "hashing": dict(fingerprint.hashing)}
-    temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    folder.write_bytes(temporary, text.encode())
     try:
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, record)
+        with contextlib.suppress(FileExistsError), folder.opened() as opened:
+            os.link(temporary, RECORD, src_dir_fd=opened, dst_dir_fd=opened)
     except OSError:
-        temporary.rename(record)  # a file system without links; the last engine wins
+        folder.rename(temporary, RECORD)  # a file system without links; the last engine wins
     finally:
-        temporary.unlink(missing_ok=True)
+        folder.remove(temporary)

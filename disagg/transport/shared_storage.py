@@ -1,10 +1,13 @@
 """Shared storage: the producer writes one safetensors file per fetch, the consumer reads it.
 
 A file is written under a temporary name, synced if configured, and renamed, so a file with its
-final name is complete. The consumer checks size, block shape and checksum (xxh3) before the bytes
-count, and removes the file. The producer removes it too when the lease ends, so a file outlives its
-handoff only if both processes die; `sweep` removes those. A name from the wire is never used as a
-path: only its last component, within our own folder.
+final name is complete. The consumer checks size, block shape and checksum (with a key, by default)
+before the bytes count, and removes the file. The producer removes it too when the lease ends, so a
+file outlives its handoff only if both processes die; `sweep` removes those. It removes nothing but
+files with names that this module makes. A name from the wire must be one of the producer's own.
+
+    disagg-<producer's process>-<random>.probe             proves that both see the same folder
+    disagg-<producer's process>-<random>-<n>.safetensors   one fetch; `.tmp` until it is complete
 
 The consumer reads straight into its blocks and does not map the file: a mapped file that
 another host truncates or removes kills the reader with SIGBUS, a read fails with an error.
@@ -14,48 +17,59 @@ Blocks on a device pass through staging memory; one piece is copied while anothe
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import logging
 import math
 import os
+import re
 import secrets
-import shutil
-import socket
+import stat
 import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
 import numpy as np
-import xxhash
 
+from disagg.checksums import DIGEST_BYTES, Checksum
 from disagg.errors import DataCorrupt, TransferError
+from disagg.identity import process
+from disagg.private_files import PrivateFolder, UnsafePathError
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import ITEM_BYTES, BlockCache, Bytes, Selection
 from disagg.transport.deadline import Deadline
 from disagg.transport.device.staging import Staging
-from disagg.transport.host.process_identity import start_time
 
 NAME = "shared_storage"
 _Pieces: TypeAlias = Generator[list[Bytes], None, None]
-_SUFFIX = ".safetensors"
+_SUFFIX, _TEMPORARY, _PROBE = ".safetensors", ".tmp", ".probe"
+_OURS = re.compile(
+    rf"disagg-({process.NAME})-[0-9a-f]{{8}}(?:{re.escape(_PROBE)}"
+    rf"|-\d+{re.escape(_SUFFIX)}(?:{re.escape(_TEMPORARY)})?)"
+)
 _LENGTH = struct.Struct("<Q")
 _IOV_MAX = 512
 _MAX_AGE_S = 3600.0
+_TOKEN_BYTES = 16
+
+logger = logging.getLogger(__name__)
 
 
 class _StorageOffer(msgspec.Struct, frozen=True):
-    """A probe file that the consumer must find in its own folder, and its content."""
+    """A probe file that the consumer must find in its own folder, and its content. checksum: which
+    one the files have."""
 
     name: str
     token: bytes
+    checksum: str
 
 
 class _File(msgspec.Struct, frozen=True):
-    """A fetch's file. size: of the whole file. checksum: xxh3-128 over the tensors."""
+    """A fetch's file. size: of the whole file. checksum: over the tensors."""
 
     name: str
     size: int
@@ -68,35 +82,34 @@ _decode_file = msgspec.msgpack.Decoder(_File).decode
 
 @dataclass(frozen=True)
 class Storage:
-    """The folder and its limits. Both ends must see the same folder, under any path."""
+    """The folder and its limits. Both ends must see the same folder, under any path, and use the
+    same checksum."""
 
-    folder: Path
+    folder: PrivateFolder
     max_bytes: int
     fsync: bool = False
+    checksum: Checksum = field(default_factory=Checksum)
 
 
 class SharedStorageSender:
     """Writes fetches as files, which never take more than `max_bytes` together.
 
-    `staging`: for a cache on a device.
+    `staging`: for a cache on a device. Raises ConfigError if the folder is not this user's alone.
     """
 
     name = NAME
 
     def __init__(self, cache: BlockCache, storage: Storage, staging: Staging | None = None) -> None:
         self._cache, self._storage, self._staging = cache, storage, staging
-        self._prefix = f"{_owner()}-{secrets.token_hex(4)}"
+        self._folder = storage.folder.make("transfer.storage.path")
+        self._prefix = f"disagg-{process.name()}-{secrets.token_hex(4)}"
         self._live: dict[str, int] = {}
         self._lock = threading.Lock()
         self._count = 0
-        storage.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        sweep(storage.folder)
-        self._probe = _StorageOffer(f"{self._prefix}.probe", secrets.token_bytes(16))
-        self._probe_path.write_bytes(self._probe.token)
-
-    @property
-    def _probe_path(self) -> Path:
-        return self._storage.folder / self._probe.name
+        sweep(self._folder)
+        token, kind = secrets.token_bytes(_TOKEN_BYTES), storage.checksum.kind
+        self._probe = _StorageOffer(self._prefix + _PROBE, token, kind)
+        self._folder.write_bytes(self._probe.name, self._probe.token)
 
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(self._probe)
@@ -122,7 +135,7 @@ class SharedStorageSender:
     def close(self) -> None:
         for name in list(self._live):
             self._remove(name)
-        _unlink(self._probe_path)
+        self._folder.remove(self._probe.name)
 
     def _reserve(self, size: int) -> str:
         with self._lock:
@@ -139,8 +152,8 @@ class SharedStorageSender:
             return name
 
     def _remove(self, name: str) -> None:
-        _unlink(self._storage.folder / name)
-        _unlink(self._storage.folder / (name + ".tmp"))
+        self._folder.remove(name)
+        self._folder.remove(name + _TEMPORARY)
         with self._lock:
             self._live.pop(name, None)
 
@@ -150,9 +163,8 @@ class SharedStorageSender:
         return _one_by_one(self._staging.outgoing(self._cache, blocks, deadline))
 
     def _write(self, name: str, header: bytes, content: _Pieces) -> bytes:
-        path, checksum = self._storage.folder / name, xxhash.xxh3_128()
-        temporary = path.with_name(name + ".tmp")
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        checksum, temporary = self._storage.checksum.begin(), name + _TEMPORARY
+        descriptor = self._folder.open_file(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         try:
             _write_all(descriptor, [np.frombuffer(header, dtype=np.uint8)])
             with contextlib.closing(content):
@@ -164,25 +176,55 @@ class SharedStorageSender:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        temporary.rename(path)
-        return checksum.digest()
+        self._folder.rename(temporary, name)
+        return checksum.digest()[:DIGEST_BYTES]
 
 
 class SharedStorageReceiver:
-    """Reads files straight into the cache: one copy. `staging`: for a cache on a device."""
+    """Opens producers' folders. `staging`: for a cache on a device."""
 
     name = NAME
 
     def __init__(self, cache: BlockCache, storage: Storage, staging: Staging | None = None) -> None:
-        self._cache, self._folder, self._staging = cache, storage.folder, staging
+        self._cache, self._storage, self._staging = cache, storage, staging
 
-    def open(self, offer: bytes) -> SharedStorageReceiver | None:
+    def open(self, offer: bytes) -> ProducersFiles | None:
         try:
             probe = _decode_offer(offer)
-            found = (self._folder / Path(probe.name).name).read_bytes()
-            return self if found == probe.token else None
-        except (msgspec.DecodeError, OSError, ValueError):
+            if not _OURS.fullmatch(probe.name) or not probe.name.endswith(_PROBE):
+                return None
+            found = self._storage.folder.read_bytes(probe.name, _TOKEN_BYTES + 1)
+        except UnsafePathError as error:
+            logger.warning("%s is not used: %s", NAME, error)
             return None
+        except (msgspec.DecodeError, OSError):
+            return None
+        if found != probe.token:
+            return None
+        if probe.checksum != self._storage.checksum.kind:
+            logger.warning(
+                "%s is not used: the producer's files have another checksum; set the same "
+                "transfer.storage.checksum",
+                NAME,
+            )
+            return None
+        prefix = probe.name.removesuffix(_PROBE)
+        return ProducersFiles(prefix, self._cache, self._storage, self._staging)
+
+    def close(self) -> None:
+        """Nothing is kept between fetches."""
+
+
+class ProducersFiles:
+    """One producer's files, as this worker reads them: straight into its cache, one copy."""
+
+    name = NAME
+
+    def __init__(
+        self, prefix: str, cache: BlockCache, storage: Storage, staging: Staging | None
+    ) -> None:
+        self._prefix, self._cache, self._staging = prefix, cache, staging
+        self._folder, self._checksum = storage.folder, storage.checksum
 
     def request(self, job: FetchJob) -> bytes:
         return b""
@@ -195,9 +237,12 @@ class SharedStorageReceiver:
             file = _decode_file(answer)
         except msgspec.DecodeError as error:
             raise DataCorrupt(f"answer not understood: {error}") from error
-        path = self._folder / Path(file.name).name
+        if not (_OURS.fullmatch(file.name) and file.name.startswith(self._prefix + "-")):
+            raise DataCorrupt(
+                "the producer names a file that is not its own", reason="storage_name"
+            )
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = self._folder.open_file(file.name)
             try:
                 self._load(job, file, descriptor)
             finally:
@@ -205,11 +250,8 @@ class SharedStorageReceiver:
         except OSError as error:
             raise TransferError(f"cannot read: {error}", reason="storage_read") from error
         finally:
-            _unlink(path)
+            self._folder.remove(file.name)
         return self._cache.num_bytes(job.blocks)
-
-    def close(self) -> None:
-        """Nothing is kept between fetches."""
 
     def _load(self, job: FetchJob, file: _File, descriptor: int) -> None:
         header = _header(self._cache, job.blocks)
@@ -219,14 +261,14 @@ class SharedStorageReceiver:
             raise DataCorrupt(f"{found} bytes where {size} were due", reason="storage_size")
         if os.read(descriptor, len(header)) != header:
             raise DataCorrupt("the file describes other blocks", reason="storage_header")
-        checksum = xxhash.xxh3_128()
+        checksum = self._checksum.begin()
         with contextlib.closing(self._room(job)) as room:
             for pieces in room:
                 _read_all(descriptor, pieces)
                 for piece in pieces:
                     checksum.update(piece.data)
                 job.deadline.left()
-        if checksum.digest() != file.checksum:
+        if not hmac.compare_digest(checksum.digest()[:DIGEST_BYTES], file.checksum):
             raise DataCorrupt("checksum differs", reason="storage_checksum")
 
     def _room(self, job: FetchJob) -> _Pieces:
@@ -235,25 +277,37 @@ class SharedStorageReceiver:
         return _one_by_one(self._staging.incoming(self._cache, job.blocks, job.deadline, job.after))
 
 
-def sweep(folder: Path, max_age_s: float = _MAX_AGE_S) -> int:
-    """Remove what dead processes of this host left, and anything older than `max_age_s`."""
-    removed = 0
-    for path in folder.iterdir():
-        if path.suffix not in (_SUFFIX, ".tmp", ".probe"):
+def sweep(folder: PrivateFolder, max_age_s: float = _MAX_AGE_S) -> int:
+    """Remove the files that dead processes of this host left, and those of unknown processes that
+    are older than `max_age_s`. Files with other names stay, and are logged. Returns the number
+    removed. Raises OSError."""
+    removed, foreign = 0, []
+    for name in folder.names():
+        found = _OURS.fullmatch(name)
+        if found is None:
+            foreign.append(name)
             continue
-        try:
-            old = time.time() - path.stat().st_mtime > max_age_s and path.suffix != ".probe"
-        except FileNotFoundError:
-            continue  # somebody else was faster
-        if old or _owner_is_dead(path.name):
-            _unlink(path)
-            removed += 1
+        is_dead = process.is_dead(found[1])
+        if is_dead is None and not name.endswith(_PROBE):
+            is_dead = _age_s(folder, name) > max_age_s
+        removed += bool(is_dead) and folder.remove(name)
+    if foreign:
+        logger.warning(
+            "%s holds %d files that are not disagg's, such as %r; they are left alone",
+            folder.path,
+            len(foreign),
+            foreign[0],
+        )
     return removed
 
 
-def free_bytes(folder: Path) -> int:
-    """Free space of the file system that holds the folder."""
-    return shutil.disk_usage(folder).free
+def _age_s(folder: PrivateFolder, name: str) -> float:
+    """Since the last change of a regular file; 0 for anything else."""
+    with contextlib.suppress(OSError), folder.opened() as opened:
+        found = os.stat(name, dir_fd=opened, follow_symlinks=False)
+        if stat.S_ISREG(found.st_mode):
+            return time.time() - found.st_mtime
+    return 0.0
 
 
 def _header(cache: BlockCache, blocks: Selection) -> bytes:
@@ -304,23 +358,3 @@ def _vectored(
             count -= len(left.pop())
         if count:
             left[-1] = left[-1][count:]
-
-
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
-def _owner() -> str:
-    """Identifies this process by host, pid and start time, for liveness checks."""
-    host = xxhash.xxh32_hexdigest(socket.gethostname().encode())
-    return f"{host}-{os.getpid()}-{start_time(os.getpid())}"
-
-
-def _owner_is_dead(name: str) -> bool:
-    host, _, rest = name.partition("-")
-    if host != xxhash.xxh32_hexdigest(socket.gethostname().encode()):
-        return False
-    pid, _, rest = rest.partition("-")
-    started = rest.partition("-")[0]
-    return pid.isdigit() and str(start_time(int(pid))) != started

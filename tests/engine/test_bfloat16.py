@@ -17,6 +17,7 @@ import torch
 
 from disagg.connector.handoff.kv_transfer_params import TICKET
 from disagg.identity.weights import checkpoint
+from disagg.private_files import PrivateFolder
 from disagg.testing.vllm_server import VllmServer, token_ids
 from disagg.transport import fetch
 from disagg.transport.base import FetchJob
@@ -78,7 +79,7 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
     nothing = ("hf_overrides", "hf_config_path", "mm_processor_kwargs", "long_context", "draft")
     fingerprint |= dict.fromkeys(nothing, "")
     folder = Path(server.env["TMPDIR"], f"disagg-{os.getuid()}")
-    receiver = SharedStorageReceiver(cache, Storage(folder, 1 << 30))
+    receiver = SharedStorageReceiver(cache, Storage(PrivateFolder(folder), 1 << 30))
     peers = Peers("test", fingerprint, SECRET.encode())
     try:
         job = FetchJob(cache.whole(range(blocks)), Deadline.after(30))

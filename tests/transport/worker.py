@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from transport import caches, host_device
 
+from disagg.private_files import PrivateFolder
 from disagg.transport import fetch as handoff
 from disagg.transport import protocol as p
 from disagg.transport.base import FetchJob, LeaseEntry, ReadableCache, Receiver, RemoteCache
@@ -116,7 +117,7 @@ class Worker:
             os.environ |= {"NCCL_HOSTID": f"test-{os.getpid()}", "NCCL_SOCKET_IFNAME": "lo"}
         self.cache, self.staging = _cache(setup)
         self.layers = tuple(region.name for region in self.cache.regions)
-        storage = Storage(setup.folder, 4 << 30)
+        storage = Storage(PrivateFolder(setup.folder), 4 << 30)
         self.leases = LeaseTable(setup.use_limit_s)
         board = None if setup.device.endswith(ASKED) else self.leases.board
         means = Means("127.0.0.1", SECRET, storage, self.staging, board)

@@ -28,12 +28,14 @@ ALLOWED = {
     "errors": set[str](),
     "keepalive": set[str](),
     "options": set[str](),
+    "private_files": {"errors"},
+    "checksums": set[str](),
     "config_file": {"errors"},
-    "config": {"errors", "config_file", "transport.names"},
-    "credentials": {"config", "errors"},
+    "config": {"errors", "config_file", "checksums", "transport.names"},
+    "credentials": {"config", "errors", "transport.control.secret"},
     "preflight": {
         "config", "config_file", "credentials", "errors", "engine.args", "engine.spec",
-        "transport.host.private_folder",
+        "private_files",
     },
     "cli": {
         "config", "errors", "preflight", "cluster", "router", "bench", "testing", "planning",
@@ -46,19 +48,22 @@ ALLOWED = {
     },
     "dashboards": {"errors"},
     "identity": set[str](),
-    "store": {"errors"},
+    "store": {"errors", "checksums", "identity.process", "private_files"},
     # HOW bytes move. A way may use control, host and device; these use no way.
     "transport": {
         *_TRANSPORT, "transport.control", "transport.device.open", "transport.device.staging",
         "transport.host", "transport.nccl", "transport.one_sided", "transport.tcp",
+        "checksums", "identity.process", "private_files",  # shared_storage
     },
     "transport.control": {
         *_TRANSPORT, "keepalive", "transport.host", "transport.one_sided.hazard_pointers",
-        "transport.one_sided.lease_board",
+        "transport.one_sided.lease_board", "private_files",
     },
     "transport.host": _TRANSPORT,
     "transport.device": _TRANSPORT,
-    "transport.one_sided": {*_TRANSPORT, "transport.device", "transport.host"},
+    "transport.one_sided": {
+        *_TRANSPORT, "identity.process", "transport.device", "transport.host",
+    },
     "transport.nccl": {
         *_TRANSPORT, "transport.control", "transport.device", "transport.host.fd_watcher",
     },
@@ -74,15 +79,15 @@ ALLOWED = {
     },
     "connector.handoff": {
         "errors", "identity", "connector", "transport", "transport.control", "transport.device",
-        "transport.host",
+        "transport.host", "checksums", "private_files",
     },
     "connector.offload": {
         "errors", "identity", "connector", "store", "transport", "transport.device",
-        "transport.host",
+        "transport.host", "transport.control.secret", "checksums",
     },
     "connector.hidden_states": {
         "errors", "connector", "transport.blocks", "transport.deadline",
-        "transport.host.private_folder",
+        "private_files",
     },
     # The router's layers, from the outside in: processes, server, request, pairing, engines,
     # upstream, with api and telemetry for all.
@@ -109,7 +114,7 @@ ALLOWED = {
     "engine.vllm_patches": {"errors"},
     "cluster": {
         *LEAVES, "config_file", "credentials", "engine", "router", "router.server",
-        "router.processes", "cluster.supervisor",
+        "router.processes", "cluster.supervisor", "identity.process", "private_files",
     },
     "cluster.supervisor": {*LEAVES, "config_file", "cluster", "engine"},
     # The last ones may use what they measure.

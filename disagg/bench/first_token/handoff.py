@@ -129,7 +129,7 @@ def _ours(transport: TransportName, folder: Path) -> Pair:
         "kv_connector_module_path": "disagg.connector",
         "kv_connector_extra_config": extra,
     }
-    secret = {"DISAGG_SECRET": "of this bench"}
+    secret = {"DISAGG_SECRET": "the secret of this bench"}
     return Pair("ours", config, ("kv_producer", "kv_consumer"), env=secret)
 
 

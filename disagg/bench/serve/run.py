@@ -51,7 +51,7 @@ from disagg.testing.vllm_server import VllmServer
 _CONTEXT = 16384  # of the engines, see `VllmServer`
 _MOST_PROBLEMS = 10
 _OURS = {"kv_connector": "DisaggConnector", "kv_connector_module_path": "disagg.connector"}
-_SECRET = {"DISAGG_SECRET": "of this bench"}
+_SECRET = {"DISAGG_SECRET": "the secret of this bench"}
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from disagg.testing.launch import launch
 from disagg.testing.vllm_server import VllmServer
 
 _OURS = {"kv_connector": "DisaggConnector", "kv_connector_module_path": "disagg.connector"}
-_SECRET = {"DISAGG_SECRET": "of this bench"}
+_SECRET = {"DISAGG_SECRET": "the secret of this bench"}
 _WARM_UP_S = 0.4  # between two requests of the warm-up
 _FIGURES = {
     "ttft_p50": "first token p50",

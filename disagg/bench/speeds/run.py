@@ -34,7 +34,7 @@ from disagg.testing.launch import launch
 from disagg.testing.vllm_server import VllmServer
 
 _OURS = {"kv_connector": "DisaggConnector", "kv_connector_module_path": "disagg.connector"}
-_SECRET = {"DISAGG_SECRET": "of this bench"}
+_SECRET = {"DISAGG_SECRET": "the secret of this bench"}
 _MODEL_WORDS = "4 layers, hidden 256, 8 KV heads of 128, float32 (of disagg bench handoff)"
 _STEP_TOKENS = 32  # per sequence, when decode steps are timed
 _ROUTER_PAIRS = 15

@@ -21,6 +21,7 @@ import torch
 
 from disagg.bench.transfer.memory import BenchMemory, Ints, offsets, pieces
 from disagg.errors import DisaggError
+from disagg.private_files import PrivateFolder
 from disagg.transport import protocol as p
 from disagg.transport.base import FetchJob, Receiver, Sender
 from disagg.transport.blocks import BlockCache
@@ -79,7 +80,7 @@ class End:
     def make_means(self, cache: BlockCache, board: LeaseBoard | None = None) -> Means:
         """The means of this cache's transports; files go to the folder."""
         self.staging = self.make_staging(cache)
-        storage = Storage(self.setup.folder, max_bytes=64 << 30)
+        storage = Storage(PrivateFolder(self.setup.folder), max_bytes=64 << 30)
         return Means(_HOST, _SECRET, storage, self.staging, board)
 
     def ready(self) -> None:

@@ -5,14 +5,14 @@ The secret is not among them, since vLLM logs them (see `transport/control/secre
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from disagg.checksums import Checksum, ChecksumName
 from disagg.connector.extra_config import parse
-from disagg.transport.host.private_folder import default_folder
+from disagg.private_files import folder_or_own
 from disagg.transport.names import PREFERENCE, TransportName
 from disagg.transport.shared_storage import Storage
 
@@ -35,6 +35,7 @@ class ConnectorSettings(BaseModel):
     storage_path: Path | None = None
     storage_max_bytes: int = Field(8 << 30, gt=0)
     storage_fsync: bool = False
+    storage_checksum: ChecksumName = "keyed"
     staging_bytes: int = Field(
         64 << 20, gt=0, description="On GPUs: device memory for transfers; as much is pinned"
     )
@@ -48,10 +49,14 @@ class ConnectorSettings(BaseModel):
         """Bytes per GPU that transfers may use, in addition to the cache."""
         return self.staging_bytes + ("nccl" in self.transports) * NCCL_RESERVE_BYTES
 
-    def storage(self) -> Storage:
-        """Folder and limits of the shared storage transport."""
-        folder = self.storage_path or default_folder(tempfile.gettempdir())
-        return Storage(folder, self.storage_max_bytes, self.storage_fsync)
+    def storage(self, secret: bytes) -> Storage:
+        """Folder and limits of the shared storage transport. secret: the deployment's."""
+        return Storage(
+            folder_or_own(self.storage_path, "handoffs"),
+            self.storage_max_bytes,
+            self.storage_fsync,
+            Checksum.named(self.storage_checksum, b"disagg handoff files", secret),
+        )
 
 
 def read_settings(extra_config: dict[str, Any]) -> ConnectorSettings:

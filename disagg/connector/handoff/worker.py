@@ -63,7 +63,7 @@ class WorkerHalf:
         settings, rank = self._settings, self._rank
         cache = self._rank_cache(kv_caches)
         self._num_layers = len(cache.layers)
-        names, storage = settings.transports, settings.storage()
+        names, storage = settings.transports, settings.storage(self._secret)
         logger.info(
             "%s rank %d: %d blocks of %d bytes, transports %s, storage %s",
             rank.name,
@@ -71,7 +71,7 @@ class WorkerHalf:
             cache.blocks.num_blocks,
             cache.blocks.block_bytes,
             ", ".join(names),
-            storage.folder,
+            storage.folder.path,
         )
         means = Means(settings.host or get_ip(), self._secret, storage, cache.staging)
         consumes = self._transfer.is_kv_consumer

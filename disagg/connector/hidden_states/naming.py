@@ -22,8 +22,6 @@ from urllib.parse import quote
 
 SUFFIX = ".safetensors"
 ERROR_SUFFIX = ".error"
-LOCK_GLOB = ".*.lock"
-
 _LIFE_BYTES = 8
 # With the longest suffixes this stays below the 255 bytes that file systems allow.
 _LONGEST = 160
@@ -31,6 +29,7 @@ _SHOWN = 120
 # The last match: an id may end like one of our names.
 _NAME = re.compile(r".+\.([0-9a-f]{16})-([1-9][0-9]{0,18})\.safetensors", re.DOTALL)
 _LOCK = re.compile(r"\.([0-9a-f]{16})\.lock")
+_TEMPORARY = re.compile(r"\.([0-9a-f]{16})-[1-9][0-9]{0,18}\.tmp")
 
 
 def new_life() -> str:
@@ -100,17 +99,18 @@ def lock_path(folder: Path, life: str) -> Path:
     return folder / f".{life}.lock"
 
 
-def life_of(lock: Path) -> str | None:
-    """The life of a lock file; None for other files."""
-    found = _LOCK.fullmatch(lock.name)
+def life_of(lock: str) -> str | None:
+    """The life of the lock file with this name; None for other files."""
+    found = _LOCK.fullmatch(lock)
     return found[1] if found else None
 
 
-def temporary_path(folder: Path, life: str, number: int) -> Path:
-    """The path of an incomplete file."""
-    return folder / f".{life}-{number}.tmp"
+def temporary_name(life: str, number: int) -> str:
+    """The name of an incomplete file."""
+    return f".{life}-{number}.tmp"
 
 
-def temporary_paths(folder: Path, life: str) -> list[Path]:
-    """All incomplete files of a life."""
-    return list(folder.glob(f".{life}-*.tmp"))
+def life_of_temporary(name: str) -> str | None:
+    """The life of the incomplete file with this name; None for other files."""
+    found = _TEMPORARY.fullmatch(name)
+    return found[1] if found else None

@@ -10,7 +10,6 @@ The file is empty; locks may be beyond its end.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from disagg.connector.hidden_states import naming
+from disagg.private_files import PrivateFolder, open_regular
 
 _LIFE = 0
 # struct flock of 64-bit Linux: type, whence, start, length, pid.
@@ -29,9 +29,10 @@ _FLOCK = struct.Struct("@hhqqi4x")
 class PendingWrites:
     """The writer's side. Thread-safe."""
 
-    def __init__(self, folder: Path, life: str) -> None:
-        """Raises OSError if the folder can't be made or its file system can't lock."""
-        self._folder, self._path = folder, naming.lock_path(folder, life)
+    def __init__(self, folder: PrivateFolder, life: str) -> None:
+        """Raises ConfigError if the folder can't be made or isn't ours, OSError if its file system
+        can't lock."""
+        self._folder, self._name = folder, naming.lock_path(folder.path, life).name
         self._pending: set[int] = set()
         self._guard = threading.Lock()
         self._descriptors: list[int] = []
@@ -56,8 +57,7 @@ class PendingWrites:
     def close(self) -> None:
         """End the life: wake all waiting readers, which then raise an error."""
         with self._guard:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+            self._folder.remove(self._name)
             for descriptor in self._descriptors:
                 os.close(descriptor)
             self._descriptors.clear()
@@ -66,7 +66,7 @@ class PendingWrites:
         """Open a lock file. Older ones stay open, since readers may wait on them."""
         make_folder(self._folder)
         # Other users' readers take read locks only, so they need no write permission.
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = self._folder.open_file(self._name, os.O_RDWR | os.O_CREAT)
         try:
             for number in (_LIFE, *self._pending):
                 _set(descriptor, fcntl.F_WRLCK, number)
@@ -77,14 +77,17 @@ class PendingWrites:
 
     def _is_there(self) -> bool:
         try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptors[-1]))
+            with self._folder.opened() as folder:
+                found = os.stat(self._name, dir_fd=folder, follow_symlinks=False)
+            return os.path.samestat(found, os.fstat(self._descriptors[-1]))
         except OSError:
             return False
 
 
-def make_folder(folder: Path) -> None:
-    """Create the folder if missing, for this user only. To share it, create it beforehand."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def make_folder(folder: PrivateFolder) -> None:
+    """Create the folder if missing, for this user only. To share it, create it beforehand, so that
+    others may read it. Raises ConfigError if others may change it."""
+    folder.make("kv_connector_extra_config.shared_storage_path")
 
 
 class Waiting:
@@ -131,7 +134,7 @@ def wait(lock: Path, number: int, timeout: float | None) -> bool:
 
     Raises FileNotFoundError or NotADirectoryError if there is no such writer any more.
     """
-    descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_regular(lock)
     try:
         _set(descriptor, fcntl.F_RDLCK, number)
     except OSError as error:
@@ -152,7 +155,7 @@ def wait(lock: Path, number: int, timeout: float | None) -> bool:
 def is_alive(lock: Path) -> bool:
     """Whether the writer of this lock file is alive."""
     try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(lock)
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
@@ -163,15 +166,17 @@ def is_alive(lock: Path) -> bool:
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
-def sweep(folder: Path) -> None:
-    """Remove lock files and incomplete files of lives that ended without cleanup."""
-    for lock in folder.glob(naming.LOCK_GLOB):
-        life = naming.life_of(lock)
-        if life is None or is_alive(lock):
+def sweep(folder: PrivateFolder) -> None:
+    """Remove the lock files and incomplete files of lives that ended without cleanup."""
+    names = folder.names()
+    for life in filter(None, map(naming.life_of, names)):
+        lock = naming.lock_path(folder.path, life)
+        if is_alive(lock):
             continue
-        for path in (*naming.temporary_paths(folder, life), lock):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        for name in names:
+            if naming.life_of_temporary(name) == life:
+                folder.remove(name)
+        folder.remove(lock.name)
 
 
 def _set(descriptor: int, kind: int, number: int, *, wait: bool = False) -> None:

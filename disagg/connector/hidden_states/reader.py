@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from disagg.connector.hidden_states import naming, pending_writes
 from disagg.errors import HiddenStatesFailed, HiddenStatesLost, HiddenStatesTimeout
+from disagg.private_files import open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,7 @@ def _await(written: naming.Written, timeout: float | None) -> None:
 
 def _reason(path: Path) -> str | None:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with open(open_regular(path), encoding="utf-8", errors="replace") as file:
             return file.read(_LONGEST_ERROR).strip()
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from disagg.connector.extra_config import parse
-from disagg.errors import ConfigError
-from disagg.transport.host.private_folder import default_folder
+from disagg.private_files import PrivateFolder, user_folder
 
 # Further keys of vLLM's ExampleHiddenStatesConnector, and why they are not needed here.
 _NOT_OURS = {
@@ -35,26 +32,14 @@ class HiddenStatesSettings(BaseModel):
         description="Host memory of each thread, pinned with a GPU; longer files pass in pieces",
     )
 
-    def folder(self) -> Path:
-        """Absolute: readers have another working directory."""
-        if self.shared_storage_path is not None:
-            return self.shared_storage_path.expanduser().absolute()
-        return _own_folder() / "hidden-states"
+    def folder(self) -> PrivateFolder:
+        """Absolute: readers have another working directory. Hidden states reveal the prompts, so
+        other users may read them only if whoever made the folder allowed it."""
+        if self.shared_storage_path is None:
+            return user_folder().sub("hidden-states")
+        return PrivateFolder(self.shared_storage_path.expanduser().absolute(), others="read")
 
 
 def read_settings(extra_config: dict[str, Any]) -> HiddenStatesSettings:
     """Parse the extra config; raises `ConfigError`."""
     return parse(HiddenStatesSettings, extra_config, _NOT_OURS)
-
-
-def _own_folder() -> Path:
-    """Hidden states reveal the prompts, so no other user may have made this folder."""
-    folder = default_folder(tempfile.gettempdir()).absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise ConfigError(
-            f"kv_connector_extra_config.shared_storage_path: must be given — {folder} can be "
-            "written by other users"
-        )
-    return folder

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from disagg.errors import HiddenStatesFailed
+from disagg.private_files import PrivateFolder, open_regular
 
 DTYPES = {
     torch.float32: "F32",
@@ -65,15 +66,15 @@ def header(specs: Sequence[Spec], metadata: Mapping[str, str]) -> bytes:
 
 
 class Draft:
-    """A file that gets its name when it is complete, or never."""
+    """A file that gets its name when it is complete, or never. Both names are in `folder`."""
 
-    def __init__(self, temporary: Path, path: Path) -> None:
-        self._temporary, self._path = temporary, path
+    def __init__(self, folder: PrivateFolder, temporary: str, name: str) -> None:
+        self._folder, self._temporary, self._name = folder, temporary, name
         self._descriptor = -1
 
     def __enter__(self) -> Draft:
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(self._temporary, flags, 0o644)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        self._descriptor = self._folder.open_file(self._temporary, flags)
         return self
 
     def write(self, data: bytes | memoryview) -> None:
@@ -93,17 +94,17 @@ class Draft:
                 self._descriptor
             )  # may fail too: a network file system reports write errors here
             if kind is None:
-                os.rename(self._temporary, self._path)
+                self._folder.rename(self._temporary, self._name)
         except OSError:
-            self._temporary.unlink(missing_ok=True)
+            self._folder.remove(self._temporary)
             raise
         if kind is not None:
-            self._temporary.unlink(missing_ok=True)
+            self._folder.remove(self._temporary)
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of the file, on the CPU. Raises HiddenStatesFailed if it is damaged, OSError."""
-    with path.open("rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if not 0 < length <= min(_MAX_HEADER, size - _LENGTH_BYTES):

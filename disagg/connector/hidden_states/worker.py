@@ -64,12 +64,12 @@ class WorkerHalf:
         except OSError as error:
             raise ConfigError(
                 "kv_connector_extra_config.shared_storage_path: no files can be written and "
-                f"locked in {folder} ({error})"
+                f"locked in {folder.path} ({error})"
             ) from error
         logger.info(
             "hidden states of layers %s go to %s, life %s",
             ", ".join(map(str, self._layer_ids)),
-            folder,
+            folder.path,
             self._writer.life,
         )
 
@@ -77,7 +77,7 @@ class WorkerHalf:
         """The writer's folder and life, for paths; None if this rank does not write."""
         if self._writer is None:
             return None
-        return WriterAddress(str(self._writer.folder), self._writer.life)
+        return WriterAddress(str(self._writer.folder.path), self._writer.life)
 
     def start(self, work: StepWork) -> None:
         """Begin the work of this step."""

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from disagg.connector.hidden_states import naming, pending_writes, tensor_file
 from disagg.connector.hidden_states.device import DeviceBlocks
-from disagg.errors import HiddenStatesFailed
+from disagg.errors import ConfigError, HiddenStatesFailed
+from disagg.private_files import PrivateFolder
 from disagg.transport.blocks import copy_alone
 
 logger = logging.getLogger(__name__)
@@ -61,13 +61,13 @@ class HiddenStatesWriter:
 
     def __init__(
         self,
-        folder: Path,
+        folder: PrivateFolder,
         blocks: DeviceBlocks,
         *,
         num_threads: int,
         layer_ids: Sequence[int],
     ) -> None:
-        """Raises OSError if the folder can't be created, or its files can't be locked."""
+        """Raises ConfigError if the folder can't be used, OSError if its files can't be locked."""
         self.folder, self.life = folder, naming.new_life()
         self._blocks = blocks
         self._layer_ids = ",".join(map(str, layer_ids))
@@ -141,7 +141,7 @@ class HiddenStatesWriter:
             except HiddenStatesFailed as error:
                 reason = "not_computed"
                 self._write_error(save, target, str(error))
-            except OSError as error:
+            except (OSError, ConfigError) as error:
                 reason = "storage"
                 self._write_error(save, target, str(error))
             except Exception as error:
@@ -155,7 +155,7 @@ class HiddenStatesWriter:
             raise HiddenStatesFailed(save.problem)
         if number in self._unlocked:
             self._unlocked.discard(number)
-            raise OSError(f"no file could be locked in {self.folder}, see the engine's log")
+            raise OSError(f"no file could be locked in {self.folder.path}, see the engine's log")
 
     def _write(
         self,
@@ -176,10 +176,10 @@ class HiddenStatesWriter:
         metadata = {"format": "pt", "request_id": shown, "layer_ids": self._layer_ids}
         head = tensor_file.header(specs, metadata)
         pending_writes.make_folder(self.folder)
-        temporary = naming.temporary_path(self.folder, self.life, target.number)
+        temporary = naming.temporary_name(self.life, target.number)
         buffer = self._buffers.get()
         try:
-            with tensor_file.Draft(temporary, target.path) as draft:
+            with tensor_file.Draft(self.folder, temporary, target.path.name) as draft:
                 draft.write(head)
                 left, step = len(tokens), self._blocks.blocks_per_read
                 for start in range(0, len(save.block_ids), step):
@@ -199,9 +199,9 @@ class HiddenStatesWriter:
     def _write_error(self, save: Save, target: naming.Written, reason: str) -> None:
         """Write the error file. If that fails too, readers get an error without a reason."""
         logger.warning("no hidden states of %s: %s", save.request_id, reason)
-        temporary = naming.temporary_path(self.folder, self.life, target.number)
+        temporary = naming.temporary_name(self.life, target.number)
         try:
-            with tensor_file.Draft(temporary, target.error) as draft:
+            with tensor_file.Draft(self.folder, temporary, target.error.name) as draft:
                 draft.write(reason.encode("utf-8", "replace"))
         except OSError as error:
             logger.warning("nor could that be written to %s: %s", target.error, error)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from disagg.checksums import ChecksumName
 from disagg.connector.extra_config import parse
 
 
@@ -19,6 +20,9 @@ class OffloadSettings(BaseModel):
     eviction: Literal["lru", "arc"] = "lru"
     directory: Path | None = Field(None, description="The directory tier's folder; none: no tier")
     directory_bytes: int = Field(64 << 30, gt=0, description="All files of the folder together")
+    directory_checksum: ChecksumName = Field(
+        "keyed", description="keyed: files by holders of the deployment's secret only"
+    )
     reset_keeps_files: bool = Field(
         False, description="Weights never change here: after a reset files are used as before"
     )

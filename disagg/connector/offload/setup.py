@@ -11,6 +11,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from disagg.checksums import Checksum
 from disagg.connector import kv_cache_layout
 from disagg.connector.offload import groups
 from disagg.connector.offload.groups import Chunks
@@ -26,6 +27,7 @@ from disagg.store.directory_space import DirectorySpace
 from disagg.store.fingerprint import Fingerprint
 from disagg.store.host_index import HostIndex
 from disagg.transport.blocks import BlockCache
+from disagg.transport.control.secret import read_secret
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -149,7 +151,9 @@ def directory(
         for index, region in enumerate(cache.regions)
     ]
     space = DirectorySpace(settings.directory, settings.directory_bytes, on_removed)
-    return Directory(settings.directory, identity, rank, tensors, space)
+    return Directory(
+        settings.directory, identity, rank, tensors, space, checksum=_checksum(settings)
+    )
 
 
 def fingerprint(
@@ -171,10 +175,18 @@ def fingerprint(
         "blocks_per_chunk": str(settings.blocks_per_chunk),
         "tp_size": str(config.parallel_config.tensor_parallel_size),
         "device": str(config.device_config.device_type),
+        "checksum": _checksum(settings).kind,
     }
     algorithm = str(caching.prefix_caching_hash_algo)
     seed = kv_cache_layout.hash_seed(config, "of the directory")
     return Fingerprint(fields, {"hash_algorithm": algorithm, "hash_seed": seed})
+
+
+def _checksum(settings: OffloadSettings) -> Checksum:
+    """Of the directory's files. Engines with different secrets use different namespaces."""
+    if settings.directory_checksum == "fast":
+        return Checksum()
+    return Checksum.named("keyed", b"disagg tier files", read_secret())
 
 
 def _described(kv_cache: KVCacheConfig, stages: Sequence[int]) -> dict[str, str]:

@@ -7,36 +7,62 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 
 from disagg.errors import ConfigError
-from disagg.transport.host.private_folder import default_folder
+from disagg.private_files import PrivateFolder, open_regular, read_own_file, user_folder
 
 SECRET_VARIABLE = "DISAGG_SECRET"
+MIN_LENGTH = 16
+
+_FILE, _MOST_BYTES = "secret", 4096
 
 
 def read_secret() -> bytes:
-    """The secret; if none is configured, generated once per user and host."""
+    """The configured secret, or else the user's.
+
+    Raises ConfigError if it is too short to be one, or if another user may know it.
+    """
     configured = os.environ.get(SECRET_VARIABLE)
-    if configured:
-        return configured.encode()
-    folder = default_folder(tempfile.gettempdir())
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if configured is not None:
+        return _checked(configured.strip().encode(), SECRET_VARIABLE)
+    return user_secret()
+
+
+def user_secret() -> bytes:
+    """The secret of this user on this host, generated at its first use. Raises ConfigError."""
+    folder = user_folder().make(SECRET_VARIABLE)
+    try:
+        return _checked(_shared(folder).strip(), str(folder.path / _FILE))
+    except OSError as error:
         raise ConfigError(
-            f"{folder} can be written by other users, so its secret is not safe; remove it, or set "
-            f"{SECRET_VARIABLE}"
-        )
-    path = folder / "secret"
-    if not path.exists():
-        fresh = folder / f"secret.{os.getpid()}.{secrets.token_hex(4)}"
-        fresh.touch(mode=0o600)
-        fresh.write_text(secrets.token_hex(32))
+            f"{folder.path / _FILE}: {error}; remove it, or set {SECRET_VARIABLE}"
+        ) from error
+
+
+def _shared(folder: PrivateFolder) -> bytes:
+    """The content of this user's file, made if missing."""
+    with folder.opened() as opened:
         try:
-            os.link(fresh, path)  # fails if another engine was faster; both then read that one
+            return read_own_file(_FILE, _MOST_BYTES, opened)
+        except FileNotFoundError:
+            fresh = f"{_FILE}.{os.getpid()}.{secrets.token_hex(4)}"
+        descriptor = open_regular(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, folder=opened)
+        try:
+            with open(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+            # Fails if another engine was faster; both then read that one.
+            os.link(fresh, _FILE, src_dir_fd=opened, dst_dir_fd=opened)
         except FileExistsError:
             pass
         finally:
-            fresh.unlink()
-    return path.read_text().encode()
+            os.unlink(fresh, dir_fd=opened)
+        return read_own_file(_FILE, _MOST_BYTES, opened)
+
+
+def _checked(secret: bytes, source: str) -> bytes:
+    if len(secret) < MIN_LENGTH:
+        raise ConfigError(
+            f"{source}: {len(secret)} characters — a secret needs at least {MIN_LENGTH}; make one "
+            "with: openssl rand -hex 32"
+        )
+    return secret

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from disagg.errors import DataCorrupt, PeerLost, TransferError
+from disagg.identity.process import start_time
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.deadline import Deadline, Event
@@ -34,7 +35,6 @@ from disagg.transport.device import copy_plan
 from disagg.transport.device.base import Device, DeviceMemory, Wait
 from disagg.transport.device.staging import Staging
 from disagg.transport.host.fd_watcher import FdWatcher
-from disagg.transport.host.process_identity import start_time
 from disagg.transport.host.ptrace_scope import AllowedReaders
 from disagg.transport.one_sided import offers
 from disagg.transport.one_sided.cuda_mapping import (

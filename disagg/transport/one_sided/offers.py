@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from disagg.errors import DataCorrupt, TransferError
+from disagg.identity.process import boot_id, pid_namespace, start_time
 from disagg.transport.blocks import BlockCache, Ints, Region, Selection
-from disagg.transport.host.process_identity import boot_id, pid_namespace, start_time
 from disagg.transport.protocol import MAX_FRAME
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from disagg.transport.control.secret import SECRET_VARIABLE
 
     with one_rank(tmp_path_factory.mktemp("distributed")), pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SECRET_VARIABLE, "correct horse")
+        patch.setenv(SECRET_VARIABLE, "correct horse battery")
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from disagg.store.directory import Directory
 from disagg.store.directory_files import TensorSpec, file_name
@@ -44,7 +45,7 @@ def empty() -> tuple[bytearray, list[memoryview]]:
 
 
 def open_directory(
-    root: Path, rank: int = 0, space: DirectorySpace | None = None, **more: bool
+    root: Path, rank: int = 0, space: DirectorySpace | None = None, **more: Any
 ) -> Directory:
     return Directory(root, FINGERPRINT, rank, SPEC, space, **more)
 

@@ -194,9 +194,9 @@ def test_a_disk_that_does_not_answer_is_a_miss(
     blocked = [key_of(number) for number in range(100, 104)]
     real = index._on_disk
 
-    def on_disk(key: bytes) -> bool:
+    def on_disk(key: bytes, folder: int | None) -> bool:
         (tmp_path / "pipe").read_bytes()
-        return real(key)
+        return real(key, folder)
 
     index._on_disk = on_disk  # type: ignore[method-assign]
     for key in blocked:

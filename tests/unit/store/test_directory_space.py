@@ -23,7 +23,7 @@ from unit.store.chunks import (
     path_of,
 )
 
-from disagg.store import owner
+from disagg.identity import process
 from disagg.store.base import WriteOutcome
 from disagg.store.directory import Directory
 from disagg.store.directory_space import LOCK, DirectorySpace, OnRemoved
@@ -178,8 +178,8 @@ def test_what_is_not_ours_stays(tmp_path: Path, make: MakeSpace) -> None:
 
 
 def dead_owner() -> str:
-    code = "from disagg.store import owner; print(owner.name())"
-    package = Path(owner.__file__).parents[2]
+    code = "from disagg.identity import process; print(process.name())"
+    package = Path(process.__file__).parents[2]
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=package
     )
@@ -204,7 +204,7 @@ def test_temporary_files_of_the_dead_are_swept(tmp_path: Path, make: MakeSpace) 
         leave("../fingerprint.json.00ff.tmp", 7200),
     ]
     kept = [
-        leave(f"aa.r0.safetensors.{owner.name()}.4.tmp", 7200),
+        leave(f"aa.r0.safetensors.{process.name()}.4.tmp", 7200),
         leave(f"aa.r0.safetensors.{elsewhere}.4.tmp"),
         leave("another.tmp"),
     ]
@@ -214,28 +214,28 @@ def test_temporary_files_of_the_dead_are_swept(tmp_path: Path, make: MakeSpace) 
 
 
 def test_who_is_dead() -> None:
-    me = owner.name()
+    me = process.name()
     machine, pid, started = me.split("-")
-    assert owner.is_dead(me) is False
-    assert owner.is_dead(f"{machine}-{pid}-{int(started) + 1}") is True, "the number was reused"
-    assert owner.is_dead(dead_owner()) is True
+    assert process.is_dead(me) is False
+    assert process.is_dead(f"{machine}-{pid}-{int(started) + 1}") is True, "the number was reused"
+    assert process.is_dead(dead_owner()) is True
     for strange in ("", "a-b", "a-b-c-d", f"other-{pid}-{started}", f"{machine}-x-1"):
-        assert owner.is_dead(strange) is None
+        assert process.is_dead(strange) is None
 
 
 def test_after_a_fork_it_is_another_owner() -> None:
-    owner.name()
+    process.name()
     read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
-        os.write(write_end, owner.name().encode())
+        os.write(write_end, process.name().encode())
         os.kill(os.getpid(), signal.SIGKILL)
     name = os.read(read_end, 100).decode()
-    assert name != owner.name()
+    assert name != process.name()
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert owner.is_dead(name) is True, "it has ended, though nobody has waited for it"
+    assert process.is_dead(name) is True, "it has ended, though nobody has waited for it"
     os.waitpid(child, 0)
-    assert owner.is_dead(name) is True
+    assert process.is_dead(name) is True
     os.close(read_end)
     os.close(write_end)
 

@@ -30,7 +30,7 @@ def test_fields_and_values_are_not_run_together() -> None:
 
 @pytest.mark.parametrize("model", ["", "../..", "a/../../b", "/etc", ".hidden", "x" * 500, "ü\n"])
 def test_a_model_s_name_leads_nowhere_else(tmp_path: Path, model: str) -> None:
-    folder = claim(tmp_path, Fingerprint({"model": model}))
+    folder = claim(tmp_path, Fingerprint({"model": model})).path
     assert folder.resolve().parent == tmp_path.resolve()
     assert not folder.name.startswith(".")
 
@@ -38,7 +38,7 @@ def test_a_model_s_name_leads_nowhere_else(tmp_path: Path, model: str) -> None:
 def test_the_same_engine_again(tmp_path: Path) -> None:
     folders = {claim(tmp_path, Fingerprint(FIELDS, HASHING)) for _ in range(3)}
     assert len(folders) == 1
-    assert [path.name for path in folders.pop().iterdir()] == [RECORD]
+    assert [path.name for path in folders.pop().path.iterdir()] == [RECORD]
 
 
 def test_another_hash_seed_is_refused(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_another_hash_seed_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"hashing": 3}', '{"hashing": {"a', "null"])
 def test_a_damaged_record_is_written_anew(tmp_path: Path, content: str) -> None:
     folder = claim(tmp_path, Fingerprint(FIELDS, HASHING))
-    (folder / RECORD).write_text(content)
+    (folder.path / RECORD).write_text(content)
     claim(tmp_path, Fingerprint(FIELDS, HASHING))
     with pytest.raises(ConfigError, match="hash_seed"):
         claim(tmp_path, Fingerprint(FIELDS, {}))

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from disagg.errors import DataCorrupt, LeaseGone, PeerLost, PeerRefused, TransferError
+from disagg.identity import process
+from disagg.private_files import PrivateFolder
 from disagg.transport import fetch as handoff
 from disagg.transport import protocol as p
 from disagg.transport.base import FetchJob
@@ -28,7 +30,13 @@ from disagg.transport.control.lease import FETCHED, LeaseTable
 from disagg.transport.control.server import ControlServer
 from disagg.transport.control.ticket import Handoff
 from disagg.transport.deadline import Deadline
-from disagg.transport.shared_storage import SharedStorageReceiver, SharedStorageSender, Storage
+from disagg.transport.shared_storage import (
+    ProducersFiles,
+    SharedStorageReceiver,
+    SharedStorageSender,
+    Storage,
+    _decode_file,
+)
 
 BLOCKS = 40
 POISON = 0xA5
@@ -88,6 +96,11 @@ class Pair:
         blocks = self.source.whole(block_ids)
         return (sender or self.sender).send(blocks, b"", Deadline.after(5))
 
+    def files_of_producer(self) -> ProducersFiles:
+        opened = self.receiver.open(self.sender.offer())
+        assert opened is not None
+        return opened
+
     def files(self) -> list[str]:
         return [name for name in os.listdir(self.folder) if not name.endswith(".probe")]
 
@@ -95,7 +108,7 @@ class Pair:
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
     source, target, leases = cache(random_bytes), cache(poison), LeaseTable(20)
-    storage = Storage(tmp_path / "storage", 1 << 20)
+    storage = Storage(PrivateFolder(tmp_path / "storage"), 1 << 20)
     sender = SharedStorageSender(source, storage)
     server = ControlServer(
         host="127.0.0.1",
@@ -111,7 +124,9 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     peers = Peers("decode-0", FINGERPRINT, SECRET)
     receiver = SharedStorageReceiver(target, storage)
     endpoint = Endpoint("127.0.0.1", server.port, "life-1")
-    pair = Pair(source, target, leases, server, sender, receiver, peers, endpoint, storage.folder)
+    pair = Pair(
+        source, target, leases, server, sender, receiver, peers, endpoint, tmp_path / "storage"
+    )
     yield pair
     for opened in pair.channels:
         opened.close()
@@ -119,7 +134,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     server.close()
     sender.close()
     leases.check_integrity()
-    assert os.listdir(storage.folder) == []
+    assert os.listdir(tmp_path / "storage") == []
 
 
 def same(pair: Pair, sources: list[int], targets: list[int]) -> bool:
@@ -309,8 +324,8 @@ def test_wrong_secret(pair: Pair) -> None:
 
 
 def test_no_common_folder(pair: Pair, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    elsewhere = SharedStorageReceiver(pair.target, Storage(tmp_path / "elsewhere", 1 << 20))
+    folder = PrivateFolder(tmp_path / "elsewhere").make("path")
+    elsewhere = SharedStorageReceiver(pair.target, Storage(folder, 1 << 20))
     pair.grant(0, [1])
     with pytest.raises(TransferError) as error:
         handoff.fetch(pair.peers, pair.wanted(0, 0, 1), pair.job([1]), [elsewhere])
@@ -336,7 +351,7 @@ def test_a_folder_that_was_away_is_used_again(pair: Pair, tmp_path: Path) -> Non
 
 
 def test_budget_is_kept(pair: Pair, tmp_path: Path) -> None:
-    tight = SharedStorageSender(pair.source, Storage(tmp_path / "tight", 2000))
+    tight = SharedStorageSender(pair.source, Storage(PrivateFolder(tmp_path / "tight"), 2000))
     answer = pair.send([1, 2], tight)
     with pytest.raises(TransferError, match="max_bytes") as error:
         pair.send([1, 2, 3, 4], tight)
@@ -362,7 +377,7 @@ def test_damaged_file(pair: Pair, damage: Callable[[bytes], bytes], reason: str)
     path = pair.folder / pair.files()[0]
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataCorrupt) as error:
-        pair.receiver.receive(pair.job([1, 2, 3]), answer)
+        pair.files_of_producer().receive(pair.job([1, 2, 3]), answer)
     assert error.value.reason == reason
     assert pair.files() == []
     pair.sender.finish(answer)
@@ -381,31 +396,61 @@ def test_file_is_ordinary_safetensors(pair: Pair) -> None:
 
 def test_name_from_the_wire_is_no_path(pair: Pair, tmp_path: Path) -> None:
     victim = tmp_path / "victim.safetensors"
-    victim.write_bytes(b"precious")
-    answer = msgspec.msgpack.encode({"name": f"../{victim.name}", "size": 8, "checksum": b""})
-    with pytest.raises(TransferError):
-        pair.receiver.receive(pair.job([1]), answer)
-    assert victim.read_bytes() == b"precious"
+    within = pair.folder / "model-00001-of-00002.safetensors"
+    other = SharedStorageSender(pair.source, Storage(PrivateFolder(pair.folder), 1 << 20))
+    handoff_of_another = _decode_file(pair.send([1], other)).name
+    for path in (victim, within):
+        path.write_bytes(b"precious")
+    for name in (f"../{victim.name}", str(victim), within.name, handoff_of_another, "", "."):
+        answer = msgspec.msgpack.encode({"name": name, "size": 8, "checksum": b""})
+        with pytest.raises(DataCorrupt, match="not its own"):
+            pair.files_of_producer().receive(pair.job([1]), answer)
+    assert (pair.folder / handoff_of_another).exists()
+    assert victim.read_bytes() == within.read_bytes() == b"precious"
+    other.close()
+    within.unlink()
 
 
-def test_sweep_takes_what_dead_processes_left(pair: Pair) -> None:
+def test_sweep_takes_what_dead_processes_left_and_nothing_else(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     alive = pair.send([1])
-    name = pair.files()[0]
-    host, _, rest = name.partition("-")
-    pid_and_more = rest.split("-", 2)
-    dead = pair.folder / f"{host}-4194304-1-{pid_and_more[2]}"
-    recycled = pair.folder / f"{host}-{os.getpid()}-1-{pid_and_more[2]}"
-    foreign_old = pair.folder / "ffffffff-1-1-old.safetensors"
-    foreign_new = pair.folder / "ffffffff-1-1-new.safetensors"
-    unrelated = pair.folder / "notes.txt"
-    for path in (dead, recycled, foreign_old, foreign_new, unrelated):
-        path.write_bytes(b"x")
-    os.utime(foreign_old, (0, 0))
-    SharedStorageSender(pair.source, Storage(pair.folder, 1 << 20)).close()
-    assert sorted(pair.files()) == sorted([name, foreign_new.name, unrelated.name])
+    (name,) = pair.files()
+    machine, pid, _ = process.name().split("-")
+    elsewhere = "f" * 16
+    swept = [
+        f"disagg-{machine}-4194304-1-00000000-1.safetensors",
+        f"disagg-{machine}-4194304-1-00000000-2.safetensors.tmp",
+        f"disagg-{machine}-4194304-1-00000000.probe",
+        f"disagg-{machine}-{pid}-1-00000000-1.safetensors",  # the pid was reused
+        f"disagg-{elsewhere}-1-1-00000000-1.safetensors",
+    ]
+    kept = [
+        f"disagg-{elsewhere}-1-1-00000000-2.safetensors",
+        f"disagg-{elsewhere}-1-1-00000000.probe",
+        "model-00001-of-00002.safetensors",
+        "adapter_model.safetensors",
+        "download.tmp",
+        "cmpl-1.0123456789abcdef-1.safetensors",
+        f"disagg-{machine}-4194304-1-old.safetensors",
+        f"{machine}-4194304-1-00000000-1.safetensors",
+        "notes.txt",
+    ]
+    for each in (*swept, *kept):
+        (pair.folder / each).write_bytes(b"x")
+        os.utime(pair.folder / each, (0, 0))
+    (pair.folder / kept[0]).touch()
+    (pair.folder / "disagg-run-folder.tmp").mkdir()
+    SharedStorageSender(pair.source, Storage(PrivateFolder(pair.folder), 1 << 20)).close()
+    left = sorted(os.listdir(pair.folder))
+    assert left == sorted(
+        [name, name.rpartition("-")[0] + ".probe", *kept, "disagg-run-folder.tmp"]
+    )
+    assert "holds 8 files that are not disagg's" in caplog.text
     pair.sender.finish(alive)
-    foreign_new.unlink()
-    unrelated.unlink()
+    (pair.folder / "disagg-run-folder.tmp").rmdir()
+    for each in kept:
+        (pair.folder / each).unlink()
 
 
 # ---- what hostile or broken peers send ------------------------------------------------------

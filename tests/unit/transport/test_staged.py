@@ -16,6 +16,7 @@ from transport.caches import Shape
 from transport.host_device import COMPILER, HostStream
 
 from disagg.errors import PeerLost, TransferError
+from disagg.private_files import PrivateFolder
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache
 from disagg.transport.deadline import Deadline
@@ -102,7 +103,7 @@ def same(ours: Worker, theirs: Worker) -> bool:
 @pytest.fixture
 def stores(make: Make, tmp_path: Path) -> Iterator[tuple[Worker, SharedStorageSender]]:
     producer = make(1)
-    storage = Storage(tmp_path / "storage", 1 << 30)
+    storage = Storage(PrivateFolder(tmp_path / "storage"), 1 << 30)
     sender = SharedStorageSender(producer.cache, storage, producer.staging)
     yield producer, sender
     sender.close()
@@ -244,7 +245,9 @@ def test_files_are_those_of_a_host_cache(
 ) -> None:
     """In every byte; either side may be on a device."""
     producer, sender = stores
-    host = SharedStorageSender(caches.make(SHAPE, 1), Storage(tmp_path / "other", 1 << 30))
+    host = SharedStorageSender(
+        caches.make(SHAPE, 1), Storage(PrivateFolder(tmp_path / "other"), 1 << 30)
+    )
     blocks, deadline = producer.cache.whole([5, 1, 30]), Deadline.after(5)
     answers = [each.send(blocks, b"", deadline) for each in (sender, host)]
     files = [*(tmp_path / "storage").glob("*.safetensors")]
@@ -252,8 +255,10 @@ def test_files_are_those_of_a_host_cache(
     assert len(files) == 2
     assert files[0].read_bytes() == files[1].read_bytes()
     target = caches.make(SHAPE, None)
-    receiver = SharedStorageReceiver(target, Storage(tmp_path / "storage", 0))
-    receiver.receive(FetchJob(target.whole([7, 0, 2]), deadline), answers[0])
+    receiver = SharedStorageReceiver(target, Storage(PrivateFolder(tmp_path / "storage"), 0))
+    files_of = receiver.open(sender.offer())
+    assert files_of is not None
+    files_of.receive(FetchJob(target.whole([7, 0, 2]), deadline), answers[0])
     assert caches.agree(producer.cache, [5, 1, 30], target, [7, 0, 2])
     sender.finish(answers[0])
     host.finish(answers[1])
@@ -264,19 +269,20 @@ def test_a_damaged_file_gives_the_memory_back(
     make: Make, stores: tuple[Worker, SharedStorageSender], tmp_path: Path
 ) -> None:
     (producer, sender), consumer = stores, make(None)
-    storage = Storage(tmp_path / "storage", 0)
-    receiver = SharedStorageReceiver(consumer.cache, storage, consumer.staging)
+    storage = Storage(PrivateFolder(tmp_path / "storage"), 0)
+    opened = SharedStorageReceiver(consumer.cache, storage, consumer.staging).open(sender.offer())
+    assert opened is not None
     for spoil, reason in ((-1, "storage_checksum"), (None, None)):
         answer = sender.send(producer.cache.whole(ALL), b"", Deadline.after(5))
-        (file,) = storage.folder.glob("*.safetensors")
+        (file,) = storage.folder.path.glob("*.safetensors")
         if spoil is None:
-            receiver.receive(consumer.job(), answer)
+            opened.receive(consumer.job(), answer)
         else:
             content = bytearray(file.read_bytes())
             content[spoil] ^= 1
             file.write_bytes(content)
             with pytest.raises(TransferError) as error:
-                receiver.receive(consumer.job(), answer)
+                opened.receive(consumer.job(), answer)
             assert error.value.reason == reason
         assert len(consumer.staging.receiving._free) == 1
         sender.finish(answer)

@@ -32,6 +32,7 @@ from disagg.connector.hidden_states import (
 )
 from disagg.connector.hidden_states.device import DeviceBlocks
 from disagg.connector.hidden_states.writer import HiddenStatesWriter, Save
+from disagg.private_files import PrivateFolder
 
 BLOCK, STATES, HIDDEN, NUM_BLOCKS = 16, 3, 32, 40
 BLOCK_BYTES = BLOCK * STATES * HIDDEN * 4
@@ -54,7 +55,10 @@ class Desk:
     def __init__(self, folder: Path, blocks: DeviceBlocks, num_threads: int = 4) -> None:
         self.folder = folder
         self.writer = HiddenStatesWriter(
-            folder, blocks, num_threads=num_threads, layer_ids=[1, 2, 3]
+            PrivateFolder(folder, others="read"),
+            blocks,
+            num_threads=num_threads,
+            layer_ids=[1, 2, 3],
         )
         self.number = 0
 

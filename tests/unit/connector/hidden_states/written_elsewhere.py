@@ -18,6 +18,7 @@ import torch
 from disagg.connector.hidden_states import naming
 from disagg.connector.hidden_states.device import DeviceBlocks
 from disagg.connector.hidden_states.writer import HiddenStatesWriter, Save
+from disagg.private_files import PrivateFolder
 
 BLOCK, STATES, HIDDEN, NUM_BLOCKS = 32, 3, 64, 64
 
@@ -41,7 +42,7 @@ def main() -> None:
     cache = torch.randn(NUM_BLOCKS, STATES, BLOCK, HIDDEN)
     kind = Stalling if how == "stalls" else DeviceBlocks
     blocks = kind(cache, BLOCK * STATES * HIDDEN * 4 * 16)
-    writer = HiddenStatesWriter(folder, blocks, num_threads=2, layer_ids=[1, 2, 3])
+    writer = HiddenStatesWriter(PrivateFolder(folder), blocks, num_threads=2, layer_ids=[1, 2, 3])
     if how == "small":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     writer.promise(1)

@@ -149,7 +149,7 @@ def disk() -> Iterator[Disk]:
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="match", dir=memory) as root:
         index = DirectoryIndex(Path(root), FINGERPRINT, 1)
-        yield Disk(index, claim(Path(root), FINGERPRINT))
+        yield Disk(index, claim(Path(root), FINGERPRINT).path)
         index.close()
 
 

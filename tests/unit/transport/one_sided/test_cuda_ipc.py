@@ -25,12 +25,12 @@ from transport.offers import changed, gone
 from transport.worker import FINGERPRINT, SECRET, Remote, Setup, wait_until
 
 from disagg.errors import DataCorrupt, PeerLost, TransferError
+from disagg.identity.process import start_time
 from disagg.transport.base import FetchJob, RemoteCache
 from disagg.transport.blocks import Region, Selection
 from disagg.transport.control.client import Peers
 from disagg.transport.deadline import Deadline
 from disagg.transport.device.staging import Staging
-from disagg.transport.host.process_identity import start_time
 from disagg.transport.one_sided import cuda_ipc, offers
 from disagg.transport.one_sided.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 
