@@ -52,11 +52,7 @@ class PrivateFolder:
         Raises ConfigError if the folder cannot be made, or is not ours alone.
         """
         try:
-            if self.parent is not None:
-                self.parent.make(setting)
-            _make_folders(self.path)
-            with self.opened():
-                return self
+            return self.create()
         except UnsafePathError as error:
             raise ConfigError(f"{setting}: {error}") from error
         except OSError as error:
@@ -64,6 +60,14 @@ class PrivateFolder:
                 f"{setting}: {str(self.path)!r} — cannot be used ({error.strerror}); name a folder "
                 "of your own"
             ) from error
+
+    def create(self) -> PrivateFolder:
+        """As `make`, but raises OSError."""
+        if self.parent is not None:
+            self.parent.create()
+        _make_folders(self.path)
+        with self.opened():
+            return self
 
     def sub(self, name: str) -> PrivateFolder:
         """A private folder within this one."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ def test_the_secret_comes_from_the_variable_or_the_file(
 ) -> None:
     monkeypatch.setenv("MY_SECRET", "v" * 20)
     (tmp_path / "secret").write_text("f" * 20 + "\n")
+    (tmp_path / "secret").chmod(0o600)
     assert credentials.secret(deployment_with(transfer={"secret_env": "MY_SECRET"})) == "v" * 20
     in_file = {"secret_file": str(tmp_path / "secret")}
     assert credentials.secret(deployment_with(transfer=in_file)) == "f" * 20
@@ -60,6 +63,7 @@ def test_a_short_secret_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch
 
 def keys(text: str, folder: Path) -> tuple[ApiKey, ...]:
     (folder / "keys").write_text(text)
+    (folder / "keys").chmod(0o600)
     return credentials.api_keys(RouterSection(api_keys_file=folder / "keys"))
 
 
@@ -113,7 +117,9 @@ def test_tls_certificate_and_key_must_belong_together(tmp_path: Path) -> None:
     lock = ["openssl", "pkcs8", "-topk8", "-passout", "pass:x", "-in", key, "-out", locked]
     subprocess.run(lock, check=True, capture_output=True)
     (tmp_path / "noise").write_bytes(b"\xff\xfe")
+    (tmp_path / "noise").chmod(0o600)
     noise = str(tmp_path / "noise")
+    Path(cert).chmod(0o600)
     assert credentials.tls(RouterSection()) is None
     assert credentials.tls(router_with(cert, key)) == (Path(cert), Path(key))
     for files, line in [
@@ -129,6 +135,33 @@ def test_tls_certificate_and_key_must_belong_together(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             credentials.tls(router_with(*files))
         assert str(caught.value).startswith(line)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o606])
+def test_a_file_that_others_may_read_or_change_holds_no_secret(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "secret"
+    file.write_text("v" * 20)
+    file.chmod(mode)
+    with pytest.raises(
+        ConfigError, match=r"transfer.secret_file: .* other users may read or change"
+    ):
+        credentials.secret(deployment_with(transfer={"secret_file": str(file)}))
+
+
+def test_a_fifo_in_place_of_a_secret_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "secret", 0o600)
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        credentials.secret(deployment_with(transfer={"secret_file": str(tmp_path / "secret")}))
+
+
+def test_files_of_tiers_outlive_a_run_and_so_does_the_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tiers = {"directory": {"path": str(tmp_path / "tier")}}
+    lasting = {credentials.secret(deployment_with(tiers=tiers)) for _ in range(2)}
+    assert len(lasting) == 1
+    assert len({credentials.secret(deployment_with()) for _ in range(2)} | lasting) == 3
 
 
 def router_with(cert: str | None, key: str | None) -> RouterSection:

@@ -30,8 +30,7 @@ class PendingWrites:
     """The writer's side. Thread-safe."""
 
     def __init__(self, folder: PrivateFolder, life: str) -> None:
-        """Raises ConfigError if the folder can't be made or isn't ours, OSError if its file system
-        can't lock."""
+        """Raises OSError if the folder can't be made, isn't ours, or its file system can't lock."""
         self._folder, self._name = folder, naming.lock_path(folder.path, life).name
         self._pending: set[int] = set()
         self._guard = threading.Lock()
@@ -86,8 +85,8 @@ class PendingWrites:
 
 def make_folder(folder: PrivateFolder) -> None:
     """Create the folder if missing, for this user only. To share it, create it beforehand, so that
-    others may read it. Raises ConfigError if others may change it."""
-    folder.make("kv_connector_extra_config.shared_storage_path")
+    others may read it. Raises OSError, also if others may change it."""
+    folder.create()
 
 
 class Waiting:

@@ -23,7 +23,7 @@ import torch
 
 from disagg.connector.hidden_states import naming, pending_writes, tensor_file
 from disagg.connector.hidden_states.device import DeviceBlocks
-from disagg.errors import ConfigError, HiddenStatesFailed
+from disagg.errors import HiddenStatesFailed
 from disagg.private_files import PrivateFolder
 from disagg.transport.blocks import copy_alone
 
@@ -67,7 +67,7 @@ class HiddenStatesWriter:
         num_threads: int,
         layer_ids: Sequence[int],
     ) -> None:
-        """Raises ConfigError if the folder can't be used, OSError if its files can't be locked."""
+        """Raises OSError if the folder can't be used, or its files can't be locked."""
         self.folder, self.life = folder, naming.new_life()
         self._blocks = blocks
         self._layer_ids = ",".join(map(str, layer_ids))
@@ -141,7 +141,7 @@ class HiddenStatesWriter:
             except HiddenStatesFailed as error:
                 reason = "not_computed"
                 self._write_error(save, target, str(error))
-            except (OSError, ConfigError) as error:
+            except OSError as error:
                 reason = "storage"
                 self._write_error(save, target, str(error))
             except Exception as error:

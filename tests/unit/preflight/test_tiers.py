@@ -56,6 +56,7 @@ def test_tiers_add_a_second_connector(role: Role, kv_role: str) -> None:
         "eviction": "arc",
         "directory": "/tmp",
         "directory_bytes": 5,
+        "directory_checksum": "keyed",
         "reset_keeps_files": False,
         "blocks_per_chunk": 2,
         "staging_bytes": 64 << 20,

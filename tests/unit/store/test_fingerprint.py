@@ -86,5 +86,5 @@ def test_of_many_at_once_one_hashing_wins(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot use"):
+    with pytest.raises(ConfigError, match="cannot be used"):
         claim(tmp_path / "file", Fingerprint(FIELDS))

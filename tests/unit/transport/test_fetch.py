@@ -124,9 +124,8 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     peers = Peers("decode-0", FINGERPRINT, SECRET)
     receiver = SharedStorageReceiver(target, storage)
     endpoint = Endpoint("127.0.0.1", server.port, "life-1")
-    pair = Pair(
-        source, target, leases, server, sender, receiver, peers, endpoint, tmp_path / "storage"
-    )
+    folder = storage.folder.path
+    pair = Pair(source, target, leases, server, sender, receiver, peers, endpoint, folder)
     yield pair
     for opened in pair.channels:
         opened.close()
@@ -443,9 +442,8 @@ def test_sweep_takes_what_dead_processes_left_and_nothing_else(
     (pair.folder / "disagg-run-folder.tmp").mkdir()
     SharedStorageSender(pair.source, Storage(PrivateFolder(pair.folder), 1 << 20)).close()
     left = sorted(os.listdir(pair.folder))
-    assert left == sorted(
-        [name, name.rpartition("-")[0] + ".probe", *kept, "disagg-run-folder.tmp"]
-    )
+    probe = name.rpartition("-")[0] + ".probe"
+    assert left == sorted([name, probe, *kept, "disagg-run-folder.tmp"])
     assert "holds 8 files that are not disagg's" in caplog.text
     pair.sender.finish(alive)
     (pair.folder / "disagg-run-folder.tmp").rmdir()

@@ -245,9 +245,8 @@ def test_files_are_those_of_a_host_cache(
 ) -> None:
     """In every byte; either side may be on a device."""
     producer, sender = stores
-    host = SharedStorageSender(
-        caches.make(SHAPE, 1), Storage(PrivateFolder(tmp_path / "other"), 1 << 30)
-    )
+    other = Storage(PrivateFolder(tmp_path / "other"), 1 << 30)
+    host = SharedStorageSender(caches.make(SHAPE, 1), other)
     blocks, deadline = producer.cache.whole([5, 1, 30]), Deadline.after(5)
     answers = [each.send(blocks, b"", deadline) for each in (sender, host)]
     files = [*(tmp_path / "storage").glob("*.safetensors")]
