@@ -218,6 +218,16 @@ class TransferSection(Section):
     strict: bool = Field(False, description="Refuse a request whose KV cache cannot be loaded")
 
 
+class RaySection(Section):
+    """The Ray cluster that the deployment joins."""
+
+    without_token: bool = Field(
+        False,
+        description="Join a Ray that asks for no token although it listens on a network: whoever "
+        "reaches it may run code on its machines",
+    )
+
+
 class HostTierSection(Section):
     """Tier of KV blocks in host memory."""
 
@@ -380,6 +390,7 @@ class Deployment(Section):
     decode: PoolSection = PoolSection()
     transfer: TransferSection = TransferSection()
     tiers: TiersSection = TiersSection()
+    ray: RaySection = RaySection()
     router: RouterSection = RouterSection()
 
     def pool(self, role: Role) -> PoolSection:

@@ -40,11 +40,16 @@ class UnsafePathError(PermissionError):
 @dataclass(frozen=True)
 class PrivateFolder:
     """A folder of this user. others: whether other users may `read` it, which only whoever made
-    the folder decides; nobody else ever writes to it. parent: checked at every use, too."""
+    the folder decides; nobody else ever writes to it. parent: checked at every use, too.
+
+    default: disagg chose the path. Then `make` closes a folder that others may only read, which
+    older versions left behind.
+    """
 
     path: Path
     others: Others = "nothing"
     parent: PrivateFolder | None = None
+    default: bool = False
 
     def make(self, setting: str) -> PrivateFolder:
         """Create the folder if missing, and check it. `setting`: for errors.
@@ -66,6 +71,8 @@ class PrivateFolder:
         if self.parent is not None:
             self.parent.create()
         _make_folders(self.path)
+        if self.default:
+            _close(self.path)
         with self.opened():
             return self
 
@@ -132,7 +139,8 @@ class PrivateFolder:
 
 def user_folder() -> PrivateFolder:
     """This user's folder in the system's temporary folder. It may be missing: see `make`."""
-    return PrivateFolder(Path(tempfile.gettempdir(), f"disagg-{os.getuid()}").absolute())
+    path = Path(tempfile.gettempdir(), f"disagg-{os.getuid()}").absolute()
+    return PrivateFolder(path, default=True)
 
 
 def folder_or_own(path: Path | None, name: str) -> PrivateFolder:
@@ -178,6 +186,17 @@ def _open_folder(path: Path, parent: int | None = None) -> int:
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
             raise UnsafePathError(f"{str(path)!r} — is a symlink; name the folder itself") from None
         raise
+
+
+def _close(path: Path) -> None:
+    """Give a folder of this user mode 0700, unless others could have put something into it."""
+    descriptor = _open_folder(path)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid == os.getuid() and not found.st_mode & _FORBIDDEN["read"]:
+            os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
 
 
 def _problem(found: os.stat_result, others: Others, mode: str = "700") -> str:

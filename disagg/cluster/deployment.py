@@ -104,7 +104,11 @@ def _start(
     storage = _handoff_folder(deployment, run_id)
     undo.callback(storage.remove)
     progress("starting Ray")
-    session = ray_session.connect(run_id, signals.install if signals else handler_restorer())
+    session = ray_session.connect(
+        run_id,
+        signals.install if signals else handler_restorer(),
+        without_token=deployment.ray.without_token,
+    )
     undo.callback(session.stop)
     if session.private and (problems := pools.shortfalls(deployment)):
         raise StartupError(problems[0])

@@ -24,7 +24,7 @@ import psutil
 from disagg.cluster.run_folder import RunFolder, sweep
 from disagg.cluster.signals import Interrupted
 from disagg.errors import ConfigError, StartupError
-from disagg.private_files import PrivateFolder, UnsafePathError, read_own_file
+from disagg.private_files import PrivateFolder, read_own_file
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,18 @@ class RaySession:
             self._folder.remove()
 
 
-def connect(namespace: str, after_init: Callable[[], None]) -> RaySession:
-    """Join or start Ray. `after_init` runs right after `ray.init`, which sets signal handlers."""
+def connect(
+    namespace: str, after_init: Callable[[], None], *, without_token: bool = False
+) -> RaySession:
+    """Join or start Ray. `after_init` runs right after `ray.init`, which sets signal handlers.
+
+    without_token: the Ray to join may serve a network without a token. Raises ConfigError if it
+    does and must not, StartupError if Ray does not start.
+    """
     os.environ |= {name: value for name, value in PRIVATE_ENV.items() if name not in os.environ}
     joined = bool(os.environ.get("RAY_ADDRESS"))
+    if joined and not without_token:
+        _refuse_without_token(os.environ["RAY_ADDRESS"])
     folder = None if joined else _private_folder()
     if folder:
         os.environ[AUTH_MODE] = "token"
@@ -142,6 +150,18 @@ def token_file() -> Path | None:
     return path if path.is_file() else None
 
 
+def _refuse_without_token(address: str) -> None:
+    """Raise ConfigError for an address on a network where Ray's tokens are switched off."""
+    host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
+    on_network = host not in ("", "localhost", "::1") and not host.startswith("127.")
+    if on_network and os.environ.get(AUTH_MODE, "").lower() == "disabled":
+        raise ConfigError(
+            f"{AUTH_MODE}: 'disabled' — whoever reaches Ray at {address} may run code on its "
+            f"machines; set {AUTH_MODE}=token on all nodes (ray get-auth-token --generate), or "
+            "ray.without_token: true in the file if nobody else reaches it"
+        )
+
+
 def _check_token_file() -> None:
     """Ray's token lets its holder run code as this user. Ray makes the file readable for others,
     so this user's own is closed here. Raises ConfigError for another user's."""
@@ -160,14 +180,7 @@ def _check_token_file() -> None:
 
 def private_addresses() -> list[str]:
     """The addresses of this user's private Rays that run on this machine now."""
-    parent = _parent()
-    if not parent.path.exists():
-        return []
-    try:
-        with parent.opened():
-            pass
-    except UnsafePathError as error:
-        raise ConfigError(f"TMPDIR: {error}") from error
+    parent = _parent().make("TMPDIR")
     sweep(parent.path, _PREFIX)
     found = []
     for folder in sorted(parent.path.glob(f"{_PREFIX}*")):
@@ -228,7 +241,7 @@ def _parent() -> PrivateFolder:
     own = f"disagg-ray-{os.getuid()}"
     parent = Path(tempfile.gettempdir(), own).absolute()
     fits = len(f"{parent}/{_PREFIX}{_name()}{RAYS_PART}") <= MAX_SOCKET_PATH
-    return PrivateFolder(parent if fits else Path("/tmp", own))
+    return PrivateFolder(parent if fits else Path("/tmp", own), default=True)
 
 
 def _name() -> str:

@@ -102,7 +102,7 @@ def start_ray(hosts: Hosts, host: Host, folder: Path) -> None:
     host.start(
         [str(BIN / "ray"), "start", "--block", f"--labels=host={host.name}", *words],
         log,
-        {"RAY_AUTH_MODE": "disabled"},  # no other program is on this network
+        {"RAY_AUTH_MODE": "disabled"},
     )
     if host is head:
         until(log, b"Ray runtime started")
@@ -126,6 +126,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     with Hosts([HEAD, PREFILL, *DECODES]) as hosts:
         head = hosts[HEAD]
         content["router"] = {"host": head.address, "port": PORT}
+        content["ray"] = {"without_token": True}  # no other program is on this network
         file.write_text(yaml.safe_dump(content))
         for name in (HEAD, PREFILL, *DECODES):
             start_ray(hosts, hosts[name], folder)

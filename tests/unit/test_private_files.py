@@ -127,6 +127,16 @@ def test_the_default_is_a_folder_within_the_users(tmp_path: Path) -> None:
         own.write_bytes("file", b"")
 
 
+def test_a_default_folder_that_an_older_version_left_open_is_closed(tmp_path: Path) -> None:
+    folder = user_folder().make("a.key")
+    folder.path.chmod(0o755)
+    folder.make("a.key").write_bytes("file", b"")
+    assert mode_of(folder.path) == 0o700
+    folder.path.chmod(0o777)
+    with pytest.raises(ConfigError, match="has mode 777"):
+        folder.make("a.key")
+
+
 def test_a_users_folder_that_was_planted_is_refused(tmp_path: Path) -> None:
     (tmp_path / "planted").mkdir(mode=0o700)
     user_folder().path.symlink_to(tmp_path / "planted")

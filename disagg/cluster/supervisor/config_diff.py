@@ -15,9 +15,11 @@ from disagg.config_file import show
 _FIXED = (
     "name",
     "model",
+    "ray",
     "router",
     "transfer.secret_env",
     "transfer.secret_file",
+    "transfer.storage.checksum",
     "transfer.storage.path",
     "transfer.strict",
 )
