@@ -81,7 +81,8 @@ def connect(
         _refuse_without_token(os.environ["RAY_ADDRESS"])
     folder = None if joined else _private_folder()
     if folder:
-        os.environ[AUTH_MODE] = "token"
+        _stay_on_loopback()
+        _use_tokens()
         _check_token_file()
     try:
         with _temp_folder(folder):
@@ -150,6 +151,30 @@ def token_file() -> Path | None:
     return path if path.is_file() else None
 
 
+def _stay_on_loopback() -> None:
+    """Otherwise Ray takes the host's address for its own, even if it is given another, and listens
+    on all addresses. Ray has this setting for desktops, whose firewalls would ask."""
+    from ray._private import ray_constants
+
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _use_tokens() -> None:
+    """Serve holders of this user's token alone, whatever the environment says."""
+    if os.environ.get(AUTH_MODE, "token").lower() != "token":
+        logger.warning("%s is ignored: a private Ray asks for a token", AUTH_MODE)
+    os.environ[AUTH_MODE] = "token"
+    _read_environment()
+
+
+def _read_environment() -> None:
+    """Ray reads the environment when it is imported, and then never again."""
+    from ray._raylet import Config  # type: ignore[attr-defined]
+
+    Config.initialize("")
+
+
 def _refuse_without_token(address: str) -> None:
     """Raise ConfigError for an address on a network where Ray's tokens are switched off."""
     host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
@@ -201,25 +226,27 @@ def _is_ours(address: str) -> bool:
     host, _, port = address.rpartition(":")
     if host != LOOPBACK or not port.isdigit():
         return False
-    packed = socket.inet_aton(host)[::-1].hex().upper()
-    local = f"{packed}:{int(port):04X}"
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == _LISTENS and fields[1] in (local, f"{0:08X}:{int(port):04X}"):
-            return int(fields[7]) == os.getuid()
-    return False
+    ipv4 = socket.inet_aton(host)[::-1].hex().upper()
+    addresses = {ipv4, f"{0:016X}FFFF0000{ipv4}", f"{0:08X}", f"{0:032X}"}
+    owners = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, uid = line.split()[:8]
+            at, _, at_port = local.partition(":")
+            if state == _LISTENS and at in addresses and int(at_port, 16) == int(port):
+                owners.add(int(uid))
+    return owners == {os.getuid()}
 
 
 @contextmanager
 def visit(address: str) -> Iterator[None]:
     """A connection to a running Ray. Raises StartupError if none answers at the address."""
     import ray
-    from ray._raylet import Config  # type: ignore[attr-defined]
 
     # A private Ray requires the token that it made for this user.
     wanted = PRIVATE_ENV | ({"RAY_AUTH_MODE": "token"} if token_file() else {})
     os.environ |= {name: value for name, value in wanted.items() if name not in os.environ}
-    Config.initialize("")  # Ray reads the environment when it is imported
+    _read_environment()
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:

@@ -3,20 +3,20 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from disagg import private_files
 from disagg.errors import ConfigError
 from disagg.private_files import PrivateFolder, UnsafePathError, folder_or_own, user_folder
 
 
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(private_files.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def mode_of(path: Path) -> int:
