@@ -36,7 +36,7 @@ print(sender._folder.path)
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary directory that all users share, as /tmp is."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="", dir="/tmp"))  # short, for the sockets of Ray
     folder.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
