@@ -7,6 +7,8 @@
 #   make bench    measure a handoff
 #   make gpu      what only a GPU can show: tests of transports, and how fast they are
 #   make soak     many requests for a long time, faults and pressure all the while
+#   make lock     write the installed versions to .ci/constraints.txt, which `make install` uses
+#   make audit    look for known vulnerabilities in those versions (needs the internet)
 #   make clean    remove all that make made
 
 VENV := .venv
@@ -27,14 +29,21 @@ else ifeq (,$(findstring gpu,$(EXTRAS)))
 UV_SOURCE := UV_TORCH_BACKEND=cpu
 endif
 
-.PHONY: install demo serve check test bench gpu soak clean
+# Those of torch and of what goes with a GPU depend on the machine.
+LOCK := .ci/constraints.txt
+ifeq (,$(findstring gpu,$(EXTRAS)))
+CONSTRAINTS := --constraints $(LOCK)
+endif
+
+.PHONY: install demo serve check test bench gpu soak lock audit clean
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml $(LOCK)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
-	$(UV_SOURCE) $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -e ".[$(EXTRAS)]"
+	$(UV_SOURCE) $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python $(CONSTRAINTS) \
+		-e ".[$(EXTRAS)]"
 	touch $@
 
 # The folder appears whole or not at all, so the file's presence says enough.
@@ -84,6 +93,13 @@ soak: $(INSTALLED)
 	@$(BIN)/disagg bench heal --nodes 3 --clients 1
 	@$(BIN)/disagg bench scale
 	@DISAGG_TEST_PRESSURE=500 $(BIN)/pytest -m "slow or soak" tests
+
+lock: $(INSTALLED)
+	@{ head -1 $(LOCK); $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable \
+		| grep == | grep -v "^torch=="; } > $(LOCK).new && mv $(LOCK).new $(LOCK)
+
+audit: $(INSTALLED)
+	$(BIN)/uv tool run pip-audit --disable-pip --no-deps --requirement $(LOCK)
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
