@@ -11,9 +11,23 @@ import msgspec
 
 VERSION = 5
 
-# One frame; the largest is a Hello with its fingerprint. Block ids never travel: a fetch names
-# positions in the lease, and the producer looks up its own ids.
+# The body of a frame. The longest answer names the blocks of a fetch that the consumer reads by
+# itself. No request names block ids: a fetch names positions in the lease, and the producer looks
+# up its own ids.
 MAX_FRAME = 1 << 20
+MAX_REQUEST = 64 << 10
+
+# Every reason of a `TransferError`: a metric label, so a producer cannot name another one.
+REASONS = frozenset(
+    {
+        "corrupt", "deadline", "device", "forged", "lease_gone", "malformed", "nccl", "nccl_chunk",
+        "nccl_closed", "nccl_full", "nccl_gone", "nccl_paused", "nccl_size", "nccl_stalled",
+        "no_transport", "peer_lost", "process_memory", "process_memory_denied", "protocol", "range",
+        "refused", "secret", "storage_checksum", "storage_full", "storage_header", "storage_read",
+        "storage_size", "storage_write", "tcp_checksum", "tcp_full", "tcp_gone", "tcp_size",
+        "too_large", "transfer", "window",
+    }
+)  # fmt: skip
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -104,7 +118,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The request was not carried out. reason: a metric label."""
+    """The request was not carried out. reason: one of `REASONS`."""
 
     reason: str
     message: str

@@ -27,6 +27,8 @@ ALLOWED = {
     "__init__": set[str](),
     "errors": set[str](),
     "keepalive": set[str](),
+    "safe_logging": set[str](),
+    "redaction": set[str](),
     "options": set[str](),
     "config_file": {"errors"},
     "config": {"errors", "config_file", "transport.names"},
@@ -49,21 +51,23 @@ ALLOWED = {
     "store": {"errors"},
     # HOW bytes move. A way may use control, host and device; these use no way.
     "transport": {
-        *_TRANSPORT, "transport.control", "transport.device.open", "transport.device.staging",
-        "transport.host", "transport.nccl", "transport.one_sided", "transport.tcp",
+        *_TRANSPORT, "safe_logging", "transport.control", "transport.device.open",
+        "transport.device.staging", "transport.host", "transport.nccl", "transport.one_sided",
+        "transport.tcp",
     },
     "transport.control": {
-        *_TRANSPORT, "keepalive", "transport.host", "transport.one_sided.hazard_pointers",
-        "transport.one_sided.lease_board",
+        *_TRANSPORT, "keepalive", "safe_logging", "transport.host",
+        "transport.one_sided.hazard_pointers", "transport.one_sided.lease_board",
     },
     "transport.host": _TRANSPORT,
     "transport.device": _TRANSPORT,
     "transport.one_sided": {*_TRANSPORT, "transport.device", "transport.host"},
     "transport.nccl": {
-        *_TRANSPORT, "transport.control", "transport.device", "transport.host.fd_watcher",
+        *_TRANSPORT, "safe_logging", "transport.control", "transport.device",
+        "transport.host.fd_watcher",
     },
     "transport.tcp": {
-        *_TRANSPORT, "transport.control", "transport.device.staging",
+        *_TRANSPORT, "safe_logging", "transport.control", "transport.device.staging",
         "transport.host.helper_threads",
     },
     # WHEN and WHAT to move. The three connectors stand beside each other over base.py.
@@ -73,8 +77,8 @@ ALLOWED = {
         "engine.vllm_patches.patching",  # to refuse an engine that lacks a patch
     },
     "connector.handoff": {
-        "errors", "identity", "connector", "transport", "transport.control", "transport.device",
-        "transport.host",
+        "errors", "identity", "safe_logging", "connector", "transport", "transport.control",
+        "transport.device", "transport.host",
     },
     "connector.offload": {
         "errors", "identity", "connector", "store", "transport", "transport.device",

@@ -11,6 +11,9 @@ import socket
 
 from disagg.errors import ConfigError
 
+# Connections that the kernel completes and holds; beyond it, clients wait a second or longer.
+_BACKLOG = 1024
+
 
 def resolve_host(host: str) -> str:
     """The one numeric address that `host` means, link-local ones with their `%interface`.
@@ -31,7 +34,7 @@ def listen(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.bind(address)
-        sock.listen(128)
+        sock.listen(_BACKLOG)
     except OSError:
         sock.close()
         raise
