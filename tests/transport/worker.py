@@ -7,6 +7,7 @@ transports are the real ones, and faults are signals sent to real processes.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import random
@@ -168,6 +169,10 @@ class Worker:
         for receiver in self._interruptible:
             receiver.acts[id(job)] = _act(order.before), _act(order.after)
         return handoff.fetched(self.peers, request, job, self._interruptible)
+
+    def log_to(self, path: Path) -> None:
+        """Write this process's log to a file."""
+        logging.basicConfig(filename=path, level=logging.INFO, force=True)
 
     def connections(self) -> int:
         """How many consumers have open."""

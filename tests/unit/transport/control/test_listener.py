@@ -183,12 +183,16 @@ def test_a_reset_before_the_answer_is_tried_again() -> None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 sock.close()
             sock, _ = server.accept()
+            sock.sendall(GREETING + bytes(16))
+            sock.recv(16)
             sock.close()  # refuses: that is final
 
+        server.settimeout(5)
         thread = threading.Thread(target=serve)
         thread.start()
         port = server.getsockname()[1]
+        soon = Deadline.after(5)
         with pytest.raises(PeerLost, match="closed by the peer"):
-            open_channel("127.0.0.1", port, SECRET, Deadline.after(5), lambda one: one)
+            open_channel("127.0.0.1", port, SECRET, soon, lambda one: one.receive(soon))
         thread.join(5)
         assert not thread.is_alive()
