@@ -1,6 +1,7 @@
 """A stranger that floods a port, in a process of its own: `flood.py HOST PORT KIND`, until killed.
 
-It has no secret. It keeps as many connections open as it can, and replaces those that end.
+It has no secret. It keeps as many connections open as it can, and replaces those that end. As it
+stands for another host, it runs at the lowest priority: it must not take this host's cores.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import sys
 import time
 
 KINDS = ("silent", "garbage", "half-frame", "slow-bytes", "large-frame")
-_OPEN = 300
+_OPEN = 200
 
 
 def flood(host: str, port: int, kind: str) -> None:
     """Does not return."""
+    os.nice(19)
     selector = selectors.DefaultSelector()
     held: set[socket.socket] = set()
     said = time.monotonic()

@@ -11,8 +11,9 @@ import socket
 
 from disagg.errors import ConfigError
 
-# Connections that the kernel completes and holds; beyond it, clients wait a second or longer.
-_BACKLOG = 1024
+# Connections that the kernel completes and holds. Beyond it a client waits a second or longer, so it
+# is as long as net.core.somaxconn is by default; the kernel takes that where it is smaller.
+_BACKLOG = 4096
 
 
 def resolve_host(host: str) -> str:

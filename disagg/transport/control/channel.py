@@ -36,6 +36,8 @@ _AHEAD = 1 << 16
 # The first frame, before the client has shown the secret. The longest Hello takes half of it.
 FIRST_FRAME = 4 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
+# Where the server's backlog is full, the kernel tries again after 1, 3 and 7 s: too seldom.
+_FIRST_PATIENCE_S = 1.0
 
 T = TypeVar("T")
 
@@ -97,6 +99,8 @@ class Channel:
             sock = socket.create_connection((host, port), timeout=deadline.left())
         except ConnectionResetError as error:
             raise ConnectionReset(f"cannot connect to {host}:{port}: {error}") from error
+        except TimeoutError as error:
+            raise PeerLost(f"cannot connect to {host}:{port}: {error}", "deadline") from error
         except OSError as error:
             raise PeerLost(f"cannot connect to {host}:{port}: {error}") from error
         try:
@@ -239,24 +243,31 @@ def open_channel(
 ) -> tuple[Channel, T]:
     """Connect, and do `first`: send one frame and receive its answer.
 
-    A connection that is reset before the answer is opened again, until the deadline: a server that
-    strangers flood may drop it, and nothing was requested yet. Errors close the connection.
+    A connection that is reset before the answer, or not greeted for some seconds, is opened again,
+    until the deadline: a server that strangers flood may drop it, and nothing was requested yet.
+    Errors close the connection.
     """
-    pause = _FIRST_PAUSE_S
+    pause, patience = _FIRST_PAUSE_S, _FIRST_PATIENCE_S
     while True:
+        channel: Channel | None = None
         try:
-            channel = Channel.connect(host, port, secret, deadline, ahead=ahead)
-            try:
-                return channel, first(channel)
-            except BaseException:
+            greeted = Deadline(min(deadline.at, time.monotonic() + patience))
+            channel = Channel.connect(host, port, secret, greeted, ahead=ahead)
+            return channel, first(channel)
+        except BaseException as error:
+            if channel is not None:
                 channel.close()
+            was_reset = isinstance(error, ConnectionReset)
+            not_greeted = (
+                channel is None and isinstance(error, PeerLost) and error.reason == "deadline"
+            )
+            if not (was_reset or not_greeted) or time.monotonic() + pause >= deadline.at:
                 raise
-        except ConnectionReset:
-            if time.monotonic() + pause >= deadline.at:
-                raise
-            # Random, so that clients that were dropped together do not come back together.
-            time.sleep(random.uniform(0, pause))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        # Random, so that clients that were dropped together do not come back together.
+        time.sleep(random.uniform(0, pause))
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if not_greeted:
+            patience *= 2
 
 
 def tune(sock: socket.socket) -> None:
