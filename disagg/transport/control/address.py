@@ -11,8 +11,8 @@ import socket
 
 from disagg.errors import ConfigError
 
-# Connections that the kernel completes and holds. Beyond it a client waits a second or longer, so it
-# is as long as net.core.somaxconn is by default; the kernel takes that where it is smaller.
+# Connections that the kernel completes and holds. Beyond it a client waits a second or longer, so
+# it is net.core.somaxconn's default; the kernel takes its own value where that is smaller.
 _BACKLOG = 4096
 
 
