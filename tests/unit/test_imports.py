@@ -30,12 +30,12 @@ ALLOWED = {
     "safe_logging": set[str](),
     "redaction": set[str](),
     "options": set[str](),
-    "config_file": {"errors"},
+    "config_file": {"errors", "redaction"},
     "config": {"errors", "config_file", "transport.names"},
     "credentials": {"config", "errors"},
     "preflight": {
-        "config", "config_file", "credentials", "errors", "engine.args", "engine.spec",
-        "transport.host.private_folder",
+        "config", "config_file", "credentials", "errors", "redaction", "engine.args",
+        "engine.spec", "transport.host.private_folder",
     },
     "cli": {
         "config", "errors", "preflight", "cluster", "router", "bench", "testing", "planning",
