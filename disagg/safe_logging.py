@@ -14,14 +14,14 @@ _WINDOW_S = 60.0
 
 
 def foreign(text: object, limit: int = 200) -> str:
-    """Text from another process, on one line: control characters, line ends, marks of direction
-    and backslashes are escaped as in `repr`. Of a longer text, the first `limit` characters."""
+    """Text from another process, on one line: control characters, line ends and marks of direction
+    are escaped as in `repr`. Of a longer text, the first `limit` characters. Escaping twice
+    changes nothing."""
     whole = str(text)
     shown = whole[:limit]
-    if not shown.isprintable() or "\\" in shown:
+    if not shown.isprintable():
         shown = "".join(
-            one if one.isprintable() and one != "\\" else one.encode("unicode_escape").decode()
-            for one in shown
+            one if one.isprintable() else one.encode("unicode_escape").decode() for one in shown
         )
     return shown if len(whole) <= limit else f"{shown}... ({len(whole)} characters)"
 

@@ -107,8 +107,8 @@ ALLOWED = {
     "router.api": set[str](),
     # What an engine's own HTTP route needs to release a lease; never caches or transports.
     "engine": {
-        *LEAVES, "identity", "engine.vllm_patches", "transport.deadline", "transport.fetch",
-        "transport.control.secret", "transport.control.ticket",
+        *LEAVES, "identity", "safe_logging", "engine.vllm_patches", "transport.deadline",
+        "transport.fetch", "transport.control.secret", "transport.control.ticket",
     },
     "engine.vllm_patches": {"errors"},
     "cluster": {

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import msgspec
 
 from disagg.errors import DataCorrupt, PeerLost, TransferError
-from disagg.safe_logging import LimitedLog
+from disagg.safe_logging import LimitedLog, foreign
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.control.channel import Channel, open_channel
@@ -177,7 +177,7 @@ class NcclSender:
         except PeerLost as gone:
             logger.debug("a communicator ended: %s", gone)
         except TransferError as error:
-            self._log.warning("a communicator failed: %s", error)
+            self._log.warning("a communicator failed: %s", foreign(error))
         finally:
             if communicator is not None:
                 communicator.close()
@@ -233,7 +233,7 @@ class NcclReceiver:
             with self._joined(at, Deadline.after(_JOIN_S)):
                 return self
         except TransferError as error:
-            logger.warning("cannot be joined over NCCL: %s", error)
+            logger.warning("cannot be joined over NCCL: %s", foreign(error))
             return None
 
     def request(self, job: FetchJob) -> bytes:

@@ -19,7 +19,7 @@ import threading
 from dataclasses import dataclass, field
 
 from disagg.errors import DataCorrupt, PeerLost, PeerRefused, TransferError
-from disagg.safe_logging import LimitedLog
+from disagg.safe_logging import LimitedLog, foreign
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.control.channel import Channel, shut
@@ -138,7 +138,7 @@ class TcpSender:
         except PeerLost as gone:
             logger.debug("data connection ended: %s", gone)
         except TransferError as error:
-            self._log.warning("data connection refused: %s", error)
+            self._log.warning("data connection refused: %s", foreign(error))
 
     def _answer(self, channel: Channel, pull: w.TcpPull) -> None:
         with self._changed:
@@ -203,7 +203,7 @@ class TcpReceiver:
             with self._pool.connection((at.host, at.port), Deadline.after(_PROBE_S)):
                 return self
         except TransferError as error:
-            logger.warning("no data connection over tcp: %s", error)
+            logger.warning("no data connection over tcp: %s", foreign(error))
             return None
 
     def request(self, job: FetchJob) -> bytes:
