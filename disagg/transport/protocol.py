@@ -7,9 +7,13 @@ msgpack by msgspec; unknown types and wrong fields are refused by the decoder.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+
 import msgspec
 
 VERSION = 5
+_LONG_VALUE, _SHOWN = 160, 80
 
 # The body of a frame. The longest answer names the blocks of a fetch that the consumer reads by
 # itself. No request names block ids: a fetch names positions in the lease, and the producer looks
@@ -129,6 +133,17 @@ Answer = Welcome | Acquired | Fetched | Done | Failed
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def shortened(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """A fingerprint whose Hello fits into a first frame: of long values, such as overrides of the
+    model's configuration, the beginning and a hash."""
+    return {
+        field: value
+        if len(value) <= _LONG_VALUE
+        else f"{value[:_SHOWN]}... sha256 {hashlib.sha256(value.encode()).hexdigest()}"
+        for field, value in fingerprint.items()
+    }
 
 
 def misfit(ours: dict[str, str], theirs: dict[str, str]) -> str | None:

@@ -23,6 +23,7 @@ from transport.caches import PLAIN
 from transport.pairs import Pair
 from transport.worker import FINGERPRINT, SECRET, Remote, Setup, Worker, wait_until
 
+from disagg.errors import TransferError
 from disagg.transport.control.client import Peers
 from disagg.transport.control.listener import _MAX_STRANGERS
 from disagg.transport.deadline import Deadline
@@ -150,6 +151,24 @@ def test_real_peers_are_answered_under_a_flood(pair: Pair, tmp_path: Path) -> No
 @pytest.mark.timeout(1800)
 def test_ten_thousand_real_peers_are_answered_under_a_flood(pair: Pair, tmp_path: Path) -> None:
     check(pair, tmp_path / "log", 10_000)
+
+
+def test_a_wrong_secret_is_shown_nowhere(pair: Pair, tmp_path: Path) -> None:
+    """Neither secret, nor parts of them, in errors and logs of both ends."""
+    wrong = b"wrong horse battery staple"
+    offer = msgspec.msgpack.decode(data_offer(pair))
+    peers, pool = Peers("engine", FINGERPRINT, wrong), Pool(wrong)
+    soon = Deadline.after(5)
+    with pytest.raises(TransferError) as refused, peers.connection(pair.producer.endpoint, soon):
+        pass
+    with pytest.raises(TransferError) as data_refused, pool.connection((offer[0], offer[1]), soon):
+        pass
+    texts = [str(one.value.__cause__ or one.value) for one in (refused, data_refused)]
+    shown = f"{texts} {peers!r} {pool!r} {(tmp_path / 'log').read_text()}"
+    assert "not signed with this deployment's secret" in shown
+    for secret in (SECRET, wrong):
+        for part in (*secret.decode().split(), secret.hex()[:12]):
+            assert part not in shown
 
 
 def test_strangers_hold_nothing_when_they_are_gone(pair: Pair) -> None:

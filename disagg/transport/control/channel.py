@@ -33,7 +33,7 @@ _NONCE = 16
 _MAC = 16
 _HEADER = struct.Struct(f"<I{_MAC}s")
 _AHEAD = 1 << 16
-# The first frame, before the client has shown the secret. The longest Hello takes half of it.
+# The first frame, before the client has shown the secret.
 FIRST_FRAME = 4 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
 # Where the server's backlog is full, the kernel tries again after 1, 3 and 7 s: too seldom.

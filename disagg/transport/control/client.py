@@ -153,7 +153,7 @@ class Peers:
     """Connections by endpoint. Safe for use from any thread."""
 
     def __init__(self, engine: str, fingerprint: Mapping[str, str], secret: bytes) -> None:
-        self._hello = p.Hello(p.VERSION, engine, dict(fingerprint))
+        self._hello = p.Hello(p.VERSION, engine, p.shortened(fingerprint))
         self._secret = secret
         self._idle: dict[Endpoint, list[Connection]] = {}
         self._opened: dict[Endpoint, OpenedTransports] = {}

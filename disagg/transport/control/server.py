@@ -54,7 +54,7 @@ class ControlServer:
         senders: Sequence[Sender],
         use_limit_s: float,
     ) -> None:
-        self._welcome, self._fingerprint = hello, dict(fingerprint)
+        self._welcome, self._fingerprint = hello, p.shortened(fingerprint)
         self._cache, self._leases, self._use_limit_s = cache, leases, use_limit_s
         self._senders = {sender.name: sender for sender in senders}
         self._log = LimitedLog(logger)

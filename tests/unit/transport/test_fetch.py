@@ -24,7 +24,7 @@ from disagg.transport import protocol as p
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Region, Selection
 from disagg.transport.control import client
-from disagg.transport.control.channel import Channel
+from disagg.transport.control.channel import FIRST_FRAME, Channel
 from disagg.transport.control.client import Endpoint, Peers
 from disagg.transport.control.lease import FETCHED, LeaseTable
 from disagg.transport.control.server import ControlServer
@@ -605,3 +605,31 @@ def test_reasons_are_all_known() -> None:
     }
     assert len(named) > 20
     assert named - p.REASONS == set()
+
+
+def test_the_longest_hello_fits_into_a_first_frame(pair: Pair) -> None:
+    """Overrides of a configuration may hold long lists; here every field does."""
+    fields = [f"a_field_of_a_long_name_{number}" for number in range(14)]
+    long = {field: f"{field} " + "1.0625, " * 500 for field in fields}
+    assert len(p.encode(p.Hello(p.VERSION, "d" * 300, p.shortened(long)))) < FIRST_FRAME
+    other = {**long, fields[3]: long[fields[3]] + "x"}
+    served = ControlServer(
+        host="127.0.0.1",
+        port=0,
+        secret=SECRET,
+        hello=p.Welcome("prefill-0", "life-1", {}, LAYERS),
+        fingerprint=long,
+        cache=pair.source,
+        leases=pair.leases,
+        senders=[],
+        use_limit_s=2,
+    )
+    at = Endpoint("127.0.0.1", served.port, "life-1")
+    same, differs = Peers("d", long, SECRET), Peers("d", other, SECRET)
+    with same.connection(at, Deadline.after(5)) as connection:
+        assert connection.welcome.engine == "prefill-0"
+    refused = pytest.raises(PeerRefused, match=f"{fields[3]} differs")
+    with refused, differs.connection(at, Deadline.after(5)):
+        pass
+    same.close()
+    served.close()
