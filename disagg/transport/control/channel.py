@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import os
 import random
+import select
 import socket
 import struct
 import time
@@ -69,6 +70,7 @@ class Channel:
         self._least, self._most = _AHEAD if ahead else 0, most
         self._read = bytearray(read)
         self._resting_since: float | None = None
+        self._poll: select.poll | None = None
 
     @property
     def sock(self) -> socket.socket:
@@ -157,7 +159,11 @@ class Channel:
 
     def is_quiet(self) -> bool:
         """Whether an idle connection is open and has nothing to read."""
-        return not self._read and is_quiet(self._sock)
+        # One system call and no exception: pools ask before each use.
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self._sock, select.POLLIN)
+        return not self._read and not self._poll.poll(0)
 
     def has_ended(self) -> bool:
         """Whether the peer closed the connection; unread bytes do not count as closed."""
