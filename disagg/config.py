@@ -103,9 +103,11 @@ class EngineSection(Section):
     """Settings of all engines. A pool's own values override them."""
 
     args: dict[str, Any] = Field(
-        default_factory=dict, description="vLLM engine arguments, by vLLM's names"
+        default_factory=dict, repr=False, description="vLLM engine arguments, by vLLM's names"
     )
-    env: Environment = Field(default_factory=dict, description="Environment variables of engines")
+    env: Environment = Field(
+        default_factory=dict, repr=False, description="Environment variables of engines"
+    )
     startup_timeout_s: float = Field(
         600.0, gt=0, description="Seconds in which an engine must start"
     )
@@ -156,10 +158,14 @@ class PoolSection(Section):
     autoscale: AutoscaleSection | None = None
     resources: ResourcesSection = ResourcesSection()
     args: dict[str, Any] = Field(
-        default_factory=dict, description="vLLM engine arguments; override engine.args"
+        default_factory=dict,
+        repr=False,
+        description="vLLM engine arguments; override engine.args",
     )
     env: Environment = Field(
-        default_factory=dict, description="Environment variables; override engine.env"
+        default_factory=dict,
+        repr=False,
+        description="Environment variables; override engine.env",
     )
 
     @model_validator(mode="after")

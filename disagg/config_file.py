@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from disagg.errors import ConfigError
+from disagg.redaction import hidden
 
 
 class _Loader(yaml.SafeLoader):
@@ -77,11 +78,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(names)}" if len(names) <= 12 else "no known name is similar"
 
 
-def show(value: object) -> str:
-    """A value in at most 60 characters."""
+def show(value: object, name: str = "") -> str:
+    """A value in at most 60 characters, without credentials. name: its key in the file."""
     if value is None:
         return "empty"
-    text = repr(value)
+    text = repr(hidden(value, name))
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
@@ -97,7 +98,15 @@ def _line(details: ErrorDetails, model: type[BaseModel]) -> str:
     context: Mapping[str, Any] = details.get("ctx", {})
     words = _FIXES.get(kind)
     fix = words(context) if words else details["msg"].removeprefix("Value error, ")
-    return f"{path}: {show(details['input'])} — {fix}"
+    return f"{path}: {_shown(loc, details['input'])} — {fix}"
+
+
+def _shown(loc: tuple[int | str, ...], value: object) -> str:
+    """A wrong value, for the user. Of variables only their type: they may hold anything."""
+    keys = [str(part) for part in loc]
+    if "env" in keys and not isinstance(value, bool | int | float | None):
+        return f"a {type(value).__name__}"
+    return show(value, keys[-1] if "args" in keys else "")
 
 
 def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:

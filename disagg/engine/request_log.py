@@ -14,6 +14,8 @@ import time
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from disagg.safe_logging import foreign
+
 _ID = b"x-request-id"
 _CLIENT_LEFT = 499
 _requests = logging.getLogger("disagg.requests")
@@ -50,11 +52,13 @@ class RequestLog:
             await self._app(scope, receive, watched)
         finally:
             total_ms = round((time.monotonic() - began) * 1000, 1)
-            line = {"status": status, "id": given, "route": scope["path"], "total_ms": total_ms}
+            route = foreign(scope["path"])
+            line = {"status": status, "id": given, "route": route, "total_ms": total_ms}
             _requests.info("%s", msgspec.json.encode(line).decode())
 
 
 def _id(scope: Scope) -> str | None:
     if scope["type"] != "http":
         return None
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name == _ID), None)
+    given = (value.decode("latin-1") for name, value in scope["headers"] if name == _ID)
+    return next(map(foreign, given), None)

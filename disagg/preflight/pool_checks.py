@@ -84,13 +84,13 @@ def _argument_problems(
     for name, value in args.items():
         key = f"{path}.{name}"
         if name in _OWNED:
-            yield f"{key}: {show(value)} — set by disagg; {_OWNED[name]}"
+            yield f"{key}: {show(value, name)} — set by disagg; {_OWNED[name]}"
         elif known is None:
             continue
         elif name not in known:
             yield f"{key}: vLLM has no such argument; {nearest(name, known)}"
         elif not known[name].accepts(value):
-            yield f"{key}: {show(value)} — must be {known[name]}"
+            yield f"{key}: {show(value, name)} — must be {known[name]}"
 
 
 def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:

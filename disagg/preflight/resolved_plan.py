@@ -1,7 +1,8 @@
 """The resolved plan of a deployment: what `disagg serve` would start, as plain data.
 
 It must never contain a secret, nor a value that differs from the value that the cluster or an
-engine uses. A value that is known only at start is a description in angle brackets.
+engine uses. A value that is known only at start, or that looks like a credential, is a description
+in angle brackets.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from disagg.config import Deployment, Role
 from disagg.engine.args import KEY_ENV, SECRET_ENV, engine_args, engine_env
 from disagg.engine.spec import EngineSpec
 from disagg.preflight.checks import storage_folder
+from disagg.redaction import hidden
 
 _ANY_PORT = "<any free port>"
 
@@ -66,8 +68,8 @@ def _pool(deployment: Deployment, role: Role) -> dict[str, Any]:
         "replicas": pool.replicas,
         "resources": pool.resources.model_dump(),
         "port": _ANY_PORT,
-        "args": args,
-        "env": env,
+        "args": hidden(args),
+        "env": hidden(env),
     }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from disagg.errors import PeerLost, PeerRefused, TransferError
+from disagg.safe_logging import foreign
 from disagg.transport import protocol as p
 from disagg.transport.base import FetchJob, ReadableCache, Receiver, RemoteCache
 from disagg.transport.control.client import Connection, Endpoint, Peers, expect
@@ -91,7 +92,7 @@ def _misfit(request: FetchRequest, theirs: Sequence[str]) -> str | None:
         return f"layers differ: {len(request.layers)} here, {len(found)} there"
     pairs = zip(request.layers, found, strict=True)
     mine, other = next((mine, other) for mine, other in pairs if mine != other)
-    return f"layers differ: {mine!r} here, {other!r} there"
+    return f"layers differ: {mine!r} here, {foreign(other)!r} there"
 
 
 def total(moved: Sequence[Moved]) -> Moved:
@@ -179,7 +180,7 @@ class _OneFetch:
                     return None
                 self.until_released.push(in_use.pop_all())
         except TransferError as error:
-            logger.info("lease %d: %s; asking its producer", lease, error)
+            logger.info("lease %d: %s; asking its producer", lease, foreign(error))
             return None
         self.until_released.callback(self._release_fetched)
         return Moved(cache.name, num_bytes, time.monotonic() - began)
@@ -220,7 +221,7 @@ class _OneFetch:
             text = "; ".join(f"{name}: {error}" for name, error in failed.items())
             raise TransferError(text, reason=last.reason) from last
         self.connection.opened.forget()  # a folder that was missing may be there next time
-        offered = ", ".join(self.connection.welcome.offers) or "none"
+        offered = foreign(", ".join(self.connection.welcome.offers)) or "none"
         raise TransferError(
             f"no transport works between the two workers; the producer offers {offered}, "
             f"the consumer tried {', '.join(receiver.name for receiver in self.receivers)}",
@@ -267,7 +268,9 @@ class _OneFetch:
             _release(self.connection, lease, FETCHED, Deadline.after(_RELEASE_S), readers)
         except TransferError as error:
             self.peers.forget(self.request.endpoint)
-            logger.warning("lease %d was fetched, not released; it will expire: %s", lease, error)
+            logger.warning(
+                "lease %d was fetched, not released; it will expire: %s", lease, foreign(error)
+            )
 
 
 def _release(

@@ -7,13 +7,31 @@ msgpack by msgspec; unknown types and wrong fields are refused by the decoder.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+
 import msgspec
 
 VERSION = 5
+_LONG_VALUE, _SHOWN = 160, 80
 
-# One frame; the largest is a Hello with its fingerprint. Block ids never travel: a fetch names
-# positions in the lease, and the producer looks up its own ids.
+# The body of a frame. The longest answer names the blocks of a fetch that the consumer reads by
+# itself. No request names block ids: a fetch names positions in the lease, and the producer looks
+# up its own ids.
 MAX_FRAME = 1 << 20
+MAX_REQUEST = 64 << 10
+
+# Every reason of a `TransferError`: a metric label, so a producer cannot name another one.
+REASONS = frozenset(
+    {
+        "corrupt", "deadline", "device", "forged", "lease_gone", "malformed", "nccl", "nccl_chunk",
+        "nccl_closed", "nccl_full", "nccl_gone", "nccl_paused", "nccl_size", "nccl_stalled",
+        "no_transport", "peer_lost", "process_memory", "process_memory_denied", "protocol", "range",
+        "refused", "secret", "storage_checksum", "storage_full", "storage_header", "storage_read",
+        "storage_size", "storage_write", "tcp_checksum", "tcp_full", "tcp_gone", "tcp_size",
+        "too_large", "transfer", "window",
+    }
+)  # fmt: skip
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -104,7 +122,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The request was not carried out. reason: a metric label."""
+    """The request was not carried out. reason: one of `REASONS`."""
 
     reason: str
     message: str
@@ -115,6 +133,17 @@ Answer = Welcome | Acquired | Fetched | Done | Failed
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def shortened(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """A fingerprint whose Hello fits into a first frame: of long values, such as overrides of the
+    model's configuration, the beginning and a hash."""
+    return {
+        field: value
+        if len(value) <= _LONG_VALUE
+        else f"{value[:_SHOWN]}... sha256 {hashlib.sha256(value.encode()).hexdigest()}"
+        for field, value in fingerprint.items()
+    }
 
 
 def misfit(ours: dict[str, str], theirs: dict[str, str]) -> str | None:

@@ -7,7 +7,7 @@ needed only where it is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from disagg.transport.base import Receiver, Sender
 from disagg.transport.blocks import BlockCache
@@ -23,7 +23,7 @@ class Means:
     folder of shared storage. staging: for a cache on a device. board: of a producer's leases."""
 
     host: str
-    secret: bytes
+    secret: bytes = field(repr=False)
     storage: Storage
     staging: Staging | None = None
     board: LeaseBoard | None = None

@@ -7,6 +7,8 @@ transports are the real ones, and faults are signals sent to real processes.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import logging
 import multiprocessing
 import os
 import random
@@ -170,6 +172,10 @@ class Worker:
             receiver.acts[id(job)] = _act(order.before), _act(order.after)
         return handoff.fetched(self.peers, request, job, self._interruptible)
 
+    def log_to(self, path: Path) -> None:
+        """Write this process's log to a file."""
+        logging.basicConfig(filename=path, level=logging.INFO, force=True)
+
     def connections(self) -> int:
         """How many consumers have open."""
         return self.server.connections()
@@ -194,6 +200,27 @@ class Worker:
 
     def prompts(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         return caches.prompts(self.cache, block_ids)
+
+    def digest(self) -> str:
+        """Of all bytes of the cache."""
+        found = hashlib.sha256()
+        for region in self.cache.regions:
+            found.update(region.memory.cpu().numpy().tobytes())
+        return found.hexdigest()
+
+    def taken(self) -> dict[str, int]:
+        """How much of what is limited is taken."""
+        hazards = self.leases.board.hazards
+        assert hazards is not None
+        return {
+            "leases": self.held(),
+            "slots": -len(hazards._free),
+            "connections": self.connections(),
+            "fetches": sum(len(getattr(one, "_fetches", ())) for one in self.senders),
+            "files": sum(len(getattr(one, "_live", ())) for one in self.senders),
+            "threads": threading.active_count(),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+        }
 
     def held(self) -> int:
         """How many leases keep blocks that were not given back and scribbled over yet."""

@@ -27,15 +27,17 @@ ALLOWED = {
     "__init__": set[str](),
     "errors": set[str](),
     "keepalive": set[str](),
+    "safe_logging": set[str](),
+    "redaction": set[str](),
     "options": set[str](),
     "private_files": {"errors"},
     "checksums": set[str](),
-    "config_file": {"errors"},
+    "config_file": {"errors", "redaction"},
     "config": {"errors", "config_file", "checksums", "transport.names"},
     "credentials": {"config", "errors", "transport.control.secret"},
     "preflight": {
-        "config", "config_file", "credentials", "errors", "engine.args", "engine.spec",
-        "private_files",
+        "config", "config_file", "credentials", "errors", "redaction", "engine.args",
+        "engine.spec", "private_files",
     },
     "cli": {
         "config", "errors", "preflight", "cluster", "router", "bench", "testing", "planning",
@@ -51,13 +53,14 @@ ALLOWED = {
     "store": {"errors", "checksums", "identity.process", "private_files"},
     # HOW bytes move. A way may use control, host and device; these use no way.
     "transport": {
-        *_TRANSPORT, "transport.control", "transport.device.open", "transport.device.staging",
-        "transport.host", "transport.nccl", "transport.one_sided", "transport.tcp",
+        *_TRANSPORT, "safe_logging", "transport.control", "transport.device.open",
+        "transport.device.staging", "transport.host", "transport.nccl", "transport.one_sided",
+        "transport.tcp",
         "checksums", "identity.process", "private_files",  # shared_storage
     },
     "transport.control": {
-        *_TRANSPORT, "keepalive", "transport.host", "transport.one_sided.hazard_pointers",
-        "transport.one_sided.lease_board", "private_files",
+        *_TRANSPORT, "keepalive", "safe_logging", "transport.host",
+        "transport.one_sided.hazard_pointers", "transport.one_sided.lease_board", "private_files",
     },
     "transport.host": _TRANSPORT,
     "transport.device": _TRANSPORT,
@@ -65,10 +68,11 @@ ALLOWED = {
         *_TRANSPORT, "identity.process", "transport.device", "transport.host",
     },
     "transport.nccl": {
-        *_TRANSPORT, "transport.control", "transport.device", "transport.host.fd_watcher",
+        *_TRANSPORT, "safe_logging", "transport.control", "transport.device",
+        "transport.host.fd_watcher",
     },
     "transport.tcp": {
-        *_TRANSPORT, "transport.control", "transport.device.staging",
+        *_TRANSPORT, "safe_logging", "transport.control", "transport.device.staging",
         "transport.host.helper_threads",
     },
     # WHEN and WHAT to move. The three connectors stand beside each other over base.py.
@@ -78,8 +82,8 @@ ALLOWED = {
         "engine.vllm_patches.patching",  # to refuse an engine that lacks a patch
     },
     "connector.handoff": {
-        "errors", "identity", "connector", "transport", "transport.control", "transport.device",
-        "transport.host", "checksums", "private_files",
+        "errors", "identity", "safe_logging", "connector", "transport", "transport.control",
+        "transport.device", "transport.host", "checksums", "private_files",
     },
     "connector.offload": {
         "errors", "identity", "connector", "store", "transport", "transport.device",
@@ -108,8 +112,8 @@ ALLOWED = {
     "router.api": set[str](),
     # What an engine's own HTTP route needs to release a lease; never caches or transports.
     "engine": {
-        *LEAVES, "identity", "engine.vllm_patches", "transport.deadline", "transport.fetch",
-        "transport.control.secret", "transport.control.ticket",
+        *LEAVES, "identity", "safe_logging", "engine.vllm_patches", "transport.deadline",
+        "transport.fetch", "transport.control.secret", "transport.control.ticket",
     },
     "engine.vllm_patches": {"errors"},
     "cluster": {

@@ -25,6 +25,7 @@ from disagg.connector.handoff.messages import HandoffLoad, LeaseMessage, LoadRep
 from disagg.connector.handoff.metrics import ConnectorStats
 from disagg.connector.handoff.settings import ConnectorSettings
 from disagg.connector.kv_cache_layout import NULL_BLOCK
+from disagg.safe_logging import foreign
 from disagg.transport.control.ticket import Handoff
 
 if TYPE_CHECKING:
@@ -130,7 +131,9 @@ class ConsumerScheduler:
         return small == large or (self._engine.splits_blocks and small > 0 and large % small == 0)
 
     def _refuse(self, request: Request, problem: str, handoff: Handoff | None) -> None:
-        logger.warning("request %s computes its prompt here: %s", request.request_id, problem)
+        logger.warning(
+            "request %s computes its prompt here: %s", foreign(request.request_id), problem
+        )
         self._stats.count("failures", problem)
         self._stats.count("handoffs", "none|failed")
         if handoff is not None and problem != "prompt_mismatch":

@@ -20,6 +20,7 @@ from disagg.connector.handoff.per_peer_threads import PerPeerThreads
 from disagg.connector.handoff.rank import RankCache, WorkerRank
 from disagg.connector.handoff.settings import ConnectorSettings
 from disagg.errors import PeerLost, PeerRefused, TransferError
+from disagg.safe_logging import foreign
 from disagg.transport import fetch as handoff
 from disagg.transport.base import FetchJob, Receiver
 from disagg.transport.blocks import Selection
@@ -130,13 +131,13 @@ class ConsumerWorker:
             reason = error.reason
             logger.warning(
                 "request %s computes its prompt here, its KV did not come (%s): %s",
-                load.request_id,
+                foreign(load.request_id),
                 reason,
-                error,
+                foreign(error, 1000),
             )
         except Exception:
             reason = "internal"
-            logger.exception("load of request %s failed unexpectedly", load.request_id)
+            logger.exception("load of request %s failed unexpectedly", foreign(load.request_id))
         finally:
             self._ended.put(
                 LoadReport(
@@ -171,7 +172,9 @@ class ConsumerWorker:
             raise
         for one in moved:
             for name in one.failed_over:
-                logger.warning("request %s: transport %s failed over", load.request_id, name)
+                logger.warning(
+                    "request %s: transport %s failed over", foreign(load.request_id), name
+                )
         self._release(self._unread(load), load.lease)
         return handoff.total(moved)
 
@@ -232,16 +235,16 @@ class ConsumerWorker:
                 deadline = Deadline.after(_LEASE_MESSAGE_S)
                 handoff.renew(self._peers, endpoint, [message.lease], deadline)
         except TransferError as error:
-            logger.info("lease %d is not renewed: %s", message.lease, error)
+            logger.info("lease %d is not renewed: %s", message.lease, foreign(error))
 
     def _release(self, endpoints: Sequence[Endpoint], lease: int) -> None:
         """Never raises: no load depends on it, and leases expire anyway."""
         try:
             handoff.release_all(self._peers, endpoints, lease, Deadline.after(_LEASE_MESSAGE_S))
         except PeerLost as error:
-            logger.info("lease %d was not released and will expire: %s", lease, error)
+            logger.info("lease %d was not released and will expire: %s", lease, foreign(error))
         except TransferError as error:
-            logger.warning("lease %d was not released: %s", lease, error)
+            logger.warning("lease %d was not released: %s", lease, foreign(error))
 
 
 def _producer_of(work: HandoffLoad | LeaseMessage) -> Hashable:

@@ -11,6 +11,10 @@ import socket
 
 from disagg.errors import ConfigError
 
+# Connections that the kernel completes and holds. Beyond it a client waits a second or longer, so
+# it is net.core.somaxconn's default; the kernel takes its own value where that is smaller.
+_BACKLOG = 4096
+
 
 def resolve_host(host: str) -> str:
     """The one numeric address that `host` means, link-local ones with their `%interface`.
@@ -31,7 +35,7 @@ def listen(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.bind(address)
-        sock.listen(128)
+        sock.listen(_BACKLOG)
     except OSError:
         sock.close()
         raise

@@ -2,7 +2,8 @@
 
 A connection serves one handoff at a time. It returns to the pool when every request on it was
 answered and no lease is in use on it, whatever the answers; otherwise it is closed, which the
-producer notices at once. Nothing waits past the deadline it was given.
+producer notices at once. Nothing waits past the deadline it was given. Only a hello is ever sent
+again, on a new connection, where the producer reset the first one (`channel.open_channel`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from disagg.errors import LeaseGone, PeerLost, PeerRefused, TransferError
+from disagg.safe_logging import foreign
 from disagg.transport import protocol as p
 from disagg.transport.base import ReadableCache, Receiver, RemoteCache
-from disagg.transport.control.channel import Channel
+from disagg.transport.control.channel import FIRST_FRAME, Channel, open_channel
 from disagg.transport.deadline import Deadline
 
 A = TypeVar("A", p.Welcome, p.Acquired, p.Fetched, p.Done)
@@ -151,7 +153,7 @@ class Peers:
     """Connections by endpoint. Safe for use from any thread."""
 
     def __init__(self, engine: str, fingerprint: Mapping[str, str], secret: bytes) -> None:
-        self._hello = p.Hello(p.VERSION, engine, dict(fingerprint))
+        self._hello = p.Hello(p.VERSION, engine, p.shortened(fingerprint))
         self._secret = secret
         self._idle: dict[Endpoint, list[Connection]] = {}
         self._opened: dict[Endpoint, OpenedTransports] = {}
@@ -180,9 +182,16 @@ class Peers:
             self.forget(endpoint)
 
     def _take(self, endpoint: Endpoint) -> Connection | None:
-        with self._lock:
-            idle = self._idle.get(endpoint)
-            return idle.pop() if idle else None
+        while True:
+            with self._lock:
+                idle = self._idle.get(endpoint)
+                if not idle:
+                    return None
+                connection = idle.pop()
+            if connection.channel.is_quiet():
+                return connection
+            # The producer has ended, or cut it for a newer one.
+            connection.channel.close()
 
     def _put_back(self, connection: Connection) -> None:
         if connection.settled:
@@ -194,17 +203,20 @@ class Peers:
         connection.channel.close()
 
     def _open(self, endpoint: Endpoint, deadline: Deadline) -> Connection:
-        address = endpoint.host, endpoint.port
-        channel = Channel.connect(*address, self._secret, deadline, ahead=True)
-        try:
+        size = len(p.encode(self._hello))
+        if size > FIRST_FRAME:
+            raise PeerRefused(f"hello of {size} bytes is over the limit of {FIRST_FRAME}")
+
+        def hello(channel: Channel) -> p.Welcome:
             got = _exchange(channel, [self._hello], deadline)[0]
-            welcome = expect(p.Welcome, got, self._hello)
+            return expect(p.Welcome, got, self._hello)
+
+        try:
+            channel, welcome = open_channel(
+                endpoint.host, endpoint.port, self._secret, deadline, hello, ahead=True
+            )
         except PeerLost as error:
-            channel.close()
             raise PeerLost(f"closed at hello, is the secret the same? ({error})") from error
-        except BaseException:
-            channel.close()
-            raise
         if welcome.generation != endpoint.generation:
             return Connection(channel, endpoint, welcome)  # another worker, which will refuse
         if endpoint not in self._opened:
@@ -225,11 +237,12 @@ def expect(answer: type[A], got: p.Answer, request: p.Request) -> A:
         return got
     if not isinstance(got, p.Failed):
         raise PeerRefused(f"{type(request).__name__} was answered by {type(got).__name__}")
+    message = foreign(got.message, 500)
     if got.reason == LeaseGone.reason:
-        raise LeaseGone(got.message)
+        raise LeaseGone(message)
     if got.reason == PeerRefused.reason:
-        raise PeerRefused(got.message)
-    raise TransferError(got.message, reason=got.reason)
+        raise PeerRefused(message)
+    raise TransferError(message, reason=got.reason if got.reason in p.REASONS else None)
 
 
 def _exchange(
@@ -243,4 +256,4 @@ def _exchange(
     try:
         return [p.decode_answer(channel.receive(deadline)) for _ in requests]
     except msgspec.DecodeError as error:
-        raise PeerRefused(f"answer not understood: {error}") from error
+        raise PeerRefused(f"answer not understood: {foreign(error)}") from error

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from disagg.errors import PeerRefused
+from disagg.safe_logging import foreign
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ def decoder(kind: type[T]) -> Callable[[bytes], T]:
             return decode_one(body)
         except msgspec.DecodeError as error:
             raise PeerRefused(
-                f"{kind.__name__} not understood: {error}", reason="protocol"
+                f"{kind.__name__} not understood: {foreign(error)}", reason="protocol"
             ) from error
 
     return decode

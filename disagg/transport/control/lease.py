@@ -72,6 +72,16 @@ class LeaseTable:
             self.board.post(lease, block_ids)
             self._changed.notify_all()
 
+    def was_granted(self, lease: int, seconds: float = 0.0) -> bool:
+        """Whether this lease or a later one was granted; waits at most `seconds` for it."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._highest >= lease, seconds)
+
+    def is_far_ahead(self, lease: int, most: int) -> bool:
+        """Whether more than `most` leases will be granted before this one."""
+        with self._changed:
+            return lease - self._highest > most
+
     def acquire(self, lease: int, deadline: Deadline) -> Lease:
         """Take a lease into use; `done_using` must follow. Raises `LeaseGone`."""
         with self._changed:
@@ -125,10 +135,11 @@ class LeaseTable:
 
     def renew(self, leases: Sequence[int]) -> None:
         """Restart the leases' time; ended ones stay ended."""
+        asked = set(leases)
         with self._changed:
-            for lease in leases:
-                held = self._leases.get(lease)
-                if held is not None and not held.outcome and not self._is_over(held):
+            # Few are held, however many a peer names.
+            for held in [held for held in self._leases.values() if held.id in asked]:
+                if not held.outcome and not self._is_over(held):
                     held.deadline, held.kept_until = time.monotonic() + held.seconds, None
 
     def take_ended(self) -> list[EndedLease]:

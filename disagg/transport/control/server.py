@@ -2,23 +2,25 @@
 
 A thread per connection (one per handoff in flight) answers requests in order. Whatever a peer
 sends, it gets at worst an error and a closed connection: ids are checked against the lease, sizes
-against limits. When a connection ends, the lease that it had in use is no longer in use.
+and numbers against limits. When a connection ends, the lease that it had in use is no longer in
+use. No connection has a lease in use for longer than `use_limit_s`.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
+import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from disagg.errors import PeerLost, TransferError
+from disagg.errors import LeaseGone, PeerLost, TransferError
+from disagg.safe_logging import LimitedLog, foreign
 from disagg.transport import protocol as p
 from disagg.transport.base import Sender
 from disagg.transport.blocks import BlockCache, BlocksGoneError
-from disagg.transport.control.channel import Channel, tune
-from disagg.transport.control.lease import Lease, LeaseTable
+from disagg.transport.control.channel import Channel
+from disagg.transport.control.lease import ABORTED, FETCHED, Lease, LeaseTable
 from disagg.transport.control.listener import Listener
 from disagg.transport.deadline import Deadline
 from disagg.transport.one_sided.hazard_pointers import NO_SLOT
@@ -28,10 +30,16 @@ logger = logging.getLogger(__name__)
 # Long enough for a machine that stalls for some seconds under load.
 _HELLO_S = 10.0
 _AT_ONCE = 16
+# What a peer may send, far above what a consumer of ours does.
+_MAX_FETCHES = 32
+_MAX_LEASES_AHEAD = 1 << 16
+_MORE_SPANS = 256
+# How often it looks whether the peer still waits for a lease that is not granted yet.
+_LOOK_S = 0.25
 
 
 class ControlServer:
-    """Serves the leases of one worker. use_limit_s: the longest silence of a consumer."""
+    """Serves the leases of one worker. use_limit_s: how long a consumer may use a lease."""
 
     def __init__(
         self,
@@ -46,10 +54,19 @@ class ControlServer:
         senders: Sequence[Sender],
         use_limit_s: float,
     ) -> None:
-        self._secret, self._welcome, self._fingerprint = secret, hello, dict(fingerprint)
+        self._welcome, self._fingerprint = hello, p.shortened(fingerprint)
         self._cache, self._leases, self._use_limit_s = cache, leases, use_limit_s
         self._senders = {sender.name: sender for sender in senders}
-        self._listener = Listener(host, port, self._serve, name="disagg-control")
+        self._log = LimitedLog(logger)
+        self._listener = Listener(
+            host,
+            port,
+            secret,
+            self._serve,
+            name="disagg-control",
+            ahead=True,
+            most=p.MAX_REQUEST,
+        )
         self.host, self.port = self._listener.host, self._listener.port
 
     def close(self) -> None:
@@ -60,16 +77,13 @@ class ControlServer:
         """How many are open."""
         return self._listener.connections()
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, channel: Channel) -> None:
         try:
-            tune(sock)
-            opening = Deadline.after(_HELLO_S)
-            channel = Channel.accept(sock, self._secret, opening, ahead=True)
             _Session(self, channel).run()
         except PeerLost as gone:
             logger.debug("control connection ended: %s", gone)
         except (TransferError, msgspec.DecodeError) as error:
-            logger.warning("control connection refused: %s", error)
+            self._log.warning("control connection refused: %s", foreign(error))
 
 
 class _Session:
@@ -80,6 +94,7 @@ class _Session:
         self._may_fetch = False
         self._consumer = ""
         self._lease: Lease | None = None
+        self._until: Deadline | None = None  # the end of the lease's use
         self._slot = NO_SLOT
         self._staged: list[tuple[Sender, bytes]] = []
 
@@ -87,31 +102,34 @@ class _Session:
         try:
             self._hello()
             while True:
-                wait = Deadline.after(self._server._use_limit_s) if self._lease else None
-                answers = [self._next(wait)]
+                answers = [self._next()]
                 # A peer that sent several requests at once waits for all the answers.
                 while self._channel.holds_more and len(answers) < _AT_ONCE:
-                    answers.append(self._next(wait))
-                self._channel.send_all(answers, Deadline.after(_HELLO_S))
+                    answers.append(self._next())
+                self._channel.send_all(answers, self._until or Deadline.after(_HELLO_S))
         finally:
             if self._lease is not None:
-                logger.warning(
-                    "consumer %s disconnected during its fetch of request %s",
+                self._server._log.warning(
+                    "consumer %s disconnected during its fetch of request %s, or took too long",
                     self._consumer,
-                    self._lease.request_id,
+                    foreign(self._lease.request_id),
                 )
             self._give_back(left=True)
             self._give_back_slot()
 
-    def _next(self, wait: Deadline | None) -> bytes:
-        request = p.decode_request(self._channel.receive(wait))
-        return p.encode(self._answer(request))
+    def _next(self) -> bytes:
+        """The encoded answer to the next request."""
+        if self._lease is None:
+            body = self._channel.receive_at_rest(None)
+        else:
+            body = self._channel.receive(self._until)
+        return p.encode(self._answer(p.decode_request(body)))
 
     def _hello(self) -> None:
         hello = p.decode_request(self._channel.receive(Deadline.after(_HELLO_S)))
         if not isinstance(hello, p.Hello):
             raise TransferError("the first message must be Hello")
-        self._consumer = hello.engine
+        self._consumer = foreign(hello.engine)
         problem = None
         if hello.version != p.VERSION:
             problem = f"protocol version differs: {p.VERSION} here, {hello.version} there"
@@ -122,7 +140,9 @@ class _Session:
             self._slot = self._server._leases.board.take_slot()
         answer: p.Answer = msgspec.structs.replace(self._server._welcome, slot=self._slot)
         if problem is not None:
-            logger.warning("engine %s refused at hello: %s", hello.engine, problem)
+            self._server._log.warning(
+                "engine %s refused at hello: %s", self._consumer, foreign(problem, 500)
+            )
             answer = p.Failed("refused", problem)
         self._channel.send(p.encode(answer), Deadline.after(_HELLO_S))
         if problem is not None:
@@ -154,16 +174,31 @@ class _Session:
         if request.generation != self._server._welcome.generation:
             return p.Failed("lease_gone", "the lease was granted by an earlier life of this engine")
         deadline = Deadline.after(self._server._use_limit_s)
+        self._wait_for_grant(request.lease, deadline)
         self._lease = self._server._leases.acquire(request.lease, deadline)
+        self._until = Deadline.after(self._server._use_limit_s)
         return p.Acquired(len(self._lease.block_ids))
+
+    def _wait_for_grant(self, lease: int, deadline: Deadline) -> None:
+        """Wait as `LeaseTable.acquire` does, and notice a peer that leaves meanwhile."""
+        leases = self._server._leases
+        while not leases.was_granted(lease, _LOOK_S):
+            if self._channel.has_ended():
+                raise PeerLost("the peer left while it waited for a lease")
+            if leases.is_far_ahead(lease, _MAX_LEASES_AHEAD) or time.monotonic() > deadline.at:
+                raise LeaseGone(f"lease {lease} was not granted")
 
     def _fetch(self, request: p.Fetch) -> p.Answer:
         if self._lease is None:
             return p.Failed("protocol", "no lease is in use on this connection")
         sender = self._server._senders.get(request.transport)
         if sender is None:
-            return p.Failed("no_transport", f"{request.transport!r} is not on offer")
+            return p.Failed("no_transport", f"{foreign(request.transport)} is not on offer")
         part, cache = request.part, self._server._cache
+        if len(self._staged) >= _MAX_FETCHES:
+            return p.Failed("protocol", f"more than {_MAX_FETCHES} fetches of one lease")
+        if len(part.spans) > len(self._lease.block_ids) + _MORE_SPANS:
+            return p.Failed("range", f"{len(part.spans)} spans")
         try:
             blocks = cache.within(
                 self._lease.block_ids, part.unit, part.spans, part.heads, part.regions
@@ -172,14 +207,16 @@ class _Session:
             return p.Failed("window", str(error))
         except ValueError as error:
             return p.Failed("range", str(error))
-        deadline = Deadline.after(self._server._use_limit_s)
-        answer = sender.send(blocks, request.detail, deadline)
+        assert self._until is not None
+        answer = sender.send(blocks, request.detail, self._until)
         self._staged.append((sender, answer))
         return p.Fetched(answer)
 
     def _release(self, request: p.Release) -> p.Answer:
         if request.generation != self._server._welcome.generation:
             return p.Done()
+        if request.outcome not in (FETCHED, ABORTED):
+            return p.Failed("protocol", f"no outcome of a lease: {foreign(request.outcome)}")
         self._server._leases.release(request.lease, request.outcome, request.readers)
         if self._lease is not None and self._lease.id == request.lease:
             self._give_back()
@@ -188,7 +225,7 @@ class _Session:
     def _give_back_slot(self) -> None:
         reading = self._server._leases.board.give_back(self._slot)
         if reading is not None:
-            logger.warning(
+            self._server._log.warning(
                 "consumer %s disconnected while it read lease %d", self._consumer, reading
             )
             self._server._leases.lost_reader(reading)
@@ -197,6 +234,6 @@ class _Session:
         staged, self._staged = self._staged, []
         for sender, answer in staged:
             sender.finish(answer)
-        lease, self._lease = self._lease, None
+        lease, self._lease, self._until = self._lease, None, None
         if lease is not None:
             self._server._leases.done_using(lease.id, left=left)

@@ -15,6 +15,7 @@ import hmac
 import msgspec
 
 from disagg.errors import TransferError
+from disagg.safe_logging import foreign
 from disagg.transport.control.client import Endpoint
 
 DIGEST = 8
@@ -63,7 +64,9 @@ def verify(ticket: object, secret: bytes) -> Handoff:
     try:
         return _decode(body)
     except msgspec.DecodeError as error:
-        raise TransferError(f"ticket of another version: {error}", reason="malformed") from error
+        raise TransferError(
+            f"ticket of another version: {foreign(error)}", reason="malformed"
+        ) from error
 
 
 def _mac(body: bytes, secret: bytes) -> bytes:

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from disagg.errors import DataCorrupt, PeerLost, PeerRefused, TransferError
+from disagg.safe_logging import foreign
 from disagg.transport.control.channel import Channel, has_ended, is_quiet, shut
 from disagg.transport.control.data_channel import decoder, encode
 from disagg.transport.deadline import Deadline, Event
@@ -108,8 +109,8 @@ class PeerCommunicator:
         asked = _decode_join(channel.receive(deadline))
         if (asked.hello, asked.version) != (HELLO, communicators.version):
             raise PeerRefused(
-                f"NCCL differs: {HELLO} of {communicators.version} here, {asked.hello} of "
-                f"{asked.version} there"
+                f"NCCL differs: {HELLO} of {communicators.version} here, {foreign(asked.hello)} of "
+                f"{foreign(asked.version)} there"
             )
         identity, token = communicators.new_id(), secrets.token_bytes(_TOKEN)
         invite = Invite(identity, token, min(asked.chunk, staging.chunk_bytes))
@@ -122,15 +123,27 @@ class PeerCommunicator:
                 peer._exchange(slot, token, wait, sends=True)
         return peer
 
-    @classmethod
-    def join(
-        cls, staging: Staging, channel: Channel, communicators: Communicators, deadline: Deadline
-    ) -> PeerCommunicator:
-        """The consumer's side. Raises `TransferError`."""
+    @staticmethod
+    def ask(
+        staging: Staging, channel: Channel, communicators: Communicators, deadline: Deadline
+    ) -> Invite:
+        """The consumer's side, before NCCL is called. Raises `TransferError`."""
         channel.send(encode(Join(HELLO, communicators.version, staging.chunk_bytes)), deadline)
         invite = _decode_invite(channel.receive(deadline))
         if invite.chunk > staging.chunk_bytes or len(invite.token) != _TOKEN:
             raise PeerRefused("an implausible invitation", reason="protocol")
+        return invite
+
+    @classmethod
+    def join(
+        cls,
+        staging: Staging,
+        channel: Channel,
+        communicators: Communicators,
+        invite: Invite,
+        deadline: Deadline,
+    ) -> PeerCommunicator:
+        """The consumer's side, after `ask`. Raises `TransferError`."""
         peer = cls._joined(staging, channel, communicators, invite, 1, deadline)
         wait = Wait(deadline, peer._look)
         # As in a fetch, the consumer has its slot before the producer takes one.

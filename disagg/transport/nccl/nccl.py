@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -26,9 +25,10 @@ from dataclasses import dataclass
 import msgspec
 
 from disagg.errors import DataCorrupt, PeerLost, TransferError
+from disagg.safe_logging import LimitedLog, foreign
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Selection
-from disagg.transport.control.channel import Channel, tune
+from disagg.transport.control.channel import Channel, open_channel
 from disagg.transport.control.data_channel import decoder, encode, secret_for
 from disagg.transport.control.listener import Listener
 from disagg.transport.deadline import Deadline
@@ -107,11 +107,12 @@ class NcclSender:
         self._fetches: dict[bytes, _Fetch] = {}
         self._changed = threading.Condition()
         self._closed = False
+        self._log = LimitedLog(logger)
         self._communicators = _communicators(staging)
         self._listener: Listener | None = None
         self._offer: _NcclOffer | None = None
         if self._communicators is not None:
-            self._listener = Listener(host, 0, self._serve, name="disagg-nccl")
+            self._listener = Listener(host, 0, self._secret, self._serve, name="disagg-nccl")
             at = self._listener
             self._offer = _NcclOffer(at.host, at.port, secrets.token_bytes(16))
 
@@ -161,24 +162,22 @@ class NcclSender:
 
     # ---- consumers -----------------------------------------------------------------------------
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, channel: Channel) -> None:
         assert self._staging is not None
         assert self._communicators is not None
         communicator: PeerCommunicator | None = None
         try:
-            tune(sock)
             opening = Deadline.after(_JOIN_S)
-            channel = Channel.accept(sock, self._secret, opening)
             self._staging.device.use()
             communicator = PeerCommunicator.invite(
                 self._staging, channel, self._communicators, opening
             )
             while True:
-                self._answer(communicator, decode_pull(channel.receive(None)).key)
+                self._answer(communicator, decode_pull(channel.receive_at_rest(None)).key)
         except PeerLost as gone:
             logger.debug("a communicator ended: %s", gone)
         except TransferError as error:
-            logger.warning("a communicator failed: %s", error)
+            self._log.warning("a communicator failed: %s", foreign(error))
         finally:
             if communicator is not None:
                 communicator.close()
@@ -234,7 +233,7 @@ class NcclReceiver:
             with self._joined(at, Deadline.after(_JOIN_S)):
                 return self
         except TransferError as error:
-            logger.warning("cannot be joined over NCCL: %s", error)
+            logger.warning("cannot be joined over NCCL: %s", foreign(error))
             return None
 
     def request(self, job: FetchJob) -> bytes:
@@ -319,16 +318,23 @@ class NcclReceiver:
             return self._peers.setdefault(at, _Peer())
 
     def _join(self, at: _NcclOffer, peer: _Peer, deadline: Deadline) -> PeerCommunicator:
-        assert self._staging is not None
-        assert self._communicators is not None
+        staging, communicators = self._staging, self._communicators
+        assert staging is not None
+        assert communicators is not None
         peer.check_pause()
-        self._staging.device.use()
+        staging.device.use()
         opening = Deadline(min(deadline.at, time.monotonic() + _JOIN_S))
         try:
-            channel = Channel.connect(at.host, at.port, self._secret, opening)
+            channel, invite = open_channel(
+                at.host,
+                at.port,
+                self._secret,
+                opening,
+                lambda one: PeerCommunicator.ask(staging, one, communicators, opening),
+            )
             try:
                 communicator = PeerCommunicator.join(
-                    self._staging, channel, self._communicators, opening
+                    staging, channel, communicators, invite, opening
                 )
             except BaseException:
                 channel.close()

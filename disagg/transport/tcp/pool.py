@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from disagg.errors import PeerLost, PeerRefused
-from disagg.transport.control.channel import Channel, is_quiet, shut
+from disagg.transport.control.channel import Channel, open_channel, shut
 from disagg.transport.deadline import Deadline
 from disagg.transport.tcp import messages as w
 
@@ -63,23 +63,20 @@ class Pool:
                     self._idle.pop(address, None)
                     return None
                 channel = idle.pop()
-            if is_quiet(channel.sock):
+            if channel.is_quiet():
                 return channel
             channel.close()
 
     def _open(self, address: Address, deadline: Deadline) -> Channel:
-        channel = Channel.connect(*address, self._secret, deadline)
-        try:
+        def hello(channel: Channel) -> None:
             # The answer proves that the producer has the same secret, before a fetch depends on it.
             channel.send(w.HELLO, deadline)
             if channel.receive(deadline) != w.HELLO:
                 raise PeerRefused(
                     f"data connection: the producer does not speak {w.HELLO.decode()}"
                 )
-        except BaseException:
-            channel.close()
-            raise
-        return channel
+
+        return open_channel(*address, self._secret, deadline, hello)[0]
 
 
 class Streams:

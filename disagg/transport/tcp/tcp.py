@@ -19,9 +19,10 @@ import threading
 from dataclasses import dataclass, field
 
 from disagg.errors import DataCorrupt, PeerLost, PeerRefused, TransferError
+from disagg.safe_logging import LimitedLog, foreign
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Selection
-from disagg.transport.control.channel import Channel, shut, tune
+from disagg.transport.control.channel import Channel, shut
 from disagg.transport.control.listener import Listener
 from disagg.transport.deadline import Deadline
 from disagg.transport.device.staging import Staging
@@ -79,7 +80,8 @@ class TcpSender:
         self._fetches: dict[bytes, _Fetch] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self._listener = Listener(host, port, self._serve, name="disagg-tcp")
+        self._log = LimitedLog(logger)
+        self._listener = Listener(host, port, self._secret, self._serve, name="disagg-tcp")
         self._offer = w.TcpOffer(self._listener.host, self._listener.port)
 
     def offer(self) -> bytes:
@@ -124,21 +126,19 @@ class TcpSender:
 
     # ---- data connections ------------------------------------------------------------------
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, channel: Channel) -> None:
         try:
-            tune(sock)
             opening = Deadline.after(_HELLO_S)
-            channel = Channel.accept(sock, self._secret, opening)
             if channel.receive(opening) != w.HELLO:
                 raise PeerRefused(f"the consumer does not speak {w.HELLO.decode()}")
             channel.send(w.HELLO, opening)
             while True:
-                pull = w.decode_pull(channel.receive(Deadline.after(_IDLE_S)))
+                pull = w.decode_pull(channel.receive_at_rest(Deadline.after(_IDLE_S)))
                 self._answer(channel, pull)
         except PeerLost as gone:
             logger.debug("data connection ended: %s", gone)
         except TransferError as error:
-            logger.warning("data connection refused: %s", error)
+            self._log.warning("data connection refused: %s", foreign(error))
 
     def _answer(self, channel: Channel, pull: w.TcpPull) -> None:
         with self._changed:
@@ -203,7 +203,7 @@ class TcpReceiver:
             with self._pool.connection((at.host, at.port), Deadline.after(_PROBE_S)):
                 return self
         except TransferError as error:
-            logger.warning("no data connection over tcp: %s", error)
+            logger.warning("no data connection over tcp: %s", foreign(error))
             return None
 
     def request(self, job: FetchJob) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import struct
 import threading
@@ -24,7 +25,8 @@ from disagg.transport import fetch as handoff
 from disagg.transport import protocol as p
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Region, Selection
-from disagg.transport.control.channel import Channel
+from disagg.transport.control import client
+from disagg.transport.control.channel import FIRST_FRAME, Channel
 from disagg.transport.control.client import Endpoint, Peers
 from disagg.transport.control.lease import FETCHED, LeaseTable
 from disagg.transport.control.server import ControlServer
@@ -598,3 +600,79 @@ def test_a_rank_that_is_gone_does_not_keep_the_others_from_hearing(pair: Pair) -
         with pytest.raises(PeerLost):
             handoff.release_all(pair.peers, [gone, pair.endpoint], 0, Deadline.after(5))
     assert [ended.outcome for ended in pair.leases.take_ended()] == ["aborted"]
+
+
+def test_names_from_the_wire_are_escaped_in_logs(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    evil = "x\nroot: all is well\x1b[2J\u202e" * 9
+    for fingerprint in (FINGERPRINT, {"model": evil}, {evil: "x"}):
+        opened = channel(pair)
+        ask(opened, p.Hello(p.VERSION, evil, fingerprint))
+        opened.close()
+    for body in (b"\xa5a\nb\x1b", msgspec.msgpack.encode({"type": evil})):
+        opened = channel(pair)
+        opened.send(body, Deadline.after(5))
+        with pytest.raises(PeerLost):
+            opened.receive(Deadline.after(5))
+    opened = hello(pair)
+    pair.leases.grant(0, evil, [1], 30)
+    assert isinstance(ask(opened, p.Acquire("life-1", 0)), p.Acquired)
+    opened.close()
+    deadline = time.monotonic() + 4
+    while "disconnected" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(caplog.messages) >= 4
+    assert all(message.isprintable() for message in caplog.messages)
+    assert max(map(len, caplog.messages)) < 1000
+
+
+def test_reasons_and_texts_of_a_producer_are_bounded() -> None:
+    """A reason is a metric label."""
+    request = p.Acquire("life-1", 0)
+    evil = p.Failed("made up\n", "\x1b[2J" * 10_000)
+    with pytest.raises(TransferError) as error:
+        client.expect(p.Acquired, evil, request)
+    assert error.value.reason == "transfer"
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 5000
+
+
+def test_reasons_are_all_known() -> None:
+    package = Path(handoff.__file__).parent
+    sources = [path.read_text() for path in package.rglob("*.py")]
+    named = {
+        reason
+        for source in sources
+        for reason in re.findall(r'(?:reason ?= ?|Failed\(\s*)"(\w+)"', source)
+    }
+    assert len(named) > 20
+    assert named - p.REASONS == set()
+
+
+def test_the_longest_hello_fits_into_a_first_frame(pair: Pair) -> None:
+    """Overrides of a configuration may hold long lists; here every field does."""
+    fields = [f"a_field_of_a_long_name_{number}" for number in range(14)]
+    long = {field: f"{field} " + "1.0625, " * 500 for field in fields}
+    assert len(p.encode(p.Hello(p.VERSION, "d" * 300, p.shortened(long)))) < FIRST_FRAME
+    other = {**long, fields[3]: long[fields[3]] + "x"}
+    served = ControlServer(
+        host="127.0.0.1",
+        port=0,
+        secret=SECRET,
+        hello=p.Welcome("prefill-0", "life-1", {}, LAYERS),
+        fingerprint=long,
+        cache=pair.source,
+        leases=pair.leases,
+        senders=[],
+        use_limit_s=2,
+    )
+    at = Endpoint("127.0.0.1", served.port, "life-1")
+    same, differs = Peers("d", long, SECRET), Peers("d", other, SECRET)
+    with same.connection(at, Deadline.after(5)) as connection:
+        assert connection.welcome.engine == "prefill-0"
+    refused = pytest.raises(PeerRefused, match=f"{fields[3]} differs")
+    with refused, differs.connection(at, Deadline.after(5)):
+        pass
+    same.close()
+    served.close()

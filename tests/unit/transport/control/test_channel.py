@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from disagg.errors import PeerLost, PeerRefused
-from disagg.transport.control.channel import Channel
+from disagg.transport.control.channel import Channel, Opening
 from disagg.transport.deadline import Deadline
 
-SECRET = b"correct horse"
+SECRET, FIRST = b"correct horse", b"hello"
 BODIES = [b"a", b"", b"b" * 100_000, b"c" * 7]
 
 
@@ -20,17 +21,26 @@ def after(seconds: float = 5) -> Deadline:
     return Deadline.after(seconds)
 
 
+def accept(server: socket.socket, ahead: bool) -> Channel:
+    """The server's end, once the first frame is there."""
+    opening, end = Opening(server.accept()[0], SECRET), after()
+    while not opening.advance():
+        assert end.left()
+        time.sleep(0.001)
+    return opening.channel(ahead=ahead)
+
+
 @pytest.fixture(params=[False, True], ids=["exactly", "ahead"])
 def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
     """The two ends of one connection."""
     ahead: bool = request.param
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(
-            lambda: Channel.accept(server.accept()[0], SECRET, after(), ahead=ahead)
-        )
+        accepted = pool.submit(accept, server, ahead)
         port = server.getsockname()[1]
         ours = Channel.connect("127.0.0.1", port, SECRET, after(), ahead=ahead)
+        ours.send(FIRST, after())
         theirs = accepted.result(5)
+    assert theirs.receive(after()) == FIRST
     yield ours, theirs
     ours.close()
     theirs.close()

@@ -234,8 +234,8 @@ def test_connections_are_kept_and_dead_ones_replaced(make: Make) -> None:
     for _ in range(5):
         pair.fetch(whole, whole)
     soon(lambda: pair.sender._listener.connections() == 1)
-    (sock,) = pair.sender._listener._connections.values()
-    sock.shutdown(socket.SHUT_RDWR)
+    (channel,) = pair.sender._listener._connections.values()
+    channel.cut()
     soon(lambda: not pair.sender._listener.connections())
     pair.fetch(whole, whole)
     assert content(pair.source, whole) == content(pair.target, whole)
@@ -493,12 +493,12 @@ def test_finish_of_a_done_fetch_is_cheap_and_cuts_nothing(make: Make) -> None:
     whole = pair.source.whole([1, 2])
     pair.fetch(whole, whole)
     soon(lambda: pair.sender._listener.connections() == 1)
-    (sock,) = pair.sender._listener._connections.values()
+    (channel,) = pair.sender._listener._connections.values()
     began = time.monotonic()
     for _ in range(200):
         pair.fetch(whole, whole)
     assert time.monotonic() - began < 5
-    assert list(pair.sender._listener._connections.values()) == [sock]
+    assert list(pair.sender._listener._connections.values()) == [channel]
 
 
 def test_a_key_works_once(make: Make) -> None:
@@ -582,14 +582,19 @@ def test_garbage(make: Make, garbage: bytes) -> None:
 
 
 def test_a_silent_peer_is_dropped(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "_HELLO_S", 0.3)
+    monkeypatch.setattr(listener, "_HELLO_S", 0.3)
     pair = make(small(None), small(POISON))
     host, port = msgspec.msgpack.decode(pair.sender.offer())
     with socket.create_connection((host, port), timeout=5) as raw:
         raw.sendall(bytes(16))  # a nonce, and never a frame
-        while raw.recv(100):
-            pass
-    soon(lambda: not pair.sender._listener.connections())
+        assert len(raw.recv(100)) > 0
+        with pytest.raises(ConnectionResetError):
+            raw.recv(100)
+    soon(lambda: not pair.sender._listener.strangers())
+
+
+def connections(pair: Pair) -> list[Channel]:
+    return list(pair.sender._listener._connections.values())
 
 
 def test_too_many_connections(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,11 +602,23 @@ def test_too_many_connections(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
     pair = make(small(None), small(POISON))
     at = tuple(msgspec.msgpack.decode(pair.sender.offer()))
     pool = tcp_pool.Pool(SECRET)
+    soon(lambda: not connections(pair))
     with contextlib.ExitStack() as stack:
-        for _ in range(3):
+        held = [
             stack.enter_context(pool.connection((at[0], at[1]), Deadline.after(5)))
+            for _ in range(3)
+        ]
+        soon(lambda: all(one.resting_since for one in connections(pair)))
+        fourth = stack.enter_context(pool.connection((at[0], at[1]), Deadline.after(5)))
+        soon(lambda: len(connections(pair)) == 3)
+        assert [one.is_quiet() for one in held] == [False, True, True], "the oldest makes place"
+        soon(lambda: all(one.resting_since for one in connections(pair)))
+        for one in connections(pair):
+            one._resting_since = None  # as if it served a stream
         with pytest.raises(PeerLost), pool.connection((at[0], at[1]), Deadline.after(5)):
             pass
+        held[0].close()
+        fourth.close()
     pool.close()
     soon(lambda: not pair.sender._listener.connections())
     whole = pair.source.whole([1])
