@@ -195,7 +195,10 @@ class Service:
         def call(engine: EngineEndpoint) -> Awaitable[aiohttp.ClientResponse]:
             # Taken as encoded: tidying `..` would lead to paths that the app has refused.
             url = URL(f"{engine.url}{target}", encoded=True)
-            answer = self.client.request(method, url, data=data or None, headers=sent)
+            # A redirect could lead to a path that the caller may not use.
+            answer = self.client.request(
+                method, url, data=data or None, headers=sent, allow_redirects=False
+            )
             return upstream.head(answer, limit, "decode")
 
         opened = await self._legs.decode_leg.open(call, seat, plan, record, attempts=1)
