@@ -255,9 +255,10 @@ class LimitsSection(Section):
         "would exceed it gets status 503",
     )
     max_json_elements: int = Field(
-        1_000_000,
+        2_000_000,
         gt=0,
-        description="Most values in a JSON body; a tenth of it is the most arrays and objects",
+        description="Most values in a JSON body; a tenth of it is the most strings, arrays and "
+        "objects",
     )
     max_prompt_tokens: int | None = Field(
         None, gt=0, description="Longest prompt; in a text, four characters count as one token"

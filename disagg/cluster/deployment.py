@@ -93,7 +93,7 @@ def _start(
 ) -> RunningDeployment:
     """Start. After each step, `undo` holds the callbacks that undo all steps so far."""
     secret = credentials.secret(deployment)
-    api_keys = credentials.api_keys(deployment.router)
+    keys = credentials.router_keys(deployment.router)
     credentials.tls(deployment.router)
     engine_key = secrets.token_hex(32)
     run_id = f"{deployment.name}-{os.urandom(4).hex()}"
@@ -110,7 +110,7 @@ def _start(
         deployment.name,
         deployment.router,
         session.node_id,
-        api_keys,
+        keys,
         engine_key,
         deployment.transfer.strict,
     )

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from disagg.cluster.run_folder import user_folder
 from disagg.config import RouterSection
 from disagg.credentials import ApiKey
 from disagg.engine.ray_metrics import RayMetrics
 from disagg.engine.spec import EngineInfo
 from disagg.router.processes.parent import Processes, claim, open_server
+from disagg.router.server.admin_socket import AdminSocket, open_admin_socket
 from disagg.router.server.server import RouterPlan, RouterServer, settle
 from disagg.router.topology import EngineEndpoint
 
@@ -32,15 +34,19 @@ class RouterActor:
         self._publishing: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
         self._socket: socket.socket | None = None
+        self._admin: AdminSocket | None = None
         self._server: RouterServer | Processes | None = None
 
     async def bind(self) -> int | str:
-        """Bind the port. Returns the port, or a message with the problem."""
+        """Bind the port and the operators' socket. Returns the port, or a message with the problem
+        of the port. Raises ConfigError for the socket."""
         try:
             self._socket = claim(self._section.host, self._section.port, self._section.processes)
         except OSError as error:
             return f"{self._section.host}:{self._section.port}: {error.strerror}"
         port: int = self._socket.getsockname()[1]
+        path = self._section.admin_socket or user_folder() / f"router-{port}.sock"
+        self._admin = open_admin_socket(path)
         return port
 
     async def start(
@@ -53,6 +59,7 @@ class RouterActor:
     ) -> None:
         """Serve. Returns when requests are accepted."""
         assert self._socket is not None
+        assert self._admin is not None
         plan = RouterPlan(
             self._section,
             _endpoints(engines),
@@ -61,7 +68,7 @@ class RouterActor:
             strict=strict,
             down=down,
         )
-        self._server = open_server(plan, self._socket)
+        self._server = open_server(plan, self._socket, self._admin.socket)
         await self._server.start()
         settle()
         self._publishing = asyncio.create_task(self._metrics.publish(self._families, self._stopped))
@@ -87,6 +94,8 @@ class RouterActor:
             await self._server.stop(grace_s)
         elif self._socket is not None:
             self._socket.close()
+        if self._admin is not None:
+            self._admin.remove()
 
     async def _families(self) -> Iterable[Metric]:
         assert self._server is not None

@@ -179,6 +179,8 @@ class Service:
 
         `target`: raw path and query. Raises `ApiError`.
         """
+        if bodies.may_name_params(data):
+            await bodies.check_elements(data, self._settings.limits.max_json_elements)
         data = bodies.passed_through(data, headers.get("content-type", ""))
         raw = upstream.to_engine(headers.raw, record.id, record.trace)
         sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]

@@ -18,7 +18,12 @@ from disagg.router.api.errors import ApiError
 from disagg.router.request.relay import Relayed
 from disagg.router.server import operators
 from disagg.router.server.api_keys import Caller, KeyRing, header
-from disagg.router.server.client_disconnect import CONNECTION, ClientLeft, Connection, WhileConnected
+from disagg.router.server.client_disconnect import (
+    CONNECTION,
+    ClientLeft,
+    Connection,
+    WhileConnected,
+)
 from disagg.router.server.status import Failures
 from disagg.router.telemetry.access_log import ID_HEADER, AccessLog, Record, request_id
 from disagg.router.telemetry.metrics import RouterMetrics
