@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +24,11 @@ from disagg.router.processes.parent import Processes, claim, open_server
 from disagg.router.server.admin_socket import AdminSocket, open_admin_socket
 from disagg.router.server.server import RouterPlan, RouterServer, settle
 from disagg.router.topology import EngineEndpoint
+
+
+def admin_socket_of(section: RouterSection, port: int) -> Path:
+    """The path of the operators' socket of a deployment's router on this port."""
+    return section.admin_socket or user_folder() / f"router-{port}.sock"
 
 
 class RouterActor:
@@ -45,8 +51,7 @@ class RouterActor:
         except OSError as error:
             return f"{self._section.host}:{self._section.port}: {error.strerror}"
         port: int = self._socket.getsockname()[1]
-        path = self._section.admin_socket or user_folder() / f"router-{port}.sock"
-        self._admin = open_admin_socket(path)
+        self._admin = open_admin_socket(admin_socket_of(self._section, port))
         return port
 
     async def start(

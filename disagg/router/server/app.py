@@ -109,14 +109,14 @@ def create_app(
     app.add_exception_handler(Exception, _internal_error)
     log = AccessLog(enabled=settings.access_log)
     drain_api.install(app, metrics.registry, keys, log)
-    _add_own_routes(app, topology, health, compatibility)
+    _add_own_routes(app, topology, health, compatibility, keys)
     ui.install(app, keys)
     _add_api_routes(app, settings, metrics, failures, keys, log)
     return app
 
 
 def _add_own_routes(
-    app: FastAPI, topology: Topology, health: Health, compatibility: Compatibility
+    app: FastAPI, topology: Topology, health: Health, compatibility: Compatibility, keys: KeyRing
 ) -> None:
     @app.api_route("/health", methods=_READ)
     async def alive() -> Response:
@@ -145,9 +145,10 @@ def _add_own_routes(
         return JSONResponse(openapi.document())
 
     @app.api_route("/metrics", methods=_READ)
-    async def show_metrics() -> Response:
+    async def show_metrics(request: Request) -> Response:
         metrics: Exposition = app.state.exposition
-        return Response(await metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = await metrics.text(fresh=keys.find(request.scope).is_operator)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_api_routes(

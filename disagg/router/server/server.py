@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -183,7 +184,8 @@ class _Server(uvicorn.Server):
 
     def connection(self) -> asyncio.Protocol:
         """The protocol of one connection, as uvicorn makes it."""
-        made: asyncio.Protocol = self.config.http_protocol_class(
+        protocol: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = protocol(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return made

@@ -114,7 +114,8 @@ def _for_everybody(document: dict[str, Any]) -> dict[str, Any]:
 def _open_engine(engine: dict[str, Any]) -> dict[str, Any]:
     shown = dict(engine)
     if "handoffs" in engine:
-        shown["handoffs"] = by_transport = {}
+        by_transport: dict[str, dict[str, float]] = {}
+        shown["handoffs"] = by_transport
         for transport, totals in engine["handoffs"].items():
             name = transport if transport in _TRANSPORTS else _OTHER
             known = {key: value for key, value in totals.items() if key in _OUTCOMES}

@@ -2,7 +2,8 @@
 believed: only well-formed samples of known families are used, with names, labels and numbers that
 cannot break the router's own exposition.
 
-Engines are asked at most once a second, however many clients ask the router.
+Engines are asked at most once a second, however many clients ask the router. Only an operator may
+ask for the figures of the moment.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ class Cached(Generic[T]):
         self._made_at = float("-inf")
         self._made_for: object = None
 
-    async def get(self, key: object = None) -> T:
+    async def get(self, key: object = None, *, fresh: bool = False) -> T:
+        """The value. `fresh`: made after this call."""
         async with self._lock:
-            is_old = time.monotonic() - self._made_at > FRESH_S
+            is_old = fresh or time.monotonic() - self._made_at > FRESH_S
             if self._value is None or is_old or self._made_for != key:
                 self._value = await self._make()
                 self._made_at, self._made_for = time.monotonic(), key
@@ -135,9 +137,9 @@ class EngineTexts:
         self._client, self._engines = client, engines
         self._cached = Cached(self._scrape)
 
-    async def get(self) -> Sequence[tuple[EngineEndpoint, str | None]]:
-        """One pair for each engine; None for one that does not answer."""
-        return await self._cached.get(self._engines())
+    async def get(self, *, fresh: bool = False) -> Sequence[tuple[EngineEndpoint, str | None]]:
+        """One pair for each engine; None for one that does not answer. `fresh`: see `Cached`."""
+        return await self._cached.get(self._engines(), fresh=fresh)
 
     async def _scrape(self) -> Sequence[tuple[EngineEndpoint, str | None]]:
         engines = self._engines()

@@ -157,8 +157,10 @@ class Exposition:
         self._lock = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
 
-    async def text(self) -> bytes:
-        """The router's own metrics, then those of its engines."""
+    async def text(self, *, fresh: bool = False) -> bytes:
+        """The router's own metrics, then those of its engines. `fresh`: all of the moment."""
+        if fresh:
+            return await self._own() + await self._merge(fresh=True)
         if self._next is None:
             self._next = asyncio.create_task(self._make())
         return await asyncio.shield(self._next)
@@ -168,9 +170,9 @@ class Exposition:
             self._next = None  # those who come from now on need a newer text
             return await self._own() + await self._merged.get(self._engines())
 
-    async def _merge(self) -> bytes:
+    async def _merge(self, *, fresh: bool = False) -> bytes:
         registry = CollectorRegistry()
-        registry.register(_Merged(await self._texts.get()))
+        registry.register(_Merged(await self._texts.get(fresh=fresh)))
         return generate_latest(registry)
 
 
