@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import Any, get_args
+from typing import Any
 
+from disagg.config import TransferSection
 from disagg.router.engines.health import Health
 from disagg.router.server.peer_processes import PeerProcesses
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.engine_metrics import Cached, EngineTexts, samples
 from disagg.router.topology import EngineEndpoint, Topology, role_of
-from disagg.transport.names import TransportName
 
 PATH = "/ui/state"
 _FAILURES = 50
@@ -31,7 +31,7 @@ _GAUGES = {
     "disagg_leases_held": "leases",
 }
 _OUTCOMES = frozenset(["loaded", "failed", "aborted", "bytes"])
-_TRANSPORTS = frozenset(get_args(TransportName))
+_TRANSPORTS = frozenset(TransferSection().transports)
 _OTHER = "other"  # in place of a word that an engine chose
 # What everybody may see of a failure. An engine or a client may have written `why` and `id`.
 _OPEN_FIELDS = frozenset(
