@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -26,8 +28,28 @@ from disagg.router.server.client_disconnect import CONNECTION
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_FIELDS = 128
+_WARNINGS, _WARNINGS_IN_S = 10, 60.0
 _SMALL_BODY = 64 << 10  # bytes of one connection that are never refused
 _LINGER_S = 5.0  # in which a client that is still sending may read its refusal
+
+
+class _FewWarnings(logging.Filter):
+    """Passes ten warnings a minute: any stranger can provoke one with each connection."""
+
+    _began, _count = float("-inf"), 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        now = time.monotonic()
+        if now - self._began > _WARNINGS_IN_S:
+            self._began, self._count = now, 0
+        self._count += 1
+        return self._count <= _WARNINGS
+
+
+logger = logging.getLogger(__name__)
+logger.addFilter(_FewWarnings())
 
 
 class _TooLarge(Exception):
@@ -103,6 +125,7 @@ class HttpLimits(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.logger = logger
         self._buffering = _HeadBufferingTransport(transport, self.loop)
         self.transport = cast(asyncio.Transport, self._buffering)
         self._arm()
