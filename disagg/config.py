@@ -371,8 +371,9 @@ class RouterSection(Section):
     )
     admin_socket: LocalPath | None = Field(
         None,
-        description="Unix socket on which every request is an operator's. Its folder must be of "
-        "mode 0700. Default of `disagg serve`: router-PORT.sock in this user's folder",
+        description="Unix socket on which every request is an operator's; {port} stands for the "
+        "port. Its folder must have mode 0700. Default of `disagg serve`: router-{port}.sock in "
+        "this user's folder",
     )
     tls_cert_file: LocalPath | None = Field(
         None, description="PEM certificate; with tls_key_file, the router serves https"

@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from disagg.cluster.run_folder import user_folder
 from disagg.config import RouterSection
 from disagg.credentials import ApiKey
 from disagg.engine.ray_metrics import RayMetrics
@@ -24,11 +22,6 @@ from disagg.router.processes.parent import Processes, claim, open_server
 from disagg.router.server.admin_socket import AdminSocket, open_admin_socket
 from disagg.router.server.server import RouterPlan, RouterServer, settle
 from disagg.router.topology import EngineEndpoint
-
-
-def admin_socket_of(section: RouterSection, port: int) -> Path:
-    """The path of the operators' socket of a deployment's router on this port."""
-    return section.admin_socket or user_folder() / f"router-{port}.sock"
 
 
 class RouterActor:
@@ -51,7 +44,8 @@ class RouterActor:
         except OSError as error:
             return f"{self._section.host}:{self._section.port}: {error.strerror}"
         port: int = self._socket.getsockname()[1]
-        self._admin = open_admin_socket(admin_socket_of(self._section, port))
+        if self._section.admin_socket is not None:
+            self._admin = open_admin_socket(self._section.admin_socket, port)
         return port
 
     async def start(
@@ -64,7 +58,6 @@ class RouterActor:
     ) -> None:
         """Serve. Returns when requests are accepted."""
         assert self._socket is not None
-        assert self._admin is not None
         plan = RouterPlan(
             self._section,
             _endpoints(engines),
@@ -73,7 +66,7 @@ class RouterActor:
             strict=strict,
             down=down,
         )
-        self._server = open_server(plan, self._socket, self._admin.socket)
+        self._server = open_server(plan, self._socket, self._admin and self._admin.socket)
         await self._server.start()
         settle()
         self._publishing = asyncio.create_task(self._metrics.publish(self._families, self._stopped))

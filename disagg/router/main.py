@@ -54,7 +54,8 @@ def run(
             f"--port: {section.host}:{section.port} is not available ({error.strerror}); "
             "choose another one"
         ) from error
-    admin = open_admin_socket(section.admin_socket) if section.admin_socket else None
+    port = sock.getsockname()[1]
+    admin = open_admin_socket(section.admin_socket, port) if section.admin_socket else None
     try:
         uvloop.run(_serve(plan, sock, admin.socket if admin else None))
     finally:

@@ -428,8 +428,8 @@ def test_bodies_of_all_connections_together_are_bounded(start: Callable[..., Rou
     # All bytes are given back, however the requests have ended.
     large = json.dumps({**BODY, "prompt": "x" * (31 * mib)}).encode()
     for _ in range(3):
-        answer = httpx.post(f"{router.url}/v1/completions", content=large, headers=ANN, timeout=60)
-        assert answer.status_code == 200
+        done = httpx.post(f"{router.url}/v1/completions", content=large, headers=ANN, timeout=60)
+        assert done.status_code == 200
 
 
 @pytest.mark.parametrize("unit", [b"[],", b'"",', b"1,", b'{"":[]},'])

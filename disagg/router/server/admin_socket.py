@@ -37,8 +37,10 @@ class AdminSocket:
                 self.path.unlink()
 
 
-def open_admin_socket(path: Path) -> AdminSocket:
-    """Listen at this path; makes its folder if there is none. Raises ConfigError."""
+def open_admin_socket(path: Path, port: int) -> AdminSocket:
+    """Listen at this path, in which `{port}` stands for the router's port; makes its folder if
+    there is none. Raises ConfigError."""
+    path = Path(str(path).replace("{port}", str(port)))
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise _problem(path, f"longer than {_LONGEST_PATH} bytes; choose a shorter path")
     try:

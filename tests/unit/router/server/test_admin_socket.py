@@ -19,7 +19,7 @@ def at(tmp_path: Path) -> Path:
 
 
 def test_the_kernel_says_who_connects(at: Path) -> None:
-    admin = open_admin_socket(at)
+    admin = open_admin_socket(at, 1)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(at))
         connection, _ = admin.socket.accept()
@@ -30,22 +30,22 @@ def test_the_kernel_says_who_connects(at: Path) -> None:
 
 
 def test_the_socket_of_a_router_that_was_killed_is_replaced(at: Path) -> None:
-    open_admin_socket(at).socket.close()
+    open_admin_socket(at, 1).socket.close()
     assert at.is_socket()
-    open_admin_socket(at).remove()
+    open_admin_socket(at, 1).remove()
 
 
 def test_the_socket_of_a_router_that_lives_is_not(at: Path) -> None:
-    admin = open_admin_socket(at)
+    admin = open_admin_socket(at, 1)
     with pytest.raises(ConfigError, match="another router listens there"):
-        open_admin_socket(at)
+        open_admin_socket(at, 1)
     admin.remove()
 
 
 def test_a_socket_that_has_replaced_ours_stays(at: Path) -> None:
-    admin = open_admin_socket(at)
+    admin = open_admin_socket(at, 1)
     at.unlink()
-    later = open_admin_socket(at)
+    later = open_admin_socket(at, 1)
     admin.remove()
     assert at.is_socket()
     later.remove()
@@ -53,9 +53,9 @@ def test_a_socket_that_has_replaced_ours_stays(at: Path) -> None:
 
 def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="longer than 107 bytes"):
-        open_admin_socket(tmp_path / ("x" * 120))
+        open_admin_socket(tmp_path / ("x" * 120), 1)
 
 
 def test_a_folder_that_is_missing_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"router\.admin_socket: .*choose another path"):
-        open_admin_socket(tmp_path / "a" / "b" / "router.sock")
+        open_admin_socket(tmp_path / "a" / "b" / "router.sock", 1)

@@ -23,16 +23,16 @@ def post(setup: Setup, **headers: str) -> httpx.Response:
 
 
 def test_a_drain_begins_and_is_undone(setup: Setup) -> None:
-    drain, operator = f"{setup.url}/disagg/drain", {"headers": AS_OPERATOR}
-    assert client().get(drain, **operator).json() == {"draining": False, "in_flight": 0}
-    assert client().post(drain, **operator).json() == {"draining": True, "in_flight": 0}
+    drain = f"{setup.url}/disagg/drain"
+    assert client().get(drain, headers=AS_OPERATOR).json() == {"draining": False, "in_flight": 0}
+    assert client().post(drain, headers=AS_OPERATOR).json() == {"draining": True, "in_flight": 0}
     refused = post(setup)
     assert refused.status_code == 503
     assert refused.headers["retry-after"]
     assert client().get(f"{setup.url}/ready").json() == {"ready": False, "draining": True}
     assert client().get(f"{setup.url}/health").status_code == 200
     assert client().get(f"{setup.url}/metrics").status_code == 200
-    assert client().delete(drain, **operator).json() == {"draining": False, "in_flight": 0}
+    assert client().delete(drain, headers=AS_OPERATOR).json() == {"draining": False, "in_flight": 0}
     assert post(setup).status_code == 200
     assert "draining" not in client().get(f"{setup.url}/ready").json()
 
