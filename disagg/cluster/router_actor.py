@@ -66,7 +66,8 @@ class RouterActor:
             strict=strict,
             down=down,
         )
-        self._server = open_server(plan, self._socket, self._admin and self._admin.socket)
+        admin = self._admin.socket if self._admin is not None else None
+        self._server = open_server(plan, self._socket, admin)
         await self._server.start()
         settle()
         self._publishing = asyncio.create_task(self._metrics.publish(self._families, self._stopped))
