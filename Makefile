@@ -61,11 +61,11 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Unit and transport tests wait more than they compute, so four processes share two cores. Engines
-# want the cores and the memory for themselves.
+# Unit, transport and security tests wait more than they compute, so four processes share two cores.
+# Engines want the cores and the memory for themselves.
 test: $(INSTALLED)
 	@failed=0; \
-	$(BIN)/pytest -n 4 --cov --cov-report= -m "not slow" tests/unit tests/transport || failed=1; \
+	$(BIN)/pytest -n 4 --cov --cov-report= -m "not slow" tests/unit tests/transport tests/security || failed=1; \
 	$(BIN)/pytest --durations=20 -m "not slow" tests/engine tests/cluster || failed=1; \
 	$(BIN)/python tests/coverage_by_folder.py; \
 	exit $$failed

@@ -222,6 +222,17 @@ def router(
         str | None,
         typer.Option(metavar="NAME", help="Environment variable with the clients' API keys."),
     ] = None,
+    admin_keys_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the operators' keys."),
+    ] = None,
+    admin_socket: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Unix socket on which every request is an operator's, in a folder of mode 0700.",
+        ),
+    ] = None,
     engine_key_env: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Environment variable with the engines' key."),
@@ -267,6 +278,8 @@ def router(
         "port": port,
         "processes": processes,
         "api_keys_env": api_keys_env,
+        "admin_keys_env": admin_keys_env,
+        "admin_socket": admin_socket,
         "tls_cert_file": tls_cert,
         "tls_key_file": tls_key,
         "pairing": _given(pairing),
@@ -286,10 +299,16 @@ def router(
 
 @app.command()
 def drain(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The router's URL.")],
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help="The router's URL; needs --key-env.")
+    ] = None,
+    admin_socket: Annotated[
+        Path | None,
+        typer.Option("--socket", metavar="PATH", help="The router's own socket; needs no key."),
+    ] = None,
     key_env: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Environment variable with an API key of the router."),
+        typer.Option(metavar="NAME", help="Environment variable with an admin key of the router."),
     ] = None,
     ca: Annotated[
         Path | None, typer.Option(metavar="FILE", help="PEM certificates to trust.")
@@ -305,13 +324,37 @@ def drain(
     The router of `disagg serve` does not end. --undo makes it accept requests again.
     """
     run = import_module("disagg.router.drain_client").run
-    raise typer.Exit(run(url, key_env=key_env, ca=ca, wait=wait, undo=undo, timeout_s=timeout))
+    raise typer.Exit(
+        run(
+            url,
+            admin_socket=admin_socket,
+            key_env=key_env,
+            ca=ca,
+            wait=wait,
+            undo=undo,
+            timeout_s=timeout,
+        )
+    )
 
 
 @app.command()
 def status(
     url: Annotated[str, typer.Argument(help="The router's URL.")] = "http://127.0.0.1:8000",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
+    admin_socket: Annotated[
+        Path | None,
+        typer.Option(
+            "--socket", metavar="PATH", help="The router's own socket, instead of the URL."
+        ),
+    ] = None,
+    key_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Environment variable with an API or admin key. With one, failures have ids and "
+            "reasons.",
+        ),
+    ] = None,
     ca: Annotated[
         Path | None, typer.Option(help="PEM certificate to trust, for a router with TLS.")
     ] = None,
@@ -322,7 +365,7 @@ def status(
     """
     from disagg.router.status_client import run
 
-    raise typer.Exit(run(url, ca=ca, as_json=as_json))
+    raise typer.Exit(run(url, admin_socket=admin_socket, key_env=key_env, ca=ca, as_json=as_json))
 
 
 Address = Annotated[

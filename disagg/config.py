@@ -274,6 +274,18 @@ class LimitsSection(Section):
     """Limits of the router. Each router process counts on its own."""
 
     max_body_bytes: int = Field(32 << 20, gt=0, description="Largest body of a request")
+    max_receiving_bytes: int = Field(
+        256 << 20,
+        gt=0,
+        description="Bytes of the bodies over 64 KiB of all open requests together; a body that "
+        "would exceed it gets status 503",
+    )
+    max_json_elements: int = Field(
+        2_000_000,
+        gt=0,
+        description="Most values in a JSON body; a tenth of it is the most strings, arrays and "
+        "objects",
+    )
     max_prompt_tokens: int | None = Field(
         None, gt=0, description="Longest prompt; in a text, four characters count as one token"
     )
@@ -304,6 +316,15 @@ class LimitsSection(Section):
     drain_s: float = Field(
         30.0, ge=0, description="Seconds that running requests may go on after SIGTERM"
     )
+
+    @model_validator(mode="after")
+    def _holds_one_body(self) -> LimitsSection:
+        if self.max_receiving_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_receiving_bytes ({self.max_receiving_bytes}) is below max_body_bytes "
+                f"({self.max_body_bytes}); raise it, or lower max_body_bytes"
+            )
+        return self
 
 
 PolicyName = Literal["round_robin", "least_loaded", "prefix_affinity", "session_affinity"]
@@ -365,6 +386,20 @@ class RouterSection(Section):
     )
     api_keys_file: LocalPath | None = Field(
         None, description="File with the clients' keys, separated by commas or lines"
+    )
+    admin_keys_env: str | None = Field(
+        None,
+        description="Environment variable with the operators' keys, written as api_keys_env. "
+        "Clients' keys only infer",
+    )
+    admin_keys_file: LocalPath | None = Field(
+        None, description="File with the operators' keys, separated by commas or lines"
+    )
+    admin_socket: LocalPath | None = Field(
+        None,
+        description="Unix socket on which every request is an operator's; {port} stands for the "
+        "port. Its folder must have mode 0700. Default of `disagg serve`: router-{port}.sock in "
+        "this user's folder",
     )
     tls_cert_file: LocalPath | None = Field(
         None, description="PEM certificate; with tls_key_file, the router serves https"

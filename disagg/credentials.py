@@ -1,4 +1,4 @@
-"""A deployment's secrets: its own secret, the clients' API keys, and the TLS files.
+"""A deployment's secrets: its own secret, the keys of clients and operators, and the TLS files.
 
 They are read and checked before anything listens. A message must never show a secret or a key, nor
 a part of one. It names the place of the entry instead.
@@ -29,10 +29,11 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """The key of one client. The name is for the log."""
+    """The key of a client or, with `is_admin`, of an operator. The name is for the log."""
 
     name: str | None
     value: str = field(repr=False)
+    is_admin: bool = False
 
 
 class TlsFiles(NamedTuple):
@@ -76,23 +77,57 @@ def configured_secret(deployment: Deployment) -> str | None:
 def api_keys(router: RouterSection, section: str = "router.") -> tuple[ApiKey, ...]:
     """The keys that clients must send; empty if none are configured.
 
-    `section` is the prefix of a setting's name in messages. Raises ConfigError if the keys are
-    configured twice or unreadable, if there is no key, or if one is given twice.
+    `section` is the prefix of a setting's name in messages. Raises ConfigError if the keys of
+    clients or operators are configured twice or unreadable, if there is no key, or if one is given
+    twice.
     """
-    env_key, file_key = f"{section}api_keys_env", f"{section}api_keys_file"
-    value = _env_or_file(env_key, router.api_keys_env, file_key, router.api_keys_file)
+    return tuple(key for key in router_keys(router, section) if not key.is_admin)
+
+
+def router_keys(router: RouterSection, section: str = "router.") -> tuple[ApiKey, ...]:
+    """The keys of clients and of operators; see `api_keys`."""
+    clients = _keys(
+        f"{section}api_keys_env",
+        router.api_keys_env,
+        f"{section}api_keys_file",
+        router.api_keys_file,
+        is_admin=False,
+    )
+    operators = _keys(
+        f"{section}admin_keys_env",
+        router.admin_keys_env,
+        f"{section}admin_keys_file",
+        router.admin_keys_file,
+        is_admin=True,
+    )
+    values = [key.value for key in clients]
+    for number, one in enumerate(operators, start=1):
+        if one.value in values:
+            source = "admin_keys_env" if router.admin_keys_env is not None else "admin_keys_file"
+            raise ConfigError(
+                f"{section}{source}: key {number} is also API key {values.index(one.value) + 1} — "
+                "clients' keys must not operate; give operators keys of their own"
+            )
+    return (*clients, *operators)
+
+
+def _keys(
+    env_key: str, env: str | None, file_key: str, file: Path | None, *, is_admin: bool
+) -> tuple[ApiKey, ...]:
+    value = _env_or_file(env_key, env, file_key, file)
     if value is None:
         return ()
-    source = env_key if router.api_keys_env is not None else file_key
-    keys = tuple(_parsed(value, source))
+    source = env_key if env is not None else file_key
+    keys = tuple(ApiKey(key.name, key.value, is_admin) for key in _parsed(value, source))
     if not keys:
         raise ConfigError(f"{source}: no key in it — put keys in, separated by commas or lines")
     values = [key.value for key in keys]
     for number, one in enumerate(values):
         if one in values[:number]:
+            owner = "operator" if is_admin else "client"
             raise ConfigError(
                 f"{source}: key {number + 1} is the same as key {values.index(one) + 1} — "
-                "give each client a key of its own"
+                f"give each {owner} a key of its own"
             )
     return keys
 

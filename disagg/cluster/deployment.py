@@ -95,8 +95,9 @@ def _start(
 ) -> RunningDeployment:
     """Start. After each step, `undo` holds the callbacks that undo all steps so far."""
     secret = credentials.secret(deployment)
-    api_keys = credentials.api_keys(deployment.router)
+    keys = credentials.router_keys(deployment.router)
     credentials.tls(deployment.router)
+    section = _with_admin_socket(deployment.router)
     engine_key = secrets.token_hex(32)
     run_id = f"{deployment.name}-{os.urandom(4).hex()}"
     if deployment.router.port:
@@ -114,9 +115,9 @@ def _start(
         raise StartupError(problems[0])
     wanted_router = RouterSpec(
         deployment.name,
-        deployment.router,
+        section,
         session.node_id,
-        api_keys,
+        keys,
         engine_key,
         deployment.transfer.strict,
     )
@@ -151,6 +152,12 @@ def _start(
 
 def _silent(_: str, __: str) -> None:
     """The default of `tell`."""
+
+
+def _with_admin_socket(section: RouterSection) -> RouterSection:
+    # Chosen here: the router's actor has the temporary folder of a private Ray.
+    default = user_folder() / "router-{port}.sock"
+    return section.model_copy(update={"admin_socket": section.admin_socket or default})
 
 
 def _reserve(section: RouterSection) -> PortLock:

@@ -19,6 +19,7 @@ from disagg.credentials import ApiKey
 from disagg.engine.ray_metrics import RayMetrics
 from disagg.engine.spec import EngineInfo
 from disagg.router.processes.parent import Processes, claim, open_server
+from disagg.router.server.admin_socket import AdminSocket, open_admin_socket
 from disagg.router.server.server import RouterPlan, RouterServer, settle
 from disagg.router.topology import EngineEndpoint
 
@@ -32,15 +33,19 @@ class RouterActor:
         self._publishing: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
         self._socket: socket.socket | None = None
+        self._admin: AdminSocket | None = None
         self._server: RouterServer | Processes | None = None
 
     async def bind(self) -> int | str:
-        """Bind the port. Returns the port, or a message with the problem."""
+        """Bind the port and the operators' socket. Returns the port, or a message with the problem
+        of the port. Raises ConfigError for the socket."""
         try:
             self._socket = claim(self._section.host, self._section.port, self._section.processes)
         except OSError as error:
             return f"{self._section.host}:{self._section.port}: {error.strerror}"
         port: int = self._socket.getsockname()[1]
+        if self._section.admin_socket is not None:
+            self._admin = open_admin_socket(self._section.admin_socket, port)
         return port
 
     async def start(
@@ -61,7 +66,8 @@ class RouterActor:
             strict=strict,
             down=down,
         )
-        self._server = open_server(plan, self._socket)
+        admin = self._admin.socket if self._admin is not None else None
+        self._server = open_server(plan, self._socket, admin)
         await self._server.start()
         settle()
         self._publishing = asyncio.create_task(self._metrics.publish(self._families, self._stopped))
@@ -87,6 +93,8 @@ class RouterActor:
             await self._server.stop(grace_s)
         elif self._socket is not None:
             self._socket.close()
+        if self._admin is not None:
+            self._admin.remove()
 
     async def _families(self) -> Iterable[Metric]:
         assert self._server is not None

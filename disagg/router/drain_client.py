@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import ssl
 import time
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -22,11 +23,23 @@ POLL_S = 0.2
 
 
 def run(
-    url: str, *, key_env: str | None, ca: Path | None, wait: bool, undo: bool, timeout_s: float
+    url: str | None,
+    *,
+    admin_socket: Path | None,
+    key_env: str | None,
+    ca: Path | None,
+    wait: bool,
+    undo: bool,
+    timeout_s: float,
 ) -> int:
-    """Start or undo a drain, print its state, wait if asked. Returns 0; raises DisaggError."""
+    """Start or undo a drain, print its state, wait if asked. Returns 0; raises DisaggError.
+
+    The router is reached at its URL, with an admin key, or at its own socket.
+    """
     headers = _headers(key_env)
-    connection = _connection(url, ca)
+    if (url is None) == (admin_socket is None):
+        raise ConfigError("URL, --socket: give one of them")
+    connection = _connection(url, ca) if url is not None else _SocketConnection(admin_socket)
     try:
         state = _ask(connection, "DELETE" if undo else "POST", headers)
         print(_summary(state), flush=True)
@@ -34,7 +47,7 @@ def run(
             _wait(connection, headers, state, timeout_s)
             print("drained")
     except (OSError, HTTPException) as error:
-        raise DisaggError(f"{url}: {error or type(error).__name__}") from error
+        raise DisaggError(f"{url or admin_socket}: {error or type(error).__name__}") from error
     finally:
         connection.close()
     return 0
@@ -66,8 +79,8 @@ def _ask(connection: HTTPConnection, method: str, headers: dict[str, str]) -> di
 
 
 def _error_message(answer: HTTPResponse, content: bytes) -> str:
-    if answer.status == 404:
-        return "refused: without API keys, drain only works from the router's own machine"
+    if answer.status in (401, 403):
+        return "refused: send an admin key (--key-env), or use the router's own socket (--socket)"
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -86,6 +99,19 @@ def _headers(key_env: str | None) -> dict[str, str]:
     if not key:
         raise ConfigError(f"--key-env: {key_env!r} — this variable holds no key; export it")
     return {"Authorization": f"Bearer {key}"}
+
+
+class _SocketConnection(HTTPConnection):
+    """A connection to the router's own Unix socket."""
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__("localhost", timeout=ANSWER_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(ANSWER_S)
+        self.sock.connect(str(self._path))
 
 
 def _connection(url: str, ca: Path | None) -> HTTPConnection:

@@ -14,6 +14,7 @@ from disagg import credentials
 from disagg.config import ConnectorName, Role, RouterSection
 from disagg.errors import ConfigError, DisaggError
 from disagg.router.processes.parent import claim, open_server
+from disagg.router.server.admin_socket import open_admin_socket
 from disagg.router.server.app import create_app
 from disagg.router.server.server import RouterPlan, RouterServer, bind, settle, url_of
 from disagg.router.topology import EngineEndpoint
@@ -36,7 +37,7 @@ def run(
     plan = RouterPlan(
         section,
         [*_endpoints("prefill", prefill), *_endpoints("decode", decode)],
-        api_keys=credentials.api_keys(section, ""),
+        api_keys=credentials.router_keys(section, ""),
         engine_key=credentials.engine_key(engine_key_env) if engine_key_env else None,
         connector=connector,
     )
@@ -53,11 +54,17 @@ def run(
             f"--port: {section.host}:{section.port} is not available ({error.strerror}); "
             "choose another one"
         ) from error
-    uvloop.run(_serve(plan, sock))
+    port = sock.getsockname()[1]
+    admin = open_admin_socket(section.admin_socket, port) if section.admin_socket else None
+    try:
+        uvloop.run(_serve(plan, sock, admin.socket if admin else None))
+    finally:
+        if admin:
+            admin.remove()
     return 0
 
 
-async def _serve(plan: RouterPlan, sock: socket.socket) -> None:
+async def _serve(plan: RouterPlan, sock: socket.socket, admin: socket.socket | None) -> None:
     stop_requested = asyncio.Event()
 
     def on_signal(signum: int) -> None:
@@ -69,7 +76,7 @@ async def _serve(plan: RouterPlan, sock: socket.socket) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, on_signal, signum)
     url = url_of(plan.section, sock.getsockname()[1])
-    server = open_server(plan, sock)
+    server = open_server(plan, sock, admin)
     try:
         await server.start()
         settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 import time
 from pathlib import Path
@@ -19,9 +20,14 @@ from disagg.router.server.status import PATH
 ANSWER_S = 10.0
 
 
-def run(url: str, *, ca: Path | None, as_json: bool) -> int:
-    """Print the state. Returns 0 if every engine is up, else 1; raises DisaggError."""
-    state = _fetch(url, ca)
+def run(
+    url: str, *, admin_socket: Path | None, key_env: str | None, ca: Path | None, as_json: bool
+) -> int:
+    """Print the state. Returns 0 if every engine is up, else 1; raises DisaggError.
+
+    With a key, or at the router's own socket, it has the ids and reasons of failures.
+    """
+    state = _fetch(url, admin_socket, key_env, ca)
     if as_json:
         print(json.dumps(state, indent=2))
     else:
@@ -33,13 +39,25 @@ def run(url: str, *, ca: Path | None, as_json: bool) -> int:
     return 0 if all(engine["state"] == "up" for engine in state["engines"]) else 1
 
 
-def _fetch(url: str, ca: Path | None) -> dict[str, Any]:
+def _fetch(
+    url: str, admin_socket: Path | None, key_env: str | None, ca: Path | None
+) -> dict[str, Any]:
+    headers = {}
+    if key_env is not None:
+        key = os.environ.get(key_env, "").strip()
+        if not key:
+            raise ConfigError(f"--key-env: {key_env!r} — this variable holds no key; export it")
+        headers["Authorization"] = f"Bearer {key}"
     try:
         trusted = ssl.create_default_context(cafile=str(ca)) if ca else True
     except OSError as error:
         raise ConfigError(f"--ca: {ca}: {error}") from error
+    transport = None
+    if admin_socket is not None:
+        transport, url = httpx.HTTPTransport(uds=str(admin_socket)), "http://localhost"
     try:
-        answer = httpx.get(f"{url.rstrip('/')}{PATH}", timeout=ANSWER_S, verify=trusted)
+        with httpx.Client(transport=transport, verify=trusted, timeout=ANSWER_S) as client:
+            answer = client.get(f"{url.rstrip('/')}{PATH}", headers=headers)
         answer.raise_for_status()
         state: dict[str, Any] = answer.json()
     except httpx.HTTPStatusError as error:
@@ -89,9 +107,11 @@ def _failures(state: dict[str, Any]) -> Table:
     table = _table("Recent failures", "when", "status", "what", "engines", "id")
     for failure in state["failures"]:
         engines = " → ".join(filter(None, (failure.get("prefill"), failure.get("decode"))))
-        reason = failure["why"] or f"retried {failure.get('retries', 0)}"
+        reason = failure.get("why") or f"retried {failure.get('retries', 0)}"
         when = time.strftime("%H:%M:%S", time.localtime(failure["at"]))
-        table.add_row(when, str(failure["status"]), escape(reason), engines, escape(failure["id"]))
+        table.add_row(
+            when, str(failure["status"]), escape(reason), engines, escape(failure.get("id", "-"))
+        )
     return table
 
 

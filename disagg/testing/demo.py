@@ -14,16 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from disagg.cluster import RunningDeployment, start
+from disagg.cluster.run_folder import user_folder
 from disagg.cluster.serve import Progress
 from disagg.preflight import checks
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL, cpu_deployment
-from disagg.testing.http import client
 from disagg.testing.openai_stream import stream
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
 
@@ -128,9 +129,12 @@ class Handoffs:
 
 
 def _handoffs(url: str) -> Handoffs:
-    """The totals in the router's /metrics."""
+    """The totals in the router's /metrics, of this moment: read at the operators' socket."""
     seconds, by_transport = 0.0, dict[str, float]()
-    for family in text_string_to_metric_families(client().get(f"{url}/metrics", timeout=10).text):
+    path = user_folder() / f"router-{url.rpartition(':')[2]}.sock"
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=10) as operator:
+        text = operator.get("http://localhost/metrics").text
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.labels.get("role") != "decode":
                 continue

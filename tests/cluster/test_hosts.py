@@ -75,6 +75,7 @@ class Deployment:
     def counts(self) -> dict[str, float]:
         """The number of prompts that decode engines loaded, by transport."""
         found: dict[str, float] = {}
+        time.sleep(1.1)  # the router reads the engines' counters at most once a second
         with self.hosts[HEAD].network():
             text = client().get(f"{self.url}/metrics", timeout=10).text
         for line in text.splitlines():

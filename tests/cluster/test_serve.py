@@ -350,12 +350,12 @@ def test_what_dies_comes_back(beside: tuple[Served, int]) -> None:
     assert scaling.returncode == 0, f"a command waits for the new supervisor: {said}"
     before = handed_over(port)
     complete(port, "of another prompt than before ")
-    assert handed_over(port) == before + 1
+    served.until(lambda: handed_over(port) == before + 1, 15)
 
     listening(port).kill()
     served.until_shown("the router is back")
     complete(port, "and of a third one, for all to hear ", **{"x-request-id": "the-third"})
-    assert handed_over(port) == before + 2
+    served.until(lambda: handed_over(port) == before + 2, 15)
     asked = {"RouterActor", "PrefillEngine", "DecodeEngine"}
     served.until(lambda: who_logged(served, '"id":"the-third"') >= asked, 15)
     assert served.text.count("is back:") == 2, "the engines did not notice"

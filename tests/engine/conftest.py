@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import pytest
 
 from disagg.config import RouterSection
+from disagg.credentials import ApiKey
 from disagg.router.main import RouterServer, bind, create_app
 from disagg.router.topology import EngineEndpoint
 from disagg.testing.checkpoint import make_model
@@ -120,9 +121,14 @@ class HasUrl(Protocol):
     def url(self) -> str: ...
 
 
+OPERATOR = ApiKey("op", "of-an-operator", is_admin=True)
+AS_OPERATOR = {"authorization": f"Bearer {OPERATOR.value}"}
+
+
 @contextmanager
 def routed(prefills: Sequence[HasUrl], decodes: Sequence[HasUrl], **section: Any) -> Iterator[str]:
-    """The URL of a router of ours in front of these; `section` as in the YAML."""
+    """The URL of a router of ours in front of these; `section` as in the YAML. Everybody may
+    infer, and `OPERATOR` operates."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -130,7 +136,7 @@ def routed(prefills: Sequence[HasUrl], decodes: Sequence[HasUrl], **section: Any
     engines += [EngineEndpoint(f"decode-{i}", "decode", s.url) for i, s in enumerate(decodes)]
     sock = bind("127.0.0.1", 0)
     settings = RouterSection.model_validate({"port": 0, **section})
-    server = RouterServer(create_app(settings, engines), sock)
+    server = RouterServer(create_app(settings, engines, api_keys=[OPERATOR]), sock)
     asyncio.run_coroutine_threadsafe(server.start(), loop).result(20)
     try:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
-from engine.conftest import beside, routed, running, tiers, transfer
+from engine.conftest import AS_OPERATOR, beside, routed, running, tiers, transfer
 from engine.waiting import eventually
 
 Prompt = Callable[[int], list[int]]
@@ -103,6 +104,10 @@ def ask(server: VllmServer, adapter: str, ids: list[int], **more: object) -> lis
     return answer
 
 
+def operate(url: str, path: str, asked: object) -> httpx.Response:
+    return client().post(f"{url}{path}", json=asked, headers=AS_OPERATOR, timeout=60)
+
+
 def found(server: VllmServer) -> float:
     """Bytes that it read out of the directory."""
     return server.metric("vllm:kv_offload_total_bytes_total", transfer_type="STORAGE_to_CPU")
@@ -138,7 +143,7 @@ def test_one_is_loaded_by_all(
     with routed([engines.first], [engines.second], pairing={"local_prefill_tokens": 0}) as url:
         asked = {"lora_name": "c", "lora_path": str(adapters / "c")}
         for expected in (200, 400):
-            answer = client().post(f"{url}/v1/load_lora_adapter", json=asked, timeout=60)
+            answer = operate(url, "/v1/load_lora_adapter", asked)
             assert answer.status_code == expected, answer.text
         assert "prefill-0 answered 400" in answer.text
         assert "already" in answer.text
@@ -150,7 +155,7 @@ def test_one_is_loaded_by_all(
         said = client().get(f"{engines.first.url}/disagg/adapters", timeout=60).json()
         more = {"is_3d_lora_weight": False, "load_inplace": False}
         assert said == [{**asked, **more}], "not those of its arguments"
-        answer = client().post(f"{url}/v1/unload_lora_adapter", json=asked, timeout=60)
+        answer = operate(url, "/v1/unload_lora_adapter", asked)
         assert answer.status_code == 200
         assert engines.first.post("/v1/completions", body).status_code == 404
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -101,6 +102,31 @@ def test_wrong_keys_are_refused_and_not_shown(tmp_path: Path, text: str, words: 
     assert words in str(caught.value)
     assert "secret" not in str(caught.value)
     assert "c2Vj" not in str(caught.value)
+
+
+def test_operators_keys_are_told_from_clients(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "admins"
+    file.write_text("eve=of-eve\nof-anybody\n")
+    monkeypatch.setenv("CLIENTS", "ann=of-ann")
+    router = RouterSection(api_keys_env="CLIENTS", admin_keys_file=file)
+    clients = (ApiKey("ann", "of-ann"),)
+    operators = (ApiKey("eve", "of-eve", True), ApiKey(None, "of-anybody", True))
+    assert credentials.router_keys(router) == (*clients, *operators)
+    assert credentials.api_keys(router) == clients
+
+    for text, words in {
+        "": "admin_keys_file: no key in it",
+        "a,a": "give each operator a key of its own",
+        "x,eve=of-ann": "router.admin_keys_file: key 2 is also API key 1",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(words)) as refused:
+            credentials.api_keys(router)
+        assert "of-ann" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"admin_keys_file is set too"):
+        credentials.api_keys(RouterSection(admin_keys_env="CLIENTS", admin_keys_file=file))
 
 
 def test_the_engines_key_comes_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ dropped first: the router never believes them. What the body asks for is read in
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -69,6 +70,10 @@ REMOTE_DECODE_AND_TOKEN = {**REMOTE_DECODE, "first_token": True}
 PARAMS = "kv_transfer_params"
 _KEY = PARAMS.encode()
 _ESCAPED = b"\\u00"
+# Bodies up to this size are parsed in a few milliseconds, whatever they contain.
+UNCOUNTED = 64 << 10
+_COUNTED_AT_ONCE = 1 << 20
+_PER_OBJECT = 10  # a string, array or object takes as long as about ten numbers
 # Where vLLM 0.32 reads the params from; the last is of /inference/v1/generate.
 _DOORS: Sequence[Sequence[str]] = (
     (),
@@ -92,7 +97,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """The JSON object that a client sent; anything else is an `ApiError` 400."""
+    """The JSON object that a client sent; anything else is an `ApiError` 400.
+
+    A body of more than `UNCOUNTED` bytes must have passed `check_elements`.
+    """
     try:
         body = _BODIES.decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -102,6 +110,38 @@ def parsed(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(body).__name__}")
     return body
+
+
+async def check_elements(data: bytes, most: int) -> None:
+    """`ApiError` 413 if this JSON has more than `most` values, or a tenth as many strings, arrays
+    and objects: parsing it would stop all other requests for too long. Never stops them itself."""
+    if len(data) <= UNCOUNTED or _is_within(data, data.count(b'"'), most):
+        return
+    # Commas and brackets in strings do not count. Rare: most texts have few of them.
+    commas = objects = quotes = start = 0
+    while start < len(data):
+        piece = data[start : start + _COUNTED_AT_ONCE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # it ends within an escape
+            piece = piece[:-1] or data[start:]
+        start += len(piece)
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        plain = b"".join(parts[quotes % 2 :: 2])
+        quotes += len(parts) - 1
+        commas += plain.count(b",")
+        objects += plain.count(b"[") + plain.count(b"{")
+        if commas > most or (objects + quotes // 2) * _PER_OBJECT > most:
+            raise ApiError(
+                413,
+                f"the body has more than {most} values, or {most // _PER_OBJECT} strings, arrays "
+                "and objects (router.limits.max_json_elements)",
+            )
+        await asyncio.sleep(0)
+
+
+def _is_within(data: bytes, quotes: int, most: int) -> bool:
+    """Whether the JSON is within the limits even if no comma or bracket is in a string."""
+    objects = data.count(b"[") + data.count(b"{") + quotes // 2
+    return objects * _PER_OBJECT <= most and data.count(b",") <= most
 
 
 def encoded(body: dict[str, Any]) -> bytes:
@@ -143,9 +183,9 @@ def passed_through(data: bytes, content_type: str) -> bytes:
 
     Read as vLLM reads it, with `json.loads`, which takes UTF-16 and UTF-32 as well. What cannot
     be read must not reach an engine as JSON; the one door beside JSON is a form's `vllm_xargs`.
-    Raises `ApiError` 400.
+    A body that `may_name_params` must have passed `check_elements`. Raises `ApiError` 400.
     """
-    if not _may_name_params(data):
+    if not may_name_params(data):
         return data
     try:
         body = json.loads(data)
@@ -166,7 +206,8 @@ def passed_through(data: bytes, content_type: str) -> bytes:
         raise _too_deep() from error
 
 
-def _may_name_params(data: bytes) -> bool:
+def may_name_params(data: bytes) -> bool:
+    """Whether the body must be read to be sure that it names no params."""
     # A key of ASCII letters can be spelt in JSON as it is, or with \u00.. for some of them;
     # other encodings than UTF-8 have zero bytes, for `{` at least.
     return _KEY in data or _ESCAPED in data or b"\0" in data

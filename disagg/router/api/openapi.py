@@ -73,14 +73,17 @@ _ERROR = {
 _ERRORS = {
     "400": "The request is wrong.",
     "401": "No API key, or a wrong one.",
+    "403": "The path is for operators: it needs an admin key.",
     "404": "No such model.",
     "408": "The request did not arrive in time.",
-    "413": "The body is larger than router.limits.max_body_bytes.",
+    "413": "The body is larger than router.limits.max_body_bytes, or has more values than "
+    "max_json_elements.",
     "422": "An engine refuses the request.",
     "429": "Too many requests at once; Retry-After says when to try again.",
     "500": "The request failed at an engine, or in the router.",
     "502": "An engine's answer broke off.",
-    "503": "No engine can be reached, or the router is shutting down.",
+    "503": "No engine can be reached, the router is shutting down, or it holds as many bytes of "
+    "requests as it may.",
     "504": "An engine gave no answer in time.",
 }
 _OVERVIEW = (

@@ -33,6 +33,7 @@ PATHS = frozenset(
         "/pause",
         "/resume",
         "/abort_requests",
+        "/inference/v1/abort_requests",
         "/init_weight_transfer_engine",
         "/shutdown_weight_transfer_engine",
         "/start_weight_update",
@@ -91,7 +92,8 @@ async def ask_one(
     """POST to this engine. Returns its answer, or an error response if it gave none."""
     url = URL(f"{engine.url}{target}", encoded=True)
     try:
-        call = client.post(url, data=data or None, headers=headers)
+        # A redirect could lead to a path that the caller may not use.
+        call = client.post(url, data=data or None, headers=headers, allow_redirects=False)
         answer = await upstream.head(call, limit_s, engine.role)
         async with asyncio.timeout(limit_s):
             content = await answer.read()

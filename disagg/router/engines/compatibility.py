@@ -14,6 +14,7 @@ from disagg.router.topology import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_SHOWN = 200
 # Fields that may differ between the two engines of a pairing.
 _OWN = {"max_model_len", "max_tokens", "chats"}
 
@@ -37,12 +38,12 @@ class Compatibility:
             key = _mismatch(fields, others)
             if key is not None:
                 logger.warning(
-                    "%s and %s are not paired: %s is %r and %r",
+                    "%s and %s are not paired: %r is %r and %r",  # %r escapes engines' words
                     engine.name,
                     name,
-                    key,
-                    fields[key],
-                    others[key],
+                    key[:_LONGEST_SHOWN],
+                    fields[key][:_LONGEST_SHOWN],
+                    others[key][:_LONGEST_SHOWN],
                 )
 
     def said(self, engine: EngineEndpoint) -> Mapping[str, str]:

@@ -141,7 +141,7 @@ class LoraAdapters:
             message = broadcast.error_message(bytes(answer.body))
             # Another router process may have been faster.
             if answer.status_code >= 400 and _ALREADY not in message:
-                logger.warning("%s did not load adapter %s: %s", engine.name, name, message)
+                logger.warning("%s did not load adapter %r: %r", engine.name, name[:200], message)
 
 
 def _union(all_loads: Collection[Loads]) -> dict[str, bytes]:

@@ -23,6 +23,7 @@ from disagg.router.api import bodies
 from disagg.router.api.errors import ApiError
 from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
+from disagg.router.telemetry.engine_metrics import Cached, read_text
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.upstream import client as upstream
 
@@ -52,6 +53,7 @@ class Probes:
         self._counts: dict[str, dict[str, float]] = {}
         self._failing: set[str] = set()
         self._task: asyncio.Task[None] | None = None
+        self._recent = Cached(self._probe_now)
 
     def start(self) -> None:
         """Begin to probe."""
@@ -65,12 +67,16 @@ class Probes:
                 await self._task
 
     async def probe_all(self) -> None:
-        """Probe all engines once."""
+        """Probe all engines once, unless that was done within the last second."""
+        await self._recent.get(self._topology.engines)
+
+    async def _probe_now(self) -> bool:
         await asyncio.gather(*map(self._probe, self._topology.engines))
+        return True
 
     async def _run(self) -> None:
         while True:
-            await self.probe_all()
+            await self._probe_now()
             for engine in self._topology.of("decode"):
                 if engine.name in self._failing:
                     with contextlib.suppress(aiohttp.ClientError, TimeoutError, ApiError):
@@ -93,12 +99,10 @@ class Probes:
                 self._compatibility.note(engine, await self._fingerprint(engine))
             if problem is None and engine.role == "decode":
                 async with self._client.get(f"{engine.url}/metrics", timeout=timeout) as answer:
-                    text = await answer.text()
-                    self._count_handoffs(engine, text if answer.status == 200 else "")
+                    self._count_handoffs(engine, await read_text(answer) or "")
         except (
             aiohttp.ClientError,
             TimeoutError,
-            UnicodeDecodeError,
             ConnectionError,
             ApiError,
         ):

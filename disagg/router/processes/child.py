@@ -1,7 +1,9 @@
-"""One of several router processes on one port: `python -m disagg.router.processes.child FD`.
+"""One of several router processes on one port:
+`python -m disagg.router.processes.child FD [ADMIN_FD]`.
 
 FD is a socket to the parent (`parent.py`), which sends the plan and stops the child. A child must
-never outlive its parent: it exits when that socket closes.
+never outlive its parent: it exits when that socket closes. ADMIN_FD is the listening socket for
+operators. All children accept connections from it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from disagg.router.topology import EngineEndpoint
 class Child:
     """The server of this process, and the calls that the parent may make."""
 
-    def __init__(self) -> None:
+    def __init__(self, admin: socket.socket | None) -> None:
+        self._admin = admin
         self.channel: RpcChannel | None = None
         self.server: RouterServer | None = None
         self._grace_s = 0.0
@@ -47,7 +50,7 @@ class Child:
         assert self.channel is not None
         plan = TypeAdapter(RouterPlan).validate_json(given["plan"])
         sock = bind(plan.section.host, given["port"], shared=True)
-        self.server = server = plan.server(sock)
+        self.server = server = plan.server(sock, self._admin)
         self._grace_s = plan.section.limits.drain_s
         self._own: SingleProcess = server.app.state.peer_processes
         server.app.state.peer_processes = ParentPeers(self.channel)
@@ -117,8 +120,8 @@ class ParentPeers:
         return None
 
 
-async def _main(descriptor: int) -> None:
-    child = Child()
+async def _main(descriptor: int, admin: int | None = None) -> None:
+    child = Child(None if admin is None else socket.socket(fileno=admin))
     channel = child.channel = await open_channel(socket.socket(fileno=descriptor), child.handlers)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, child.on_sigterm)
     await channel.serve()
@@ -128,4 +131,4 @@ async def _main(descriptor: int) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_main(int(sys.argv[1])))
+        uvloop.run(_main(*map(int, sys.argv[1:])))

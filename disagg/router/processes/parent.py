@@ -44,16 +44,25 @@ def claim(host: str, port: int, processes: int) -> socket.socket:
     return sock
 
 
-def open_server(plan: RouterPlan, sock: socket.socket) -> RouterServer | Processes:
-    """A server for the plan on a socket of `claim`: in this process, or in child processes."""
-    return Processes(plan, sock) if plan.section.processes > 1 else plan.server(sock)
+def open_server(
+    plan: RouterPlan, sock: socket.socket, admin: socket.socket | None = None
+) -> RouterServer | Processes:
+    """A server for the plan on a socket of `claim`: in this process, or in child processes.
+
+    `admin`: a listening socket for operators.
+    """
+    if plan.section.processes > 1:
+        return Processes(plan, sock, admin)
+    return plan.server(sock, admin)
 
 
 class Processes:
     """The parent, in the caller's event loop. It has the methods of `RouterServer`."""
 
-    def __init__(self, plan: RouterPlan, sock: socket.socket) -> None:
-        self._plan = plan
+    def __init__(
+        self, plan: RouterPlan, sock: socket.socket, admin: socket.socket | None = None
+    ) -> None:
+        self._plan, self._admin = plan, admin
         self._count, self._socket = plan.section.processes, sock
         self._channels: dict[int, RpcChannel] = {}
         """To the children that serve, by number."""
@@ -130,7 +139,7 @@ class Processes:
     async def _run_child(self, number: int, ready: asyncio.Event) -> int:
         """One child from its start to its end. Returns its exit status."""
         parent_sock, child_sock = socket.socketpair()
-        process = _spawn(child_sock)
+        process = _spawn(child_sock, self._admin)
         channel = await open_channel(parent_sock, self._handlers)
         self._open.add(channel)
         serving = asyncio.create_task(channel.serve())
@@ -191,12 +200,14 @@ async def _wait_for_all(events: Sequence[asyncio.Event]) -> None:
         await event.wait()
 
 
-def _spawn(child_sock: socket.socket) -> subprocess.Popen[bytes]:
+def _spawn(child_sock: socket.socket, admin: socket.socket | None) -> subprocess.Popen[bytes]:
     with child_sock:
+        given = [child_sock.fileno(), *([admin.fileno()] if admin is not None else [])]
+        words = ["-P", "-m", "disagg.router.processes.child", *map(str, given)]
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "disagg.router.processes.child", str(child_sock.fileno())],
+            [sys.executable, *words],
             stdin=subprocess.DEVNULL,
-            pass_fds=[child_sock.fileno()],
+            pass_fds=given,
             # The import path of this process: it may have been extended at run time.
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             process_group=0,  # Ctrl-C goes to the parent only, which stops the children

@@ -179,6 +179,8 @@ class Service:
 
         `target`: raw path and query. Raises `ApiError`.
         """
+        if bodies.may_name_params(data):
+            await bodies.check_elements(data, self._settings.limits.max_json_elements)
         data = bodies.passed_through(data, headers.get("content-type", ""))
         raw = upstream.to_engine(headers.raw, record.id, record.trace)
         sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]
@@ -195,7 +197,10 @@ class Service:
         def call(engine: EngineEndpoint) -> Awaitable[aiohttp.ClientResponse]:
             # Taken as encoded: tidying `..` would lead to paths that the app has refused.
             url = URL(f"{engine.url}{target}", encoded=True)
-            answer = self.client.request(method, url, data=data or None, headers=sent)
+            # A redirect could lead to a path that the caller may not use.
+            answer = self.client.request(
+                method, url, data=data or None, headers=sent, allow_redirects=False
+            )
             return upstream.head(answer, limit, "decode")
 
         opened = await self._legs.decode_leg.open(call, seat, plan, record, attempts=1)

@@ -22,14 +22,14 @@ from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
 from disagg.router.engines.probes import Probes
 from disagg.router.request.service import Service
-from disagg.router.server import drain_api, ui
+from disagg.router.server import drain_api, operators, ui
 from disagg.router.server.api_keys import KeyRing
 from disagg.router.server.drain import DrainMiddleware
 from disagg.router.server.endpoint import INTERNAL_ERROR, Answer, Endpoint
-from disagg.router.server.peer_processes import PeerProcesses
 from disagg.router.server.status import Failures, Status
 from disagg.router.telemetry.access_log import AccessLog, Record
-from disagg.router.telemetry.metrics import EnginesUp, RouterMetrics, exposition
+from disagg.router.telemetry.engine_metrics import EngineTexts
+from disagg.router.telemetry.metrics import EnginesUp, Exposition, RouterMetrics
 from disagg.router.telemetry.tracing import open_tracer
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.upstream import client as upstream
@@ -76,7 +76,11 @@ def create_app(
                 strict=strict,
                 connector=connector,
             )
-            app.state.status = Status(client, topology, health, failures)
+            texts = EngineTexts(client, lambda: topology.engines)
+            app.state.status = Status(texts, topology, health, failures)
+            app.state.exposition = Exposition(
+                texts, lambda: topology.engines, lambda: app.state.peer_processes.figures()
+            )
             probes = Probes(prober, topology, health, compatibility, settings.probe_interval_s)
             app.state.probes = probes
             probes.start()
@@ -103,15 +107,16 @@ def create_app(
     app.state.replace = replace
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(Exception, _internal_error)
-    drain_api.install(app, metrics.registry, keys)
-    _add_own_routes(app, topology, health, compatibility)
-    ui.install(app)
-    _add_api_routes(app, settings, metrics, failures, keys)
+    log = AccessLog(enabled=settings.access_log)
+    drain_api.install(app, metrics.registry, keys, log)
+    _add_own_routes(app, topology, health, compatibility, keys)
+    ui.install(app, keys)
+    _add_api_routes(app, settings, metrics, failures, keys, log)
     return app
 
 
 def _add_own_routes(
-    app: FastAPI, topology: Topology, health: Health, compatibility: Compatibility
+    app: FastAPI, topology: Topology, health: Health, compatibility: Compatibility, keys: KeyRing
 ) -> None:
     @app.api_route("/health", methods=_READ)
     async def alive() -> Response:
@@ -130,6 +135,7 @@ def _add_own_routes(
             )
         else:
             is_ready = bool(up)  # without a prefill pool, decode engines compute prompts too
+        # Words that the router or its supervisor chose; nothing that an engine wrote.
         shown = {name: problem or "up" for name, problem in problems.items()}
         shown.update(topology.down)
         return JSONResponse({"ready": is_ready, "engines": shown}, 200 if is_ready else 503)
@@ -139,11 +145,9 @@ def _add_own_routes(
         return JSONResponse(openapi.document())
 
     @app.api_route("/metrics", methods=_READ)
-    async def show_metrics() -> Response:
-        service: Service = app.state.service
-        peer_processes: PeerProcesses = app.state.peer_processes
-        own = await peer_processes.figures()
-        text = await exposition(own, service.client, topology.engines)
+    async def show_metrics(request: Request) -> Response:
+        metrics: Exposition = app.state.exposition
+        text = await metrics.text(fresh=keys.find(request.scope).is_operator)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -153,19 +157,28 @@ def _add_api_routes(
     metrics: RouterMetrics,
     failures: Failures,
     keys: KeyRing,
+    log: AccessLog,
 ) -> None:
     app.state.direct = {}
     limit, tracer = settings.limits.max_body_bytes, open_tracer()
-    log = AccessLog(enabled=settings.access_log)
 
     # Plain functions: each coroutine that a request is in adds a cost to every wait.
     def complete(request: Request, data: bytes, record: Record) -> Awaitable[Answer]:
         service: Service = app.state.service
+        if len(data) > bodies.UNCOUNTED:
+            return complete_large(service, request, data, record)
         return service.complete(record.route, bodies.parsed(data), request.headers, record)
+
+    async def complete_large(
+        service: Service, request: Request, data: bytes, record: Record
+    ) -> Answer:
+        await bodies.check_elements(data, settings.limits.max_json_elements)
+        body = bodies.parsed(data)
+        return await service.complete(record.route, body, request.headers, record)
 
     def forward(request: Request, data: bytes, record: Record) -> Awaitable[Answer]:
         service: Service = app.state.service
-        target = _raw_target(request)
+        target = operators.raw_target(request.scope)
         return service.forward(request.method, target, data, request.headers, record)
 
     async def internal(request: Request) -> Response:
@@ -177,7 +190,7 @@ def _add_api_routes(
         app.router.routes.append(Route(path, completions, methods=["POST"]))
         app.state.direct[path] = DrainMiddleware(completions, app.state.drain)
     app.add_route("/disagg/{rest:path}", internal, methods=_METHODS)
-    other = Endpoint("other", forward, metrics, failures, keys, limit, tracer, log)
+    other = Endpoint("other", forward, metrics, failures, keys, limit, tracer, log, guarded=True)
     app.router.routes.append(Route("/{rest:path}", other, methods=_METHODS))
 
 
@@ -190,10 +203,3 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 async def _internal_error(request: Request, error: Exception) -> Response:
     """A defect of the router. The framework raises it again afterwards, and uvicorn logs it."""
     return INTERNAL_ERROR.response()
-
-
-def _raw_target(request: Request) -> str:
-    """Path and query exactly as the client sent them."""
-    path: bytes = request.scope["raw_path"]
-    query: bytes = request.scope["query_string"]
-    return (path + (b"?" + query if query else b"")).decode("latin-1")

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from starlette.types import Scope
 
+from disagg.router.api.errors import ApiError
+
 CONNECTION = "disagg.connection"
 """The key of a request's `Connection` in the state of its ASGI scope."""
 
@@ -21,6 +23,8 @@ class Connection(Protocol):
     """A client's connection to the server."""
 
     loop: asyncio.AbstractEventLoop
+    refusal: ApiError | None
+    """The error with which the server itself answered, before it closed the connection."""
 
     def watch(self, on_close: Callable[[], None] | None) -> None:
         """Call `on_close` when the client closes the connection, at once if it is closed already;

@@ -16,8 +16,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from disagg.router.api import paths
 from disagg.router.api.errors import ApiError
 from disagg.router.request.relay import Relayed
-from disagg.router.server.api_keys import KeyRing
-from disagg.router.server.client_disconnect import ClientLeft, WhileConnected
+from disagg.router.server import operators
+from disagg.router.server.api_keys import Caller, KeyRing, header
+from disagg.router.server.client_disconnect import (
+    CONNECTION,
+    ClientLeft,
+    Connection,
+    WhileConnected,
+)
 from disagg.router.server.status import Failures
 from disagg.router.telemetry.access_log import ID_HEADER, AccessLog, Record, request_id
 from disagg.router.telemetry.metrics import RouterMetrics
@@ -32,7 +38,7 @@ Work: TypeAlias = Callable[[Request, bytes, Record], Awaitable[Answer]]
 class Endpoint:
     """One route as an ASGI app. `work` returns the answer; the endpoint sends and counts it.
 
-    `limit`: of the body, in bytes.
+    `limit`: of the body, in bytes. `guarded`: the route has operators' paths too.
     """
 
     def __init__(
@@ -45,7 +51,10 @@ class Endpoint:
         limit: int,
         tracer: Any,
         log: AccessLog,
+        *,
+        guarded: bool = False,
     ) -> None:
+        self._guarded = guarded
         self._route, self._work, self._metrics = route, work, metrics
         self._keys, self._limit, self._tracer = keys, limit, tracer
         self._failures, self._log = failures, log
@@ -55,14 +64,19 @@ class Endpoint:
         status: int | None = None
         why: str | None = None
         request = Request(scope, receive)
-        record = Record(self._route, request_id(_header(scope, _ID)))
+        record = Record(self._route, request_id(header(scope, _ID)))
+        operator: Caller | None = None
         trace: Trace | None = None
         if self._tracer is not None:
             trace = Trace(self._tracer, record, request.headers)
             record.trace = trace.headers
         try:
             try:
-                record.key_name = self._keys.check(_authorization(scope))
+                caller = self._keys.check(scope)
+                record.key_name = caller.name
+                if self._guarded and operators.is_operators(scope):
+                    operators.check(caller, self._keys)
+                    operator = caller
                 data = await _body(receive, self._limit)
                 async with WhileConnected(scope):
                     answer = await self._work(request, data, record)
@@ -73,7 +87,10 @@ class Endpoint:
                 answer = error.response(paths.style(scope["path"]))
                 await _with_id(answer, record)(scope, receive, send)
         except ClientLeft:
-            status = status or _CLIENT_LEFT  # in mid-answer: the status already sent
+            if status is None:  # in mid-answer it is the status already sent
+                connection: Connection = scope["state"][CONNECTION]
+                refusal = connection.refusal
+                status, why = (refusal.status, refusal.message) if refusal else (_CLIENT_LEFT, None)
         except Exception:
             if status is None:
                 answer = INTERNAL_ERROR.response(paths.style(scope["path"]))
@@ -83,6 +100,8 @@ class Endpoint:
             status = status or 500
             self._metrics.answered(self._route, status)
             self._log.write(record, status)
+            if operator is not None:
+                operators.audit(self._log, operator, scope, status)
             self._failures.note(status, record, why)
             if trace is not None:
                 trace.end(status)
@@ -109,21 +128,6 @@ def _with_id(answer: Answer, record: Record) -> Answer:
     if isinstance(answer, Response):
         answer.headers[ID_HEADER] = record.id
     return answer
-
-
-def _header(scope: Scope, name: bytes) -> str | None:
-    """A header's first value."""
-    for key, value in scope["headers"]:
-        if key == name:
-            field: str = value.decode("latin-1")
-            return field
-    return None
-
-
-def _authorization(scope: Scope) -> str:
-    """The client's API key: OpenAI's clients send `authorization`, Anthropic's `x-api-key`."""
-    key = _header(scope, b"x-api-key")
-    return _header(scope, b"authorization") or (f"Bearer {key}" if key else "")
 
 
 async def _body(receive: Receive, limit: int) -> bytes:

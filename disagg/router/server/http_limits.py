@@ -1,15 +1,20 @@
-"""Limits on clients' connections: the time to send a request, and the size of its head.
+"""Limits on clients' connections: the time to send a request, the size of its head, and the size
+of all bodies together.
 
 It is uvicorn's HTTP protocol with limits that uvicorn lacks. A client that sends its request too
-slowly, sends too large a head, or does not read its answer, loses its connection. Malformed HTTP
-gets an error in the OpenAI API's format. It must never touch a request that arrived completely,
-nor an answer in progress that the client reads.
+slowly, sends too large a head, or does not read its answer, loses its connection. So does one whose
+body would exceed the bytes that all connections may hold. Malformed HTTP gets an error in the
+OpenAI API's format. It must never touch a request that arrived completely, nor an answer in
+progress that the client reads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import socket
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,14 +22,51 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from disagg.config import LimitsSection
 from disagg.router.api.errors import ApiError
+from disagg.router.server import admin_socket
+from disagg.router.server.api_keys import PEER, SocketPeer
 from disagg.router.server.client_disconnect import CONNECTION
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_FIELDS = 128
+_WARNINGS, _WARNINGS_IN_S = 10, 60.0
+_SMALL_BODY = 64 << 10  # bytes of one connection that are never refused
+_LINGER_S = 5.0  # in which a client that is still sending may read its refusal
+
+
+class _FewWarnings(logging.Filter):
+    """Passes ten warnings a minute: any stranger can provoke one with each connection."""
+
+    _began, _count = float("-inf"), 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        now = time.monotonic()
+        if now - self._began > _WARNINGS_IN_S:
+            self._began, self._count = now, 0
+        self._count += 1
+        return self._count <= _WARNINGS
+
+
+logger = logging.getLogger(__name__)
+logger.addFilter(_FewWarnings())
 
 
 class _TooLarge(Exception):
     """The request's head is too large. Raised through the parser."""
+
+
+class HeldBodies:
+    """The bytes of bodies that all connections hold, and their limit.
+
+    A body counts from its first byte. One of up to 64 KiB counts until it has arrived: the router
+    limits the number of running requests. A larger one counts until its request has ended, since
+    the router keeps it until then.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.bytes = 0
 
 
 class _HeadBufferingTransport:
@@ -68,6 +110,11 @@ class HttpLimits(HttpToolsProtocol):
     """One connection of a client. `protocol_with` makes the class for an app's limits."""
 
     limits: LimitsSection
+    bodies: HeldBodies
+    refusal: ApiError | None = None
+    """See `client_disconnect.Connection`."""
+    _peer: SocketPeer | None = None
+    _held = 0
     _timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
     _in_message = _in_head = False
@@ -78,14 +125,22 @@ class HttpLimits(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.logger = logger
         self._buffering = _HeadBufferingTransport(transport, self.loop)
         self.transport = cast(asyncio.Transport, self._buffering)
         self._arm()
+        sock = transport.get_extra_info("socket")
+        if sock.family == socket.AF_UNIX:
+            self._peer = admin_socket.peer_of(sock)
+            if not admin_socket.may_operate(self._peer):
+                self._is_refused = True
+                transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._stop_unread_timer()
         super().connection_lost(exc)
+        self._give_back()
         self._notify_closed()
 
     def watch(self, on_close: Callable[[], None] | None) -> None:
@@ -119,6 +174,8 @@ class HttpLimits(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"][CONNECTION] = self
+        if self._peer is not None:
+            self.scope["state"][PEER] = self._peer
         self._in_message = self._in_head = self._has_begun = True
         self._unparsed = self._head_bytes = self._fields = 0
 
@@ -142,10 +199,34 @@ class HttpLimits(HttpToolsProtocol):
         self._buffering.next_is_head = True
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        if self._is_refused:  # the parser reports the rest of what it got
+            return
+        super().on_body(body)
+        if self.cycle.response_complete:
+            return  # uvicorn drops it
+        self._held += len(body)
+        self.bodies.bytes += len(body)
+        if self._held > _SMALL_BODY and self.bodies.bytes > self.bodies.limit:
+            self.cycle.body = bytearray()
+            self._give_back()
+            self._refuse(_too_many_bytes(), linger=True)
+
     def on_message_complete(self) -> None:
         self._in_message, self._has_ended = False, True
         self._disarm()
+        if self._held <= _SMALL_BODY:
+            self._give_back()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if not self.pipeline:
+            self._give_back()
+        super().on_response_complete()
+
+    def _give_back(self) -> None:
+        self.bodies.bytes -= self._held
+        self._held = 0
 
     def send_400_response(self, msg: str) -> None:
         is_large = self._fields > _MAX_FIELDS or self._head_bytes > _MAX_HEAD_BYTES
@@ -169,9 +250,13 @@ class HttpLimits(HttpToolsProtocol):
             limit_s = self.limits.receive_timeout_s
             self._refuse(ApiError(408, f"the whole request did not arrive within {limit_s:g} s"))
 
-    def _refuse(self, error: ApiError) -> None:
-        """Answer with the error, if no answer has begun, and close the connection."""
-        self._is_refused = True
+    def _refuse(self, error: ApiError, *, linger: bool = False) -> None:
+        """Answer with the error, if no answer has begun, and close the connection.
+
+        `linger`: drop the bytes that still arrive for some seconds. If the connection closed at
+        once, the client's kernel would discard the answer.
+        """
+        self._is_refused, self.refusal = True, error
         cycle = self.cycle
         is_running = cycle is not None and not cycle.response_complete
         # No error may follow part of an answer, or an answer whose request is still arriving.
@@ -184,12 +269,23 @@ class HttpLimits(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
             self._notify_closed()
-        self.transport.close()
+        if linger and not is_answered:
+            self._disarm()
+            self.flow.resume_reading()
+            self.loop.call_later(_LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
     def _write(self, error: ApiError) -> None:
         body = json.dumps(error.content()).encode()
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(STATUS_LINE[error.status] + head % len(body) + body)
+        fields = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            **(error.headers or {}),
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + body)
 
     # ---- the answer ------------------------------------------------------------------------
 
@@ -210,7 +306,16 @@ class HttpLimits(HttpToolsProtocol):
 
 def protocol_with(limits: LimitsSection) -> type[HttpLimits]:
     """The protocol class with these limits, as uvicorn takes it."""
-    return type("LimitedHttp", (HttpLimits,), {"limits": limits})
+    bodies = HeldBodies(limits.max_receiving_bytes)
+    return type("LimitedHttp", (HttpLimits,), {"limits": limits, "bodies": bodies})
+
+
+def _too_many_bytes() -> ApiError:
+    return ApiError(
+        503,
+        "the router holds as many bytes of requests as it may (router.limits.max_receiving_bytes)",
+        {"Retry-After": "1"},
+    )
 
 
 def _too_large() -> ApiError:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -40,8 +41,9 @@ class RouterPlan:
     down: Mapping[str, str] = field(default_factory=dict)
     """For each engine that is missing, by name: why."""
 
-    def server(self, sock: socket.socket) -> RouterServer:
-        """A server for this plan on a bound socket. Raises ConfigError for bad TLS files."""
+    def server(self, sock: socket.socket, admin: socket.socket | None = None) -> RouterServer:
+        """A server for this plan on a bound socket, and on a listening socket for operators.
+        Raises ConfigError for bad TLS files."""
         app = create_app(
             self.section,
             self.engines,
@@ -51,7 +53,7 @@ class RouterPlan:
             connector=self.connector,
             strict=self.strict,
         )
-        return RouterServer(app, sock, credentials.tls(self.section))
+        return RouterServer(app, sock, credentials.tls(self.section), admin)
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -92,10 +94,22 @@ def url_of(section: RouterSection, port: int) -> str:
 
 
 class RouterServer:
-    """A server in the caller's event loop. It must never install signal handlers."""
+    """A server in the caller's event loop. It must never install signal handlers.
 
-    def __init__(self, app: FastAPI, sock: socket.socket, tls: TlsFiles | None = None) -> None:
+    `admin`: a listening Unix socket for operators, without TLS. It stays open until `stop`, so that
+    operators can watch a drain.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        sock: socket.socket,
+        tls: TlsFiles | None = None,
+        admin: socket.socket | None = None,
+    ) -> None:
         self.app = app
+        self._admin = admin
+        self._admin_server: asyncio.Server | None = None
         self._server = _Server(_config(app, tls))
         self._socket = sock
         self._task: asyncio.Task[None] | None = None
@@ -112,6 +126,11 @@ class RouterServer:
                 self._task.result()
                 raise RuntimeError("the router's server exited while starting")
             await asyncio.sleep(0.01)
+        if self._admin is not None:
+            loop = asyncio.get_running_loop()
+            self._admin_server = await loop.create_unix_server(
+                self._server.connection, sock=self._admin
+            )
 
     async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
         """Use these engines from now on; see `Topology.replace`."""
@@ -148,6 +167,8 @@ class RouterServer:
     async def stop(self, grace_s: float) -> None:
         """`finish`, then close all connections and the server."""
         await self.finish(grace_s)
+        if self._admin_server is not None:
+            self._admin_server.close()
         self._server.config.timeout_graceful_shutdown = _CLOSE_S
         self._server.should_exit = True
         if self._task is not None:
@@ -160,6 +181,14 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Install none: signals belong to the embedding program."""
         yield
+
+    def connection(self) -> asyncio.Protocol:
+        """The protocol of one connection, as uvicorn makes it."""
+        protocol: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = protocol(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
 
 def _config(app: FastAPI, tls: TlsFiles | None) -> uvicorn.Config:

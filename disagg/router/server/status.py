@@ -2,7 +2,8 @@
 
 It is made from the metrics of router and engines at most once a second, however many clients ask.
 Counters are totals: a client computes rates from two documents. The document must never contain
-any part of a prompt, or an address.
+any part of a prompt, or an address. Without a key it has only words that the router itself chose,
+and numbers.
 """
 
 from __future__ import annotations
@@ -10,19 +11,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
-import aiohttp
-
+from disagg.config import TransferSection
 from disagg.router.engines.health import Health
 from disagg.router.server.peer_processes import PeerProcesses
 from disagg.router.telemetry.access_log import Record
-from disagg.router.telemetry.metrics import scrape
+from disagg.router.telemetry.engine_metrics import Cached, EngineTexts, samples
 from disagg.router.topology import EngineEndpoint, Topology, role_of
 
 PATH = "/ui/state"
-_FRESH_S = 1.0
 _FAILURES = 50
 _GAUGES = {
     "vllm:num_requests_running": "running",
@@ -32,6 +30,13 @@ _GAUGES = {
     "vllm:generation_tokens_total": "generated_tokens",
     "disagg_leases_held": "leases",
 }
+_OUTCOMES = frozenset(["loaded", "failed", "aborted", "bytes"])
+_TRANSPORTS = frozenset(TransferSection().transports)
+_OTHER = "other"  # in place of a word that an engine chose
+# What everybody may see of a failure. An engine or a client may have written `why` and `id`.
+_OPEN_FIELDS = frozenset(
+    ["at", "status", "route", "prefill", "decode", "local", "retries", "migrations"]
+)
 _TIMES = ("ttft", "between_chunks", "prefill", "handoff", "queue")
 
 
@@ -58,37 +63,24 @@ class Status:
     """Makes the status document."""
 
     def __init__(
-        self,
-        client: aiohttp.ClientSession,
-        topology: Topology,
-        health: Health,
-        failures: Failures,
+        self, texts: EngineTexts, topology: Topology, health: Health, failures: Failures
     ) -> None:
-        self._client, self._topology = client, topology
+        self._texts, self._topology = texts, topology
         self._health, self._failures = health, failures
-        self._lock = asyncio.Lock()
-        self._made: dict[str, Any] = {}
-        self._made_at = float("-inf")
-        self._made_for: tuple[object, object] = (None, None)
+        self._cached: Cached[dict[str, Any]] | None = None
 
-    async def document(self, peer_processes: PeerProcesses) -> dict[str, Any]:
+    async def document(self, peer_processes: PeerProcesses, *, has_key: bool) -> dict[str, Any]:
         """The document: at most a second old, and for the current engines. docs/router.md
-        describes its fields."""
-        async with self._lock:
-            if time.monotonic() - self._made_at > _FRESH_S or self._made_for != self._known():
-                self._made_for = self._known()
-                self._made = await self._make(peer_processes)
-                self._made_at = time.monotonic()
-        return self._made
-
-    def _known(self) -> tuple[object, object]:
-        return self._topology.engines, self._topology.down
+        describes its fields. `has_key`: whether the viewer may see all of it."""
+        if self._cached is None:
+            self._cached = Cached(lambda: self._make(peer_processes))
+        made = await self._cached.get((self._topology.engines, self._topology.down))
+        return made if has_key else _for_everybody(made)
 
     async def _make(self, peer_processes: PeerProcesses) -> dict[str, Any]:
-        engines, down = self._topology.engines, self._topology.down
-        scrapes = asyncio.gather(*(scrape(self._client, engine) for engine in engines))
-        own, texts = await asyncio.gather(peer_processes.figures(), scrapes)
-        shown = [self._engine(*pair) for pair in zip(engines, texts, strict=True)]
+        down = self._topology.down
+        own, texts = await asyncio.gather(peer_processes.figures(), self._texts.get())
+        shown = [self._engine(*pair) for pair in texts]
         away = [{"name": name, "role": role_of(name), "state": why} for name, why in down.items()]
         return {
             "at": time.time(),
@@ -107,21 +99,54 @@ class Status:
         }
 
 
+def _for_everybody(document: dict[str, Any]) -> dict[str, Any]:
+    """The document without words that an engine or a client chose."""
+    return {
+        **document,
+        "engines": [_open_engine(engine) for engine in document["engines"]],
+        "failures": [
+            {name: value for name, value in failure.items() if name in _OPEN_FIELDS}
+            for failure in document["failures"]
+        ],
+    }
+
+
+def _open_engine(engine: dict[str, Any]) -> dict[str, Any]:
+    shown = dict(engine)
+    if "handoffs" in engine:
+        by_transport: dict[str, dict[str, float]] = {}
+        shown["handoffs"] = by_transport
+        for transport, totals in engine["handoffs"].items():
+            name = transport if transport in _TRANSPORTS else _OTHER
+            known = {key: value for key, value in totals.items() if key in _OUTCOMES}
+            _add(by_transport.setdefault(name, {}), known)
+    if "load_failures" in engine:
+        count = sum(engine["load_failures"].values())
+        shown["load_failures"] = {"all": count} if count else {}
+    return shown
+
+
+def _add(totals: dict[str, float], more: dict[str, float]) -> None:
+    for key, value in more.items():
+        totals[key] = totals.get(key, 0.0) + value
+
+
 def _engine_figures(text: str) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     by_transport: dict[str, dict[str, float]] = {}
     reasons: dict[str, float] = {}
-    for name, labels, value in _samples(text, (*_GAUGES, "disagg_handoff", "disagg_kv_load")):
+    for name, labels, value in samples(text, (*_GAUGES, "disagg_handoff", "disagg_kv_load")):
         totals = by_transport.setdefault(labels.get("transport", ""), {})
         match name:
             case "disagg_handoffs_total":
-                totals[labels["outcome"]] = totals.get(labels["outcome"], 0.0) + value
+                outcome = labels.get("outcome", "")
+                totals[outcome] = totals.get(outcome, 0.0) + value
             case "disagg_handoff_bytes_total":
                 totals["bytes"] = value
             case "disagg_handoff_seconds_sum":
                 shown["handoff_seconds"] = value
             case "disagg_kv_load_failures_total":
-                reasons[labels["reason"]] = value
+                reasons[labels.get("reason", "")] = value
             case _ if name in _GAUGES:
                 shown[_GAUGES[name]] = shown.get(_GAUGES[name], 0.0) + value
     shown["handoffs"] = {name: totals for name, totals in by_transport.items() if totals}
@@ -136,7 +161,7 @@ def _router(text: str) -> dict[str, Any]:
     local: dict[str, float] = {}
     sums = {name: {"sum": 0.0, "count": 0.0} for name in _TIMES}
     queued = 0.0
-    for name, labels, value in _samples(text, ("disagg_router_",)):
+    for name, labels, value in samples(text, "disagg_router_"):
         short = name.removeprefix("disagg_router_")
         match short:
             case "requests_total":
@@ -165,13 +190,3 @@ def _router(text: str) -> dict[str, Any]:
         ],
         "seconds": sums,
     }
-
-
-def _samples(text: str, prefixes: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str], float]]:
-    """The samples whose names begin with a prefix. Other lines, of thousands, are not parsed."""
-    for line in text.splitlines():
-        if line.startswith(prefixes):
-            series, _, value = line.rpartition(" ")
-            name, _, labels = series.partition("{")
-            pairs = (pair.partition("=") for pair in labels.rstrip("}").split(",") if pair)
-            yield name, {key: quoted.strip('"') for key, _, quoted in pairs}, float(value)

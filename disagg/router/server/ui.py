@@ -7,6 +7,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from disagg.router.server.api_keys import KeyRing
 from disagg.router.server.peer_processes import PeerProcesses
 from disagg.router.server.status import PATH, Status
 
@@ -19,7 +20,7 @@ _HEADERS = {
 }
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, keys: KeyRing) -> None:
     """Add the page and its data. `app.state.status` exists while the app runs."""
     page = _PAGE.read_text()
 
@@ -31,4 +32,6 @@ def install(app: FastAPI) -> None:
     async def state(request: Request) -> Response:
         status: Status = app.state.status
         peer_processes: PeerProcesses = app.state.peer_processes
-        return JSONResponse(await status.document(peer_processes), headers=_HEADERS)
+        has_key = keys.find(request.scope).has_key
+        document = await status.document(peer_processes, has_key=has_key)
+        return JSONResponse(document, headers=_HEADERS)

@@ -1,11 +1,14 @@
-"""The access log: one JSON line per request, with its id, engines, times and outcome.
+"""The access log: one JSON line per request, with its id, engines, times and outcome; and one line
+per operator's call.
 
-A line must never contain any part of a prompt, an answer or a key.
+A line must never contain any part of a prompt, an answer or a key, nor a byte that a terminal
+interprets.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import re
@@ -20,6 +23,9 @@ import msgspec
 ID_HEADER = "x-request-id"
 logger = logging.getLogger(__name__)
 _ids = random.Random()
+
+_LONGEST_PATH = 512
+_DELETE = "\x7f"  # the only control character that JSON does not escape
 
 # The ids that a client may choose. An id gets into logs and headers of three processes.
 _ID = re.compile(r"[!-~]{1,128}")
@@ -101,7 +107,8 @@ class Record:
 
 
 class AccessLog:
-    """Writes the lines of one app to standard output, if enabled.
+    """Writes the lines of one app to standard output: those of requests if enabled, those of
+    operators' calls always.
 
     It does not use Python's logging, which would take a twelfth of the router's time per request.
     A failed write must never fail a request.
@@ -113,9 +120,17 @@ class AccessLog:
 
     def write(self, record: Record, status: int) -> None:
         """The request is finished. Lines of one turn of the event loop are written together."""
-        if not self._enabled:
-            return
-        self._lines.append(f"{record.line(status).decode()}\n")
+        if self._enabled:
+            self._add(record.line(status).decode())
+
+    def audit(self, call: Mapping[str, object]) -> None:
+        """An operator's call is finished: its `path` is cut, and all its text is escaped."""
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        shown = {"audit": at, **call, "path": str(call["path"])[:_LONGEST_PATH]}
+        self._add(json.dumps(shown, separators=(",", ":")).replace(_DELETE, "\\u007f"))
+
+    def _add(self, line: str) -> None:
+        self._lines.append(f"{line}\n")
         if len(self._lines) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
 

@@ -1,36 +1,28 @@
 """The router's own metrics, and the metrics of its engines, as one Prometheus exposition.
 
 It shows every `disagg_*` family of every engine, with the labels `engine` and `role`, and those of
-vLLM's families that tell how busy an engine is. A dead engine must never fail the exposition: it
-costs its own series, and a wait of 2 s at most.
+vLLM's families that tell how busy an engine is. An engine that is dead, or whose metrics are
+malformed, must never fail the exposition: it costs its own series, and a wait of 2 s at most.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-import aiohttp
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from disagg.router.telemetry.engine_metrics import Cached, EngineTexts
 from disagg.router.topology import EngineEndpoint, Topology, role_of
 
-SCRAPE_S = 2.0
+logger = logging.getLogger(__name__)
+
+_OF_ENGINES = "Of the engines; docs of disagg and vLLM describe it."
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-# The families of vLLM that are shown. An engine has thousands of lines.
-OF_VLLM = frozenset(
-    {
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:kv_cache_usage_perc",
-        "vllm:prompt_tokens",
-        "vllm:generation_tokens",
-        "vllm:inter_token_latency_seconds",
-    }
-)
 _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
@@ -150,46 +142,60 @@ class EnginesUp(Collector):
         yield up
 
 
-async def exposition(
-    own: bytes, client: aiohttp.ClientSession, engines: Sequence[EngineEndpoint]
-) -> bytes:
-    """The text of /metrics. `own`: the router's own metrics."""
-    texts = await asyncio.gather(*(scrape(client, engine) for engine in engines))
-    registry = CollectorRegistry()
-    registry.register(_Merged(engines, texts))
-    return own + generate_latest(registry)
+class Exposition:
+    """Makes the text of /metrics. The engines' part is at most a second old; the router's own
+    figures are those of the moment. Requests that wait together get one text."""
 
+    def __init__(
+        self,
+        texts: EngineTexts,
+        engines: Callable[[], Sequence[EngineEndpoint]],
+        own: Callable[[], Awaitable[bytes]],
+    ) -> None:
+        self._texts, self._engines, self._own = texts, engines, own
+        self._merged = Cached(self._merge)
+        self._lock = asyncio.Lock()
+        self._next: asyncio.Task[bytes] | None = None
 
-async def scrape(client: aiohttp.ClientSession, engine: EngineEndpoint) -> str | None:
-    """The engine's metrics as text; None if it does not answer in time."""
-    timeout = aiohttp.ClientTimeout(total=SCRAPE_S)
-    try:
-        async with client.get(f"{engine.url}/metrics", timeout=timeout) as answer:
-            return await answer.text() if answer.status == 200 else None
-    except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError):
-        return None
+    async def text(self, *, fresh: bool = False) -> bytes:
+        """The router's own metrics, then those of its engines. `fresh`: all of the moment."""
+        if fresh:
+            return await self._own() + await self._merge(fresh=True)
+        if self._next is None:
+            self._next = asyncio.create_task(self._make())
+        return await asyncio.shield(self._next)
+
+    async def _make(self) -> bytes:
+        async with self._lock:
+            self._next = None  # those who come from now on need a newer text
+            return await self._own() + await self._merged.get(self._engines())
+
+    async def _merge(self, *, fresh: bool = False) -> bytes:
+        registry = CollectorRegistry()
+        registry.register(_Merged(await self._texts.get(fresh=fresh)))
+        return generate_latest(registry)
 
 
 class _Merged(Collector):
     """Merges families of the same name from several engines; labels name the engine."""
 
-    def __init__(self, engines: Sequence[EngineEndpoint], texts: Sequence[str | None]) -> None:
-        self._scrapes = list(zip(engines, texts, strict=True))
+    def __init__(self, scrapes: Sequence[tuple[EngineEndpoint, str | None]]) -> None:
+        self._scrapes = scrapes
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
         for engine, text in self._scrapes:
             labels = {"engine": engine.name, "role": engine.role}
-            for family in text_string_to_metric_families(text or ""):
-                if family.name.startswith("disagg_") or family.name in OF_VLLM:
+            try:
+                for family in text_string_to_metric_families(text or ""):
                     self._add(families, family, labels)
+            except ValueError as error:  # its lines are well-formed, but contradict each other
+                logger.warning("metrics of %s left out: %r", engine.name, str(error)[:200])
         return families.values()
 
     @staticmethod
     def _add(families: dict[str, Metric], family: Metric, labels: dict[str, str]) -> None:
-        merged = families.setdefault(
-            family.name, Metric(family.name, family.documentation, family.type)
-        )
+        merged = families.setdefault(family.name, Metric(family.name, _OF_ENGINES, family.type))
         for sample in family.samples:
             if not sample.name.endswith("_created"):
                 merged.add_sample(sample.name, {**sample.labels, **labels}, sample.value)

@@ -12,7 +12,8 @@ from pathlib import Path
 import disagg
 from disagg.dashboards import grafana
 from disagg.dashboards.panels import VIA, rows
-from disagg.router.telemetry.metrics import OF_VLLM, RouterMetrics
+from disagg.router.telemetry.engine_metrics import OF_VLLM
+from disagg.router.telemetry.metrics import RouterMetrics
 
 SELECTOR = re.compile(r'\{__name__=~"\$\{via\}([^"]+)", deployment=~"\$deployment"([^}]*)\}')
 # The suffixes of a family's samples.

@@ -22,10 +22,13 @@ import pytest
 from aiohttp import web
 
 from disagg.config import LimitsSection, Role, RouterSection
+from disagg.credentials import ApiKey
 from disagg.router.main import RouterServer, bind, create_app
 from disagg.router.topology import EngineEndpoint
 
 T = TypeVar("T")
+OPERATOR = ApiKey("op", "of-an-operator", is_admin=True)
+AS_OPERATOR = {"authorization": f"Bearer {OPERATOR.value}"}
 PARAMS = {"do_remote_prefill": True, "remote_host": "p", "disagg": "ticket", "floats": 1.0}
 
 LAST = {
@@ -87,7 +90,7 @@ class FakeEngine:
     runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        app = web.Application()
+        app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_post("/v1/responses", self._complete)
@@ -266,7 +269,8 @@ def loop() -> Iterator[Loop]:
 @pytest.fixture
 def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
     """Starts a router with a prefill and a decode engine, and more engines of the roles `others`.
-    `options` go to `create_app`. Short prompts are handed off, unless `section` says otherwise."""
+    `options` go to `create_app`. Short prompts are handed off, unless `section` says otherwise.
+    Without `api_keys`, everybody may infer, and `OPERATOR` operates."""
     undo: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     def start(
@@ -284,6 +288,7 @@ def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
             engines.append(EngineEndpoint(f"{engine.role}-{number // 2}", engine.role, engine.url))
         sock = bind("127.0.0.1", 0)
         settings = {"pairing": {"local_prefill_tokens": 0}, **(section or {})}
+        options.setdefault("api_keys", [OPERATOR])
         router = RouterSection(port=0, limits=LimitsSection(**(limits or {})), **settings)
         server = RouterServer(create_app(router, engines, **options), sock)
         loop.run(server.start())

@@ -73,7 +73,7 @@ def test_batch_resumes(batch: Batch, setup: Setup) -> None:
         assert answers[str(number)]["status_code"] == 200
         assert answers[str(number)]["body"]["role"] == "decode"
     failed = json.loads(batch.errors.read_text())
-    assert (failed["custom_id"], failed["response"]["status_code"]) == ("bad", 404)
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("bad", 403)
 
     # Killed in the middle of a line, which is repaired.
     whole = batch.output.read_text()

@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from unit.router.conftest import Setup, wait_for
+from unit.router.conftest import AS_OPERATOR, Setup, wait_for
 
 from disagg.testing.http import client
 
@@ -174,8 +174,9 @@ NOT_HTTP = [
     *(head("POST /v1/completions HTTP/1.1", f"content-length: {n}") for n in ("x", "-1", "1e3")),
     head("POST /v1/completions HTTP/1.1", f"content-length: {10**30}"),
     head("POST /v1/completions HTTP/1.1", "content-length: 1", "content-length: 2") + b"{}",
-    head("POST /v1/x HTTP/1.1", "content-length: 1", "transfer-encoding: chunked") + b"0\r\n\r\n",
-    head("POST /v1/x HTTP/1.1", "transfer-encoding: chunked, gzip") + b"0\r\n\r\n",
+    head("POST /v1/embeddings HTTP/1.1", "content-length: 1", "transfer-encoding: chunked")
+    + b"0\r\n\r\n",
+    head("POST /v1/embeddings HTTP/1.1", "transfer-encoding: chunked, gzip") + b"0\r\n\r\n",
     chunked(b"zz\r\n"),
     chunked(b"2\r\n{}garbage\r\n"),
     chunked(b"2\r\n{}\r\n", b"-1\r\n"),
@@ -281,7 +282,8 @@ def test_any_target(setup: Setup, examples: int) -> None:
     @bounded(examples)
     @given(target=TARGETS)
     def check(target: str) -> None:
-        answer = exchange(setup, head(f"GET {target} HTTP/1.1", "connection: close"))
+        operator = f"authorization: {AS_OPERATOR['authorization']}"
+        answer = exchange(setup, head(f"GET {target} HTTP/1.1", "connection: close", operator))
         assert status(answer) in (200, 400, 404), answer
 
     check()
@@ -293,7 +295,7 @@ FIELD = st.tuples(
 )
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/x"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 def test_any_header(setup: Setup, path: str) -> None:
     body = BODY.replace(b"true", b"false")
 
@@ -314,9 +316,9 @@ def test_a_body_of_100_mb_is_refused_and_not_kept(make: Make, framing: str) -> N
     before = most = process.memory_info().rss
     with connect(setup) as connection:
         if framing == "length":
-            connection.sendall(head("POST /v1/x HTTP/1.1", f"content-length: {100 << 20}"))
+            connection.sendall(head("POST /v1/embeddings HTTP/1.1", f"content-length: {100 << 20}"))
         else:
-            connection.sendall(head("POST /v1/x HTTP/1.1", "transfer-encoding: chunked"))
+            connection.sendall(head("POST /v1/embeddings HTTP/1.1", "transfer-encoding: chunked"))
             piece = b"100000\r\n" + piece + b"\r\n"
         for _ in range(100):
             connection.sendall(piece)
@@ -379,7 +381,7 @@ def test_a_connection_without_a_request(make: Make) -> None:
 def test_an_upload_that_continues_after_its_refusal(make: Make) -> None:
     setup = make(limits={"receive_timeout_s": 0.5, "max_body_bytes": 10})
     with connect(setup) as connection:
-        connection.sendall(head("POST /v1/x HTTP/1.1", "content-length: 1000") + b" " * 20)
+        connection.sendall(head("POST /v1/embeddings HTTP/1.1", "content-length: 1000") + b" " * 20)
         answer = dribble(connection, b" ")
     assert refused(answer) == 413
 

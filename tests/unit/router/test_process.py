@@ -186,8 +186,9 @@ def test_tls_and_keys(start: Callable[..., Router], tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# who\nann=of-ann\n\nof-nobody  # no name\n")
     router = start(
         *("--tls-cert", cert, "--tls-key", key, "--engine-key-env", "INNER"),
-        config=f"api_keys_file: {tmp_path / 'keys'}\npairing: {{local_prefill_tokens: 0}}\n",
-        env={"INNER": "of-the-engines"},
+        config=f"api_keys_file: {tmp_path / 'keys'}\npairing: {{local_prefill_tokens: 0}}\n"
+        "admin_keys_env: ADMINS\n",
+        env={"INNER": "of-the-engines", "ADMINS": "eve=of-eve"},
     )
     assert router.url.startswith("https://127.0.0.1:")
     trusting = httpx.Client(verify=ssl.create_default_context(cafile=cert))
@@ -204,12 +205,14 @@ def test_tls_and_keys(start: Callable[..., Router], tmp_path: Path) -> None:
     with pytest.raises(httpx.HTTPError):
         complete(router.url.replace("https:", "http:"))
 
-    # With keys configured a drain command needs one, from this machine too.
-    assert "missing or wrong API key" in disagg("drain", router.url, "--ca", cert).stderr
-    done = disagg("drain", router.url, "--ca", cert, "--key-env", "K", "--wait", K="of-ann")
+    # A drain command needs an admin key, from this machine too.
+    for key_of in ((), ("--key-env", "K")):
+        said = disagg("drain", router.url, "--ca", cert, *key_of, K="of-ann").stderr
+        assert "send an admin key" in said
+    done = disagg("drain", router.url, "--ca", cert, "--key-env", "K", "--wait", K="of-eve")
     assert (done.returncode, done.stdout) == (0, "draining, 0 in flight\ndrained\n")
     assert router.ended() == 0
-    for secret in ("of-ann", "of-nobody", "of-the-engines"):
+    for secret in ("of-ann", "of-nobody", "of-eve", "of-the-engines"):
         assert secret not in router.text
 
 
@@ -317,11 +320,14 @@ def test_a_second_signal_exits_at_once(start: Callable[..., Router]) -> None:
     assert not stream.whole
 
 
-def test_a_drain_command_waits_for_all_processes(start: Callable[..., Router]) -> None:
-    router = start("--processes", "2")
+def test_a_drain_command_waits_for_all_processes(
+    start: Callable[..., Router], tmp_path: Path
+) -> None:
+    at = tmp_path / "own" / "router.sock"
+    router = start("--processes", "2", "--admin-socket", str(at))
     router.children()
     streams = [Stream(router) for _ in range(4)]
-    command = [sys.executable, "-m", "disagg.cli", "drain", router.url, "--wait"]
+    command = [sys.executable, "-m", "disagg.cli", "drain", "--socket", str(at), "--wait"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiting:
         until(lambda: is_refused(router.url))
         assert waiting.poll() is None
@@ -333,3 +339,4 @@ def test_a_drain_command_waits_for_all_processes(start: Callable[..., Router]) -
         assert waiting.stdout is not None
         assert waiting.stdout.read() == "draining, 4 in flight\ndrained\n"
     assert router.ended() == 0
+    assert not at.exists()

@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 import pytest
 import vllm
-from unit.router.conftest import FakeEngine, Setup
+from unit.router.conftest import AS_OPERATOR, FakeEngine, Setup
 from unit.router.pairing.test_admission import until
 
 from disagg.config import PairingSection, RouterSection
+from disagg.router.api import paths
 from disagg.router.engines import broadcast
 from disagg.router.server.app import create_app
 from disagg.router.server.server import RouterServer, bind
@@ -22,22 +23,25 @@ from disagg.router.topology import EngineEndpoint
 from disagg.testing.http import client
 
 Make = Callable[..., Setup]
-# vLLM's POST-only routes that only query, or that no engine here has.
-ASKING = re.compile(
-    r"/(v1/|cohere/v2/|v2/)?(systemone|chat|completions|responses|messages|embed|pooling|classify|score|rerank|tokenize"
-    r"|detokenize|audio/|generative_scoring|structured|inference|render|derender)"
-)
-ELSEWHERE = {
+# Operators' routes that a router does not send to all engines: they only read, or no engine here
+# has them.
+TO_ONE = {
     "/fault_tolerance/apply",
-    "/ping",
-    "/invocations",
-    "/scale_elastic_ep",
+    "/fault_tolerance/status",
+    "/get_world_size",
+    "/is_paused",
     "/is_scaling_elastic_ep",
+    "/is_sleeping",
+    "/kv_event_sources",
+    "/scale_elastic_ep",
+    "/server_info",
+    "/weight_info",
 }
+OWN = {"/health"}  # the router answers it itself
 
 
 def post(setup: Setup, path: str, body: object = None) -> httpx.Response:
-    return client().post(f"{setup.url}{path}", json=body, timeout=20)
+    return client().post(f"{setup.url}{path}", json=body, headers=AS_OPERATOR, timeout=20)
 
 
 def engines(setup: Setup) -> list[FakeEngine]:
@@ -93,14 +97,19 @@ def test_an_engine_that_is_gone(setup: Setup) -> None:
 
 
 def test_no_route_of_vllm_is_missing() -> None:
-    """Of the installed vLLM: a new route must be classified here."""
+    """Of the installed vLLM: a new route must be classified."""
     folder = Path(vllm.__file__).parent / "entrypoints"
-    source = "".join(file.read_text() for file in folder.rglob("api_router.py"))
-    routes = set(re.findall(r'@router\.(?:post|put|delete|patch)\(\s*"([^"]+)"', source))
-    assert len(routes) > 20
+    files = [*folder.rglob("api_router.py"), *folder.rglob("basic.py"), *folder.rglob("health.py")]
+    source = "".join(file.read_text() for file in files)
+    called = r'router\.(?:get|post|put|delete|patch|add_api_route)\(\s*"([^"]+)"'
+    routes = {path.replace("{response_id}", "resp_1") for path in re.findall(called, source)}
+    assert len(routes) > 50
     assert routes >= broadcast.PATHS
-    unknown = {one for one in routes - broadcast.PATHS - ELSEWHERE if not ASKING.match(one)}
-    assert unknown == set()
+    assert routes >= paths.CLIENTS
+    clients = {path for path in routes if paths.is_for_clients(path)}
+    assert clients >= {"/v1/responses/resp_1", "/v1/responses/resp_1/cancel"}
+    assert not clients & (broadcast.PATHS | TO_ONE)
+    assert routes - clients - broadcast.PATHS - OWN == TO_ONE
 
 
 # ---- adapters --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from unit.router.conftest import Setup
+from unit.router.conftest import AS_OPERATOR, Setup
 from unit.router.pairing.test_admission import complete, until
 
 from disagg.testing.http import client
@@ -20,7 +20,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def state_of(setup: Setup) -> dict[str, Any]:
-    state: dict[str, Any] = client().get(f"{setup.url}/ui/state", timeout=10).json()
+    state: dict[str, Any] = (
+        client().get(f"{setup.url}/ui/state", headers=AS_OPERATOR, timeout=10).json()
+    )
     return state
 
 
@@ -57,7 +59,7 @@ def test_failures_name_the_request_and_no_address(setup: Setup) -> None:
     answer = complete(setup)
     assert answer.status_code == 503
     until(lambda: state_of(setup)["failures"] != [])
-    text = client().get(f"{setup.url}/ui/state", timeout=10).text
+    text = client().get(f"{setup.url}/ui/state", headers=AS_OPERATOR, timeout=10).text
     failure = json.loads(text)["failures"][0]
     assert failure["status"] == 503
     assert failure["id"] == answer.headers["x-request-id"]

@@ -1,0 +1,60 @@
+"""Operators' calls: who may make them, and an audit line for each.
+
+A path that does more than infer or read is an operator's. It needs an admin key, or the router's
+own socket. The decision must be made on the bytes of the path that are sent to the engine, decoded
+once, as the engine decodes them.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import unquote
+
+from starlette.types import Scope
+
+from disagg.router.api import paths
+from disagg.router.api.errors import ApiError
+from disagg.router.server.api_keys import Caller, KeyRing
+from disagg.router.telemetry.access_log import AccessLog
+
+
+def is_operators(scope: Scope) -> bool:
+    """Whether this request's path needs an operator."""
+    return not paths.is_for_clients(unquote(raw_path(scope)))
+
+
+def check(caller: Caller, keys: KeyRing) -> None:
+    """`ApiError` 403 if the caller is no operator."""
+    if caller.is_operator:
+        return
+    if keys.has_admin_keys:
+        raise ApiError(
+            403,
+            "this path is for operators: send an admin key (router.admin_keys_file), or use the "
+            "router's own socket",
+        )
+    raise ApiError(
+        403,
+        "this path is for operators, and closed without an admin key: set router.admin_keys_file, "
+        "or use the router's own socket",
+    )
+
+
+def raw_path(scope: Scope) -> str:
+    """The path exactly as the client sent it."""
+    path: bytes = scope["raw_path"]
+    return path.decode("latin-1")
+
+
+def raw_target(scope: Scope) -> str:
+    """Path and query exactly as the client sent them."""
+    query: bytes = scope["query_string"]
+    return raw_path(scope) + ("?" + query.decode("latin-1") if query else "")
+
+
+def audit(log: AccessLog, caller: Caller, scope: Scope, status: int) -> None:
+    """Write the line of an operator's call. The socket's line has the peer's process and user."""
+    peer = caller.peer
+    who: dict[str, object] = {"who": caller.name}
+    if peer is not None:
+        who |= {"pid": peer.pid, "uid": peer.uid}
+    log.audit({**who, "method": scope["method"], "path": raw_target(scope), "status": status})
