@@ -156,7 +156,7 @@ def _silent(_: str, __: str) -> None:
 
 def _with_admin_socket(section: RouterSection) -> RouterSection:
     # Chosen here: the router's actor has the temporary folder of a private Ray.
-    default = user_folder() / "router-{port}.sock"
+    default = user_folder().path / "router-{port}.sock"
     return section.model_copy(update={"admin_socket": section.admin_socket or default})
 
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.cluster import RunningDeployment, start
-from disagg.cluster.run_folder import user_folder
 from disagg.cluster.serve import Progress
 from disagg.preflight import checks
+from disagg.private_files import user_folder
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL, cpu_deployment
 from disagg.testing.openai_stream import stream
@@ -131,7 +131,7 @@ class Handoffs:
 def _handoffs(url: str) -> Handoffs:
     """The totals in the router's /metrics, of this moment: read at the operators' socket."""
     seconds, by_transport = 0.0, dict[str, float]()
-    path = user_folder() / f"router-{url.rpartition(':')[2]}.sock"
+    path = user_folder().path / f"router-{url.rpartition(':')[2]}.sock"
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=10) as operator:
         text = operator.get("http://localhost/metrics").text
     for family in text_string_to_metric_families(text):

@@ -100,6 +100,7 @@ ALLOWED = {
     "router.server": {
         *_ROUTER, "credentials", "router.api", "router.telemetry", "router.upstream",
         "router.engines", "router.request",
+        "private_files",
     },
     "router.request": {
         *_ROUTER, "router.api", "router.telemetry", "router.upstream", "router.engines",
@@ -125,6 +126,7 @@ ALLOWED = {
     "testing": {
         *LEAVES, "cluster", "preflight", "router.api.bodies",
         "engine.vllm_patches.busy_poll", "engine.vllm_patches.fork_workers",
+        "private_files",
     },
     "bench": {
         *LEAVES, "options", "testing", "transport.names", "bench.first_token", "bench.router",

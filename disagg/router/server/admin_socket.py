@@ -15,6 +15,7 @@ import struct
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from disagg.private_files import PrivateFolder
 from disagg.router.server.api_keys import SocketPeer
 
 _BACKLOG = 64
@@ -43,8 +44,8 @@ def open_admin_socket(path: Path, port: int) -> AdminSocket:
     path = Path(str(path).replace("{port}", str(port)))
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise _problem(path, f"longer than {_LONGEST_PATH} bytes; choose a shorter path")
+    PrivateFolder(path.parent.absolute()).make("router.admin_socket")
     try:
-        _check_folder(path)
         _remove_stale(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -70,20 +71,6 @@ def may_operate(peer: SocketPeer) -> bool:
     """Whether this peer is of the router's user, or root. The file's mode lets in no other; this
     holds also if somebody has changed the mode."""
     return peer.uid in (os.geteuid(), 0)
-
-
-def _check_folder(path: Path) -> None:
-    folder = path.parent
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise _problem(path, f"{folder} is no folder, or a symbolic link; name a folder")
-    if found.st_uid != os.geteuid():
-        raise _problem(path, f"{folder} belongs to another user; use a folder of your own")
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        mode = stat.S_IMODE(found.st_mode)
-        raise _problem(path, f"{folder} has mode {mode:04o}; run: chmod 700 {folder}")
 
 
 def _remove_stale(path: Path) -> None:
