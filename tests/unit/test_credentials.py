@@ -109,6 +109,7 @@ def test_operators_keys_are_told_from_clients(
 ) -> None:
     file = tmp_path / "admins"
     file.write_text("eve=of-eve\nof-anybody\n")
+    file.chmod(0o600)
     monkeypatch.setenv("CLIENTS", "ann=of-ann")
     router = RouterSection(api_keys_env="CLIENTS", admin_keys_file=file)
     clients = (ApiKey("ann", "of-ann"),)

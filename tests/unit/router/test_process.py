@@ -184,6 +184,7 @@ def is_refused(url: str) -> bool:
 def test_tls_and_keys(start: Callable[..., Router], tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "own")
     (tmp_path / "keys").write_text("# who\nann=of-ann\n\nof-nobody  # no name\n")
+    (tmp_path / "keys").chmod(0o600)
     router = start(
         *("--tls-cert", cert, "--tls-key", key, "--engine-key-env", "INNER"),
         config=f"api_keys_file: {tmp_path / 'keys'}\npairing: {{local_prefill_tokens: 0}}\n"

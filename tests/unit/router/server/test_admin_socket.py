@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
         open_admin_socket(tmp_path / ("x" * 120), 1)
 
 
-def test_a_folder_that_is_missing_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"router\.admin_socket: .*choose another path"):
-        open_admin_socket(tmp_path / "a" / "b" / "router.sock", 1)
+def test_missing_folders_are_made_for_this_user_alone(tmp_path: Path) -> None:
+    opened = open_admin_socket(tmp_path / "a" / "b" / "router.sock", 1)
+    assert all(stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700 for name in ("a", "a/b"))
+    opened.remove()
