@@ -28,13 +28,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     comes first. Coverage doubles the time of tests that hypothesis generates, and they cover little
     that the others do not.
     """
-    shared = {item.path for item in items if "fleet" in getattr(item, "fixturenames", ())}
+    shared = {item.path for item in items if _uses_fleet(item)}
     for item in items:
         group = "fleet" if item.path in shared else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("hypothesis"):
             item.add_marker(pytest.mark.no_cover)
     items.sort(key=lambda item: item.path not in shared)
+
+
+def _uses_fleet(item: pytest.Item) -> bool:
+    """Directly, or through the engines that its module names (tests/engine/conftest.py)."""
+    module = getattr(item, "module", None)
+    return "fleet" in getattr(item, "fixturenames", ()) or bool(getattr(module, "ENGINES", ()))
 
 
 def pytest_collection_finish() -> None:
