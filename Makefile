@@ -62,11 +62,13 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 
 # Unit, transport and security tests wait more than they compute, so four processes share two cores.
-# Engines want the cores and the memory for themselves.
+# Engines start and stop one after the other, so two processes do; each module is in one of them.
 test: $(INSTALLED)
 	@failed=0; \
-	$(BIN)/pytest -n 4 --cov --cov-report= -m "not slow" tests/unit tests/transport tests/security || failed=1; \
-	$(BIN)/pytest --durations=20 -m "not slow" tests/engine tests/cluster || failed=1; \
+	$(BIN)/pytest -n 4 --cov --cov-report= -m "not slow" tests/unit tests/transport \
+		tests/security || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 -m "not slow" \
+		tests/engine tests/cluster || failed=1; \
 	$(BIN)/python tests/coverage_by_folder.py; \
 	exit $$failed
 

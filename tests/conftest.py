@@ -7,10 +7,17 @@ runs each module in one process, and all modules that use the session's engines 
 
 from __future__ import annotations
 
+import functools
 import gc
+import re
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+# Directly, or through the engines that the module names (tests/engine/conftest.py).
+_USES_FLEET = re.compile(r"^ENGINES =|\bfleet: Fleet\b", re.MULTILINE)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,22 +26,34 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("terminated", 128 + number))
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests together that share engines, and leave generated tests out of the coverage.
-
-    With `--dist loadgroup`, a group runs in one process: a module's tests, and all that use the
-    fleet, which each process would else start for itself. The fleet's group is the longest, so it
-    comes first. Coverage doubles the time of tests that hypothesis generates, and they cover little
-    that the others do not.
-    """
-    shared = {item.path for item in items if "fleet" in getattr(item, "fixturenames", ())}
+    """Run the tests that share the fleet first, as they take longest, and leave generated tests out
+    of the coverage: it doubles their time, and they cover little that the others do not."""
     for item in items:
-        group = "fleet" if item.path in shared else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("hypothesis"):
             item.add_marker(pytest.mark.no_cover)
-    items.sort(key=lambda item: item.path not in shared)
+    items.sort(key=lambda item: not _uses_fleet(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A scheduler that keeps the tests of a group in one process. xdist's own does not with pytest
+    9.2, which ignores the group's name at the end of a test's id."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return "fleet" if _uses_fleet(config.rootpath / module) else module
+
+    return ByModule(config, log)
+
+
+@functools.cache
+def _uses_fleet(module: Path) -> bool:
+    return _USES_FLEET.search(module.read_text()) is not None
 
 
 def pytest_collection_finish() -> None:
