@@ -48,7 +48,8 @@ class _FewWarnings(logging.Filter):
         return self._count <= _WARNINGS
 
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("uvicorn.error.connections")  # uvicorn's handler writes its lines
+logger.setLevel(logging.WARNING)
 logger.addFilter(_FewWarnings())
 
 
