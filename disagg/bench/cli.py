@@ -404,6 +404,9 @@ def transfer(
     staging_mb: Annotated[
         int, typer.Option(min=1, help="MiB of GPU memory that each end stages in.")
     ] = 64,
+    storage_checksum: Annotated[
+        str, typer.Option(help="Of the files of shared_storage: keyed or fast.")
+    ] = "keyed",
     repeats: Annotated[
         int, typer.Option(min=1, help="Repeats, medians count; one more warms up.")
     ] = 5,
@@ -424,6 +427,7 @@ def transfer(
         concurrency=_numbers(concurrency) if concurrency else None,
         layers=layers,
         staging_bytes=staging_mb << 20,
+        checksum=storage_checksum,
     )
     raise typer.Exit(bench.run(plan, with_peer=peer, output=Output(json, results)))
 

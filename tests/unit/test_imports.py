@@ -146,7 +146,7 @@ ALLOWED = {
     "bench.transfer": {
         *_TRANSPORT, "testing", "bench.results", "transport", "transport.control",
         "transport.device", "transport.host", "transport.names", "transport.one_sided",
-    "private_files",
+    "private_files", "checksums",
     },
     "chaos": {
         *LEAVES, "testing", "bench.results", "cluster", "preflight", "router", "router.server",

@@ -32,6 +32,7 @@ def parse(arguments: Sequence[str]) -> TransferOptions:
         parser.add_argument(name, type=_numbers, help="comma-separated")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--staging-mb", type=int, default=64)
+    parser.add_argument("--storage-checksum", choices=["keyed", "fast"], default="keyed")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
@@ -46,6 +47,7 @@ def parse(arguments: Sequence[str]) -> TransferOptions:
         concurrency=found.concurrency,
         layers=found.layers,
         staging_bytes=found.staging_mb << 20,
+        checksum=found.storage_checksum,
     )
     return TransferOptions(plan, found.peer, Output(found.json, found.results))
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from disagg.bench.transfer.memory import BenchMemory, Ints, offsets, pieces
+from disagg.checksums import Checksum, ChecksumName
 from disagg.errors import DisaggError
 from disagg.private_files import PrivateFolder
 from disagg.transport import protocol as p
@@ -52,6 +53,7 @@ class Setup:
     device: str
     folder: Path
     staging_bytes: int
+    checksum: ChecksumName = "keyed"
 
 
 class End:
@@ -80,7 +82,9 @@ class End:
     def make_means(self, cache: BlockCache, board: LeaseBoard | None = None) -> Means:
         """The means of this cache's transports; files go to the folder."""
         self.staging = self.make_staging(cache)
-        storage = Storage(PrivateFolder(self.setup.folder), max_bytes=64 << 30)
+        checksum = Checksum.named(self.setup.checksum, b"files of this bench", _SECRET)
+        folder = PrivateFolder(self.setup.folder)
+        storage = Storage(folder, max_bytes=64 << 30, checksum=checksum)
         return Means(_HOST, _SECRET, storage, self.staging, board)
 
     def ready(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from disagg.bench.transfer import nixl
 from disagg.bench.transfer.memory import LAYERS, PIECE, scattered
+from disagg.checksums import ChecksumName
 from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE
 
@@ -65,7 +66,8 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """What to measure. `staging_bytes`: per end, for caches on a device."""
+    """What to measure. `staging_bytes`: per end, for caches on a device. `checksum`: of
+    shared_storage's files."""
 
     transports: Sequence[str]
     sizes: Sequence[int]
@@ -75,6 +77,7 @@ class TransferPlan:
     repeats: int
     layers: int = LAYERS
     staging_bytes: int = STAGING_BYTES
+    checksum: ChecksumName = "keyed"
 
     @classmethod
     def of(cls, device: str, repeats: int, **chosen: Any) -> TransferPlan:
@@ -96,6 +99,8 @@ class TransferPlan:
             for size in self.block_bytes
             if size < PIECE or size % PIECE
         ]
+        if self.checksum not in get_args(ChecksumName):
+            problems.append(f"storage checksum {self.checksum!r}: must be keyed or fast")
         if self.device not in nixl.SETTINGS:
             problems.append(f"device {self.device}: must be one of {list(nixl.SETTINGS)}")
         counts = *self.sizes, *self.concurrency, self.repeats, self.layers, self.staging_bytes

@@ -173,7 +173,9 @@ class _Bench:
 
     def _end(self, name: str, make: Callable[[Setup], Any], place: GpuPlace) -> Child:
         plan, files = self._plan, self._folder / "files"
-        setup = Setup(plan.cache_bytes(), plan.layers, place.device, files, plan.staging_bytes)
+        setup = Setup(
+            plan.cache_bytes(), plan.layers, place.device, files, plan.staging_bytes, plan.checksum
+        )
         return self._child(name, make, setup, env=place.env)
 
     def _child(self, name: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Child:
