@@ -13,6 +13,7 @@ from disagg.config import Deployment, Role
 from disagg.engine.args import KEY_ENV, SECRET_ENV, engine_args, engine_env
 from disagg.engine.spec import EngineSpec
 from disagg.preflight.checks import storage_folder
+from disagg.private_files import user_folder
 from disagg.redaction import hidden
 
 _ANY_PORT = "<any free port>"
@@ -44,6 +45,8 @@ def resolve(deployment: Deployment) -> dict[str, Any]:
             "endpoint": f"{scheme}://{router.host}:{router.port or _ANY_PORT}/v1",
             "processes": router.processes,
             "api_keys": router.api_keys_env is not None or router.api_keys_file is not None,
+            "admin_keys": router.admin_keys_env is not None or router.admin_keys_file is not None,
+            "admin_socket": str(router.admin_socket or user_folder().path / "router-{port}.sock"),
             "limits": router.limits.model_dump(),
         },
     }
