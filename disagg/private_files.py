@@ -20,11 +20,11 @@ from typing import Literal
 
 from disagg.errors import ConfigError
 
-Others = Literal["nothing", "read"]
+Others = Literal["nothing", "read", "anything"]
 
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_FORBIDDEN: dict[Others, int] = {"nothing": 0o077, "read": 0o022}
+_FORBIDDEN: dict[Others, int] = {"nothing": 0o077, "read": 0o022, "anything": 0}
 
 
 class UnsafePathError(PermissionError):
@@ -39,8 +39,10 @@ class UnsafePathError(PermissionError):
 
 @dataclass(frozen=True)
 class PrivateFolder:
-    """A folder of this user. others: whether other users may `read` it, which only whoever made
-    the folder decides; nobody else ever writes to it. parent: checked at every use, too.
+    """A folder of this user. parent: checked at every use, too.
+
+    others: whether other users may `read` it, which only whoever made the folder decides; nobody
+    else ever writes to it. `anything`: its mode does not matter, as its parent lets nobody in.
 
     default: disagg chose the path. Then `make` closes a folder that others may only read, which
     older versions left behind.
@@ -80,6 +82,12 @@ class PrivateFolder:
         """A private folder within this one."""
         return PrivateFolder(self.path / name, self.others, self)
 
+    def enclosed(self, name: str) -> PrivateFolder:
+        """A folder within this one whose mode another program, such as Ray, may change."""
+        if self.others != "nothing":
+            raise ValueError(f"{self.path} is open")
+        return PrivateFolder(self.path / name, "anything", self)
+
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
         """The folder's descriptor. Raises OSError; UnsafePathError if the folder is not ours."""
@@ -93,7 +101,8 @@ class PrivateFolder:
         """The descriptor of a regular file in this folder. A new one may be read by those who may
         read the folder. Raises OSError."""
         with self.opened() as folder:
-            mode = 0o600 | (os.fstat(folder).st_mode & 0o044 & ~_FORBIDDEN[self.others])
+            shared = os.fstat(folder).st_mode & 0o044 if self.others == "read" else 0
+            mode = 0o600 | shared
             return open_regular(name, flags, mode, folder)
 
     def read_bytes(self, name: str, limit: int) -> bytes:
@@ -204,7 +213,7 @@ def _problem(found: os.stat_result, others: Others, mode: str = "700") -> str:
     if found.st_uid != os.getuid():
         return f"belongs to user {found.st_uid}, not to user {os.getuid()}; name one of your own"
     if found.st_mode & _FORBIDDEN[others]:
-        verb = "read or change" if others == "nothing" else "change"
+        verb = "change" if others == "read" else "read or change"
         return (
             f"has mode {stat.S_IMODE(found.st_mode):o}: other users may {verb} it; use one with "
             f"mode {mode} (chmod {mode})"

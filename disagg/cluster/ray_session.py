@@ -206,11 +206,12 @@ def _check_token_file() -> None:
 def private_addresses() -> list[str]:
     """The addresses of this user's private Rays that run on this machine now."""
     parent = _parent().make("TMPDIR")
-    sweep(parent.path, _PREFIX)
+    sweep(parent, _PREFIX)
     found = []
     for folder in sorted(parent.path.glob(f"{_PREFIX}*")):
         try:
-            with PrivateFolder(folder).opened() as opened:
+            # Ray opens the folder for everybody whenever it likes; its parent lets nobody in.
+            with parent.enclosed(folder.name).opened() as opened:
                 address = read_own_file(ADDRESS, _MOST_BYTES, opened).decode()
         except (OSError, UnicodeDecodeError) as error:
             logger.info("%s is no Ray of ours: %s", folder, error)
@@ -259,8 +260,8 @@ def visit(address: str) -> Iterator[None]:
 
 def _private_folder() -> RunFolder:
     parent = _parent().make("TMPDIR")
-    sweep(parent.path, _PREFIX)
-    return RunFolder(parent.path, _PREFIX, _name())
+    sweep(parent, _PREFIX)
+    return RunFolder(parent, _PREFIX, _name())
 
 
 def _parent() -> PrivateFolder:

@@ -16,6 +16,7 @@ from disagg.config import RouterSection
 from disagg.credentials import ApiKey
 from disagg.engine.spec import EngineInfo
 from disagg.errors import ConfigError, StartupError
+from disagg.router.server.admin_socket import remove_left
 
 START_S = 60.0
 REPLACE_S = 5.0
@@ -101,6 +102,9 @@ class RouterHandle:
         self._serves = False
         if self.actor is not None:
             ray.kill(self.actor)
+            section = self.spec.section
+            if section.admin_socket is not None and section.port:
+                remove_left(section.admin_socket, section.port)
 
     def stop(self, grace_s: float) -> None:
         """Accept no new requests, let running requests go on for `grace_s`."""

@@ -21,16 +21,20 @@ from disagg.private_files import PrivateFolder, user_folder
 LOCK = ".owner"
 _MOST_BYTES = 256
 
+Parent = Path | PrivateFolder
+"""Where runs' folders are: a folder that others may share, or one of this user alone, which
+protects what is within, whatever its mode."""
+
 
 class RunFolder:
     """A folder of this process, locked until `remove` or the process's end."""
 
-    def __init__(self, parent: Path, prefix: str, name: str) -> None:
+    def __init__(self, parent: Parent, prefix: str, name: str) -> None:
         """Raises ConfigError if it cannot be made."""
-        self.folder = PrivateFolder(parent / f"{prefix}{name}")
+        self.folder = _within(parent, f"{prefix}{name}")
         self.path = self.folder.path
         try:
-            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700)  # an existing one would be another's
             self._lock = self.folder.open_file(LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except OSError as error:
@@ -46,11 +50,18 @@ class RunFolder:
         os.close(self._lock)
 
 
-def sweep(parent: Path, prefix: str) -> None:
+def sweep(parent: Parent, prefix: str) -> None:
     """Remove the folders of runs that were killed on this host."""
-    for path in parent.glob(f"{prefix}*"):
-        if _abandoned(PrivateFolder(path)):
-            shutil.rmtree(path, ignore_errors=True)
+    path = parent.path if isinstance(parent, PrivateFolder) else parent
+    for found in path.glob(f"{prefix}*"):
+        if _abandoned(_within(parent, found.name)):
+            shutil.rmtree(found, ignore_errors=True)
+
+
+def _within(parent: Parent, name: str) -> PrivateFolder:
+    if isinstance(parent, PrivateFolder):
+        return parent.enclosed(name)
+    return PrivateFolder(parent / name)
 
 
 def _abandoned(folder: PrivateFolder) -> bool:

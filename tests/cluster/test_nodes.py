@@ -47,7 +47,9 @@ def spec_of(index: int, labels: dict[str, str]) -> EngineSpec:
     deployment = Deployment.model_validate(
         {"model": {"path": "/m"}, "decode": {"resources": {"num_cpus": 1, "labels": labels}}}
     )
-    return EngineSpec(deployment, "decode", index, "run", "/tmp/kv", True, "secret", "key")
+    return EngineSpec(
+        deployment, "decode", index, "run", "/tmp/kv", True, "0123456789abcdef", "key"
+    )
 
 
 @pytest.mark.parametrize("labels", [{"zone": "a"}, {"zone": "!b"}, {}])

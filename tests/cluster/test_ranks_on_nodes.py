@@ -88,7 +88,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
 
 
 def spec(deployment: Deployment, role: Any, folder: Path) -> EngineSpec:
-    return EngineSpec(deployment, role, 0, "run", str(folder), False, "secret", KEY)
+    return EngineSpec(deployment, role, 0, "run", str(folder), False, "0123456789abcdef", KEY)
 
 
 def ask(info: EngineInfo, ids: list[int], **more: Any) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def fleet(
         server("files", consumer(transports=["shared_storage"]), *tools, *blocks),
         server("single", None, *tools, *blocks),
         server("strict", transfer("kv_both", strict=True, transports=["tcp"], **options), *small),
-        temporary / f"disagg-{os.getuid()}",
+        temporary / f"disagg-{os.getuid()}" / "handoffs",
     )
     with running(fleet.servers()):
         yield fleet

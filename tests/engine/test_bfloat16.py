@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from disagg.checksums import Checksum
 from disagg.connector.handoff.kv_transfer_params import TICKET
 from disagg.identity.weights import checkpoint
 from disagg.private_files import PrivateFolder
@@ -78,8 +79,10 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
     }
     nothing = ("hf_overrides", "hf_config_path", "mm_processor_kwargs", "long_context", "draft")
     fingerprint |= dict.fromkeys(nothing, "")
-    folder = Path(server.env["TMPDIR"], f"disagg-{os.getuid()}")
-    receiver = SharedStorageReceiver(cache, Storage(PrivateFolder(folder), 1 << 30))
+    folder = Path(server.env["TMPDIR"], f"disagg-{os.getuid()}", "handoffs")
+    checksum = Checksum.named("keyed", b"disagg handoff files", SECRET.encode())
+    storage = Storage(PrivateFolder(folder), 1 << 30, checksum=checksum)
+    receiver = SharedStorageReceiver(cache, storage)
     peers = Peers("test", fingerprint, SECRET.encode())
     try:
         job = FetchJob(cache.whole(range(blocks)), Deadline.after(30))

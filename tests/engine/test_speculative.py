@@ -88,7 +88,7 @@ def start(
     def make(name: str, config: dict[str, object], guesses: dict[str, object]) -> VllmServer:
         args: tuple[str, ...] = ("--num-gpu-blocks-override", "256", "--max-model-len", "4096")
         args += ("--speculative-config", json.dumps(guesses))
-        env = {"TMPDIR": str(fleet.storage.parent), "VLLM_SERVER_DEV_MODE": "1"}
+        env = {"TMPDIR": str(fleet.storage.parents[1]), "VLLM_SERVER_DEV_MODE": "1"}
         return vllm_server(name, model, place / f"{name}.log", config, args, env=env)
 
     return make

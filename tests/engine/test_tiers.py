@@ -41,7 +41,7 @@ def engines(
     vllm_server: Callable[..., VllmServer],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engines]:
-    logs, temporary = tmp_path_factory.mktemp("logs"), fleet.storage.parent
+    logs, temporary = tmp_path_factory.mktemp("logs"), fleet.storage.parents[1]
     kept = {"directory": str(tmp_path_factory.mktemp("tiers")), "reset_keeps_files": True}
     env = {"TMPDIR": str(temporary), "VLLM_SERVER_DEV_MODE": "1"}
 

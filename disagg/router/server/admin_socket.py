@@ -41,7 +41,7 @@ class AdminSocket:
 def open_admin_socket(path: Path, port: int) -> AdminSocket:
     """Listen at this path, in which `{port}` stands for the router's port; makes its folder if
     there is none. Raises ConfigError."""
-    path = Path(str(path).replace("{port}", str(port)))
+    path = _path_for(path, port)
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise _problem(path, f"longer than {_LONGEST_PATH} bytes; choose a shorter path")
     PrivateFolder(path.parent.absolute()).make("router.admin_socket")
@@ -59,6 +59,19 @@ def open_admin_socket(path: Path, port: int) -> AdminSocket:
             raise
     except OSError as error:
         raise _problem(path, f"{error.strerror}; choose another path") from error
+
+
+def remove_left(path: Path, port: int) -> None:
+    """Remove the socket's file of a router on this host that was killed."""
+    path = _path_for(path, port)
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        if stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid():
+            path.unlink()
+
+
+def _path_for(path: Path, port: int) -> Path:
+    return Path(str(path).replace("{port}", str(port)))
 
 
 def peer_of(sock: socket.socket) -> SocketPeer:
