@@ -72,7 +72,7 @@ def _found(name: str | None, address: str | None, console: Console) -> Iterator[
     unresponsive: list[str] = []
     matching: list[tuple[str, str]] = []
     for ray_address in [given] if given else private_addresses():
-        with visit(ray_address):
+        with visit(ray_address, private=not given):
             there = _deployments(name, console)
         unresponsive.extend(there.unresponsive)
         for run, (its_name, _) in there.by_run.items():
@@ -83,7 +83,7 @@ def _found(name: str | None, address: str | None, console: Console) -> Iterator[
         runs = [run for _, run in matching]
         raise ConfigError(_not_one(name, runs, seen, unresponsive, given))
     ((ray_address, run),) = matching
-    with visit(ray_address):
+    with visit(ray_address, private=not given):
         found = _deployments(run, console).by_run.get(run)
         if found is None:
             raise StartupError("the deployment ended meanwhile")

@@ -81,7 +81,7 @@ def connect(
         _refuse_without_token(os.environ["RAY_ADDRESS"])
     folder = None if joined else _private_folder()
     if folder:
-        _stay_on_loopback()
+        _use_loopback()
         _use_tokens()
         _check_token_file()
     try:
@@ -151,9 +151,10 @@ def token_file() -> Path | None:
     return path if path.is_file() else None
 
 
-def _stay_on_loopback() -> None:
-    """Otherwise Ray takes the host's address for its own, even if it is given another, and listens
-    on all addresses. Ray has this setting for desktops, whose firewalls would ask."""
+def _use_loopback() -> None:
+    """Take 127.0.0.1 for the node's address, in this process and its children. Otherwise Ray takes
+    the host's, even if it is given another, and listens on all addresses. Ray has this setting for
+    desktops, whose firewalls would ask."""
     from ray._private import ray_constants
 
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
@@ -240,9 +241,15 @@ def _is_ours(address: str) -> bool:
 
 
 @contextmanager
-def visit(address: str) -> Iterator[None]:
-    """A connection to a running Ray. Raises StartupError if none answers at the address."""
+def visit(address: str, *, private: bool) -> Iterator[None]:
+    """A connection to a running Ray. private: one of `private_addresses`.
+
+    Raises StartupError if none answers at the address.
+    """
     import ray
+
+    if private:
+        _use_loopback()
 
     # A private Ray requires the token that it made for this user.
     wanted = PRIVATE_ENV | ({"RAY_AUTH_MODE": "token"} if token_file() else {})
