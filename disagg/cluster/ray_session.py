@@ -33,7 +33,7 @@ STOP_S = 3.0
 ADDRESS = "address"  # the file with a private Ray's address, in its folder
 LOOPBACK = "127.0.0.1"
 _MOST_BYTES = 256
-_PREFIX = "run-"
+_PREFIX = "r-"  # short, for the limit above
 _LISTENS = "0A"  # a socket's state in /proc/net/tcp
 # A Unix socket's path has at most 107 bytes. Ray appends up to `RAYS_PART` to the folder's path.
 MAX_SOCKET_PATH = 107

@@ -117,13 +117,13 @@ def test_a_planted_ray_gets_no_byte(temporary: Path, plant: str) -> None:
     assert server.stdout is not None
     address = f"127.0.0.1:{int(server.stdout.readline())}"
     if plant == "parent":
-        as_other('mkdir -p "$1/run-abc" && printf %s "$2" > "$1/run-abc/address"', parent, address)
+        as_other('mkdir -p "$1/r-abc" && printf %s "$2" > "$1/r-abc/address"', parent, address)
     else:
         # As it was: Ray opens its folder for everybody, and another user changes the address.
         parent.mkdir(mode=0o700)
-        (parent / "run-abc").mkdir(mode=0o700)
-        (parent / "run-abc" / "address").write_text(address)
-        (parent / "run-abc" / "address").chmod(0o600)
+        (parent / "r-abc").mkdir(mode=0o700)
+        (parent / "r-abc" / "address").write_text(address)
+        (parent / "r-abc" / "address").chmod(0o600)
     done = ours(SCALE)
     assert done.returncode != 0
     assert server.poll() is None, "it was connected to"

@@ -35,7 +35,7 @@ def address_of(server: socket.socket) -> str:
 
 
 def write(folder: Path, name: str, address: str) -> RunFolder:
-    run = RunFolder(PrivateFolder(folder), "run-", name)
+    run = RunFolder(PrivateFolder(folder), "r-", name)
     run.folder.write_bytes(ray_session.ADDRESS, address.encode())
     return run
 
