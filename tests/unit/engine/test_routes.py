@@ -16,7 +16,7 @@ KEY = {"authorization": "Bearer of-the-engines"}
 def engine(monkeypatch: pytest.MonkeyPatch) -> TestClient:
     """The server without an engine. Every path of vLLM answers."""
     monkeypatch.setenv(KEY_ENV, "of-the-engines")
-    monkeypatch.setenv(SECRET_ENV, "of-the-leases")
+    monkeypatch.setenv(SECRET_ENV, "the secret of the leases")
     app = FastAPI()
     server = with_routes(app)
 
