@@ -14,9 +14,12 @@ from typing import Literal, Protocol
 import xxhash
 from typing_extensions import Buffer
 
+from disagg.transport.control.secret import secret_for
+
 ChecksumName = Literal["keyed", "fast"]
 
 DIGEST_BYTES = 16
+_KEY_BYTES = 32
 
 
 class Running(Protocol):
@@ -40,7 +43,7 @@ class Checksum:
         """The checksum of this name. Its key serves one purpose only."""
         if name == "fast":
             return cls()
-        return cls(hashlib.blake2b(purpose, key=hashlib.sha256(secret).digest()[:32]).digest()[:32])
+        return cls(secret_for(purpose, secret)[:_KEY_BYTES])
 
     @property
     def kind(self) -> str:

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from disagg.config import Deployment, RouterSection
 from disagg.errors import ConfigError
-from disagg.transport.control.secret import user_secret
+from disagg.transport.control.secret import MIN_LENGTH, user_secret
 
-_MIN_SECRET_LENGTH = 16
 _MOST_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][\w.@-]{0,63}", re.ASCII)
 _KEY = re.compile(r"[!-~]+")
@@ -65,11 +64,11 @@ def configured_secret(deployment: Deployment) -> str | None:
     )
     if value is None:
         return None
-    if len(value.strip()) < _MIN_SECRET_LENGTH:
+    if len(value.strip()) < MIN_LENGTH:
         key = "secret_env" if transfer.secret_env is not None else "secret_file"
         raise ConfigError(
             f"transfer.{key}: {len(value.strip())} characters — a secret needs at least "
-            f"{_MIN_SECRET_LENGTH}; make one with: openssl rand -hex 32"
+            f"{MIN_LENGTH}; make one with: openssl rand -hex 32"
         )
     return value.strip()
 

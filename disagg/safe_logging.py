@@ -11,6 +11,7 @@ import threading
 import time
 
 _WINDOW_S = 60.0
+_SUPPRESSED = "suppressed %d similar lines in the last minutes"
 
 
 def foreign(text: object, limit: int = 200) -> str:
@@ -26,17 +27,37 @@ def foreign(text: object, limit: int = 200) -> str:
     return shown if len(whole) <= limit else f"{shown}... ({len(whole)} characters)"
 
 
+class LineLimit:
+    """At most `lines` per minute. Safe for use from any thread."""
+
+    def __init__(self, lines: int = 10) -> None:
+        self._lines = lines
+        self._begun = -_WINDOW_S
+        self._written = self._left_out = 0
+        self._lock = threading.Lock()
+
+    def admit(self) -> int | None:
+        """None: leave this line out. Else the number of lines left out before it, to be logged."""
+        with self._lock:
+            now, left_out = time.monotonic(), 0
+            if now - self._begun >= _WINDOW_S:
+                left_out, self._left_out = self._left_out, 0
+                self._begun, self._written = now, 0
+            if self._written >= self._lines:
+                self._left_out += 1
+                return None
+            self._written += 1
+            return left_out
+
+
 class LimitedLog:
-    """At most `lines` lines per minute; then one line counts those that were left out.
+    """Logs at most `lines` lines per minute; then one line counts those that were left out.
 
     Safe for use from any thread.
     """
 
     def __init__(self, logger: logging.Logger, lines: int = 10) -> None:
-        self._logger, self._lines = logger, lines
-        self._begun = -_WINDOW_S
-        self._written = self._left_out = 0
-        self._lock = threading.Lock()
+        self._logger, self._limit = logger, LineLimit(lines)
 
     def warning(self, text: str, *args: object) -> None:
         """As `Logger.warning`."""
@@ -49,16 +70,27 @@ class LimitedLog:
     def _log(
         self, level: int, text: str, args: tuple[object, ...], *, exc_info: bool = False
     ) -> None:
-        left_out = 0
-        with self._lock:
-            now = time.monotonic()
-            if now - self._begun >= _WINDOW_S:
-                left_out, self._left_out = self._left_out, 0
-                self._begun, self._written = now, 0
-            if self._written >= self._lines:
-                self._left_out += 1
-                return
-            self._written += 1
+        left_out = self._limit.admit()
+        if left_out is None:
+            return
         if left_out:
-            self._logger.warning("suppressed %d similar lines in the last minutes", left_out)
+            self._logger.warning(_SUPPRESSED, left_out)
         self._logger.log(level, text, *args, exc_info=exc_info)
+
+
+class LimitedWarnings(logging.Filter):
+    """For another library's logger: at most ten of its warnings per minute pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limit = LineLimit()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Also adds to a warning how many were left out before it."""
+        if record.levelno != logging.WARNING:
+            return True
+        left_out = self._limit.admit()
+        if left_out:
+            shown = record.getMessage()
+            record.msg, record.args = f"{shown} ({_SUPPRESSED % left_out})", ()
+        return left_out is not None

@@ -33,7 +33,7 @@ STOP_S = 3.0
 ADDRESS = "address"  # the file with a private Ray's address, in its folder
 LOOPBACK = "127.0.0.1"
 _MOST_BYTES = 256
-_PREFIX = "r-"  # short, for the limit above
+_PREFIX = "r-"  # short, for MAX_SOCKET_PATH
 _LISTENS = "0A"  # a socket's state in /proc/net/tcp
 # A Unix socket's path has at most 107 bytes. Ray appends up to `RAYS_PART` to the folder's path.
 MAX_SOCKET_PATH = 107
@@ -79,14 +79,18 @@ def connect(
     joined = bool(os.environ.get("RAY_ADDRESS"))
     if joined and not without_token:
         _refuse_without_token(os.environ["RAY_ADDRESS"])
-    folder = None if joined else _private_folder()
-    if folder:
+    if not joined:
         _use_loopback()
         _use_tokens()
         _check_token_file()
+    folder = None if joined else _private_folder()
     try:
         with _temp_folder(folder):
             context = _init(namespace, folder)
+        if folder:
+            folder.path.chmod(0o700)  # Ray has opened it for everybody
+            folder.folder.write_bytes(ADDRESS, context.address_info["gcs_address"].encode())
+            _check_token_file()  # Ray makes the token if there is none
     except BaseException as error:
         if folder:
             _end(_processes(folder.path))
@@ -98,10 +102,6 @@ def connect(
         raise
     finally:
         after_init()
-    if folder:
-        folder.path.chmod(0o700)  # Ray has opened it for everybody
-        folder.folder.write_bytes(ADDRESS, context.address_info["gcs_address"].encode())
-        _check_token_file()
     return RaySession(
         private=not joined,
         node_id=context.address_info["node_id"],

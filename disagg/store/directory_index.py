@@ -12,6 +12,7 @@ only seconds later would never get it. If the disk does not answer in time, the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from disagg.safe_logging import LimitedLog
 from disagg.store.base import (
     STORAGE,
     BlockEvent,
@@ -35,6 +37,8 @@ from disagg.store.base import (
 )
 from disagg.store.directory_files import file_name
 from disagg.store.fingerprint import Fingerprint, claim
+
+logger = logging.getLogger(__name__)
 
 _THREADS = 4
 
@@ -82,6 +86,7 @@ class DirectoryIndex:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = claim(root, fingerprint)
+        self._log = LimitedLog(logger, 1)
         self._ranks = ranks
         self._memory = memory or FindingsLimits()
         self._clock = clock
@@ -309,8 +314,9 @@ class DirectoryIndex:
             with contextlib.ExitStack() as opened:
                 try:
                     folder = opened.enter_context(self._folder.opened())
-                except OSError:
+                except OSError as error:
                     folder = None
+                    self._log.warning("no chunks are found in the directory: %s", error)
                 for key, number in batch:
                     # Chunks after a gap in a prompt are useless, so they are not looked up.
                     present = self._on_disk(key, folder) if present else None

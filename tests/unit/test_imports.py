@@ -31,7 +31,7 @@ ALLOWED = {
     "redaction": set[str](),
     "options": set[str](),
     "private_files": {"errors"},
-    "checksums": set[str](),
+    "checksums": {"transport.control.secret"},
     "config_file": {"errors", "redaction"},
     "config": {"errors", "config_file", "checksums", "transport.names"},
     "credentials": {"config", "errors", "transport.control.secret"},
@@ -50,7 +50,7 @@ ALLOWED = {
     },
     "dashboards": {"errors"},
     "identity": set[str](),
-    "store": {"errors", "checksums", "identity.process", "private_files"},
+    "store": {"errors", "checksums", "identity.process", "private_files", "safe_logging"},
     # HOW bytes move. A way may use control, host and device; these use no way.
     "transport": {
         *_TRANSPORT, "safe_logging", "transport.control", "transport.device.open",
@@ -100,7 +100,7 @@ ALLOWED = {
     "router.server": {
         *_ROUTER, "credentials", "router.api", "router.telemetry", "router.upstream",
         "router.engines", "router.request",
-        "private_files",
+        "private_files", "safe_logging",
     },
     "router.request": {
         *_ROUTER, "router.api", "router.telemetry", "router.upstream", "router.engines",

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from disagg.safe_logging import LimitedLog, foreign
+from disagg import safe_logging
+from disagg.safe_logging import LimitedLog, LimitedWarnings, foreign
 
 logger = logging.getLogger("disagg.test")
 
@@ -55,3 +56,18 @@ def test_a_limited_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
         log.exception("failed")
     assert caplog.messages == ["failed"]
     assert caplog.records[0].exc_info
+
+
+def test_another_librarys_warnings_are_limited_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def record(level: int) -> logging.LogRecord:
+        return logging.LogRecord("x", level, "", 0, "Invalid HTTP request %s.", ("here",), None)
+
+    few = LimitedWarnings()
+    assert [few.filter(record(logging.WARNING)) for _ in range(30)].count(True) == 10
+    assert few.filter(record(logging.ERROR))
+    monkeypatch.setattr(safe_logging, "_WINDOW_S", 0.0)
+    shown = record(logging.WARNING)
+    assert few.filter(shown)
+    assert shown.getMessage().startswith("Invalid HTTP request here. (suppressed 20 similar lines")

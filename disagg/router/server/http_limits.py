@@ -14,7 +14,6 @@ import asyncio
 import json
 import logging
 import socket
-import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -25,32 +24,17 @@ from disagg.router.api.errors import ApiError
 from disagg.router.server import admin_socket
 from disagg.router.server.api_keys import PEER, SocketPeer
 from disagg.router.server.client_disconnect import CONNECTION
+from disagg.safe_logging import LimitedWarnings
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_FIELDS = 128
-_WARNINGS, _WARNINGS_IN_S = 10, 60.0
 _SMALL_BODY = 64 << 10  # bytes of one connection that are never refused
 _LINGER_S = 5.0  # in which a client that is still sending may read its refusal
 
 
-class _FewWarnings(logging.Filter):
-    """Passes ten warnings a minute: any stranger can provoke one with each connection."""
-
-    _began, _count = float("-inf"), 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno != logging.WARNING:
-            return True
-        now = time.monotonic()
-        if now - self._began > _WARNINGS_IN_S:
-            self._began, self._count = now, 0
-        self._count += 1
-        return self._count <= _WARNINGS
-
-
 logger = logging.getLogger("uvicorn.error.connections")  # uvicorn's handler writes its lines
 logger.setLevel(logging.WARNING)
-logger.addFilter(_FewWarnings())
+logger.addFilter(LimitedWarnings())  # any stranger can provoke one with each connection
 
 
 class _TooLarge(Exception):

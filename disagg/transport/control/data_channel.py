@@ -1,8 +1,7 @@
-"""Messages and secrets for the transports' own connections."""
+"""Messages for the transports' own connections."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -32,8 +31,3 @@ def decoder(kind: type[T]) -> Callable[[bytes], T]:
             ) from error
 
     return decode
-
-
-def secret_for(purpose: bytes, secret: bytes) -> bytes:
-    """The key for connections of one purpose; it does not open connections of another."""
-    return hashlib.blake2b(purpose, key=hashlib.sha256(secret).digest()).digest()

@@ -5,6 +5,7 @@ It comes from `DISAGG_SECRET`, or else from a file that this user's engines on t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 
@@ -26,6 +27,11 @@ def read_secret() -> bytes:
     if configured is not None:
         return _checked(configured.strip().encode(), SECRET_VARIABLE)
     return user_secret()
+
+
+def secret_for(purpose: bytes, secret: bytes) -> bytes:
+    """A key of 64 bytes for one purpose. It opens nothing of another, and reveals no secret."""
+    return hashlib.blake2b(purpose, key=hashlib.sha256(secret).digest()).digest()
 
 
 def user_secret() -> bytes:

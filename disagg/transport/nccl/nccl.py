@@ -29,8 +29,9 @@ from disagg.safe_logging import LimitedLog, foreign
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Selection
 from disagg.transport.control.channel import Channel, open_channel
-from disagg.transport.control.data_channel import decoder, encode, secret_for
+from disagg.transport.control.data_channel import decoder, encode
 from disagg.transport.control.listener import Listener
+from disagg.transport.control.secret import secret_for
 from disagg.transport.deadline import Deadline
 from disagg.transport.device import copy_plan
 from disagg.transport.device.base import Communicators, Wait

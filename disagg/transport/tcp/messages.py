@@ -11,7 +11,8 @@ from typing import Annotated
 
 import msgspec
 
-from disagg.transport.control.data_channel import decoder, encode, secret_for
+from disagg.transport.control.data_channel import decoder, encode
+from disagg.transport.control.secret import secret_for
 
 __all__ = [
     "HELLO",

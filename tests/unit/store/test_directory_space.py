@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from unit.identity.processes import dead_owner
 from unit.store.chunks import (
     FINGERPRINT,
     content_of,
@@ -177,15 +175,6 @@ def test_what_is_not_ours_stays(tmp_path: Path, make: MakeSpace) -> None:
     assert present(tmp_path, range(3)) == []
 
 
-def dead_owner() -> str:
-    code = "from disagg.identity import process; print(process.name())"
-    package = Path(process.__file__).parents[2]
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=package
-    )
-    return ran.stdout.strip()
-
-
 def test_temporary_files_of_the_dead_are_swept(tmp_path: Path, make: MakeSpace) -> None:
     write(open_directory(tmp_path), 1)
     folder = path_of(tmp_path, key_of(1)).parent
@@ -214,33 +203,6 @@ def test_temporary_files_of_the_dead_are_swept(tmp_path: Path, make: MakeSpace) 
     assert make(100).make_room().temporaries in (0, 3), "the thread may have been first"
     assert [path.exists() for path in swept] == [False] * 3
     assert [path.exists() for path in kept] == [True] * 7
-
-
-def test_who_is_dead() -> None:
-    me = process.name()
-    machine, pid, started = me.split("-")
-    assert process.is_dead(me) is False
-    assert process.is_dead(f"{machine}-{pid}-{int(started) + 1}") is True, "the number was reused"
-    assert process.is_dead(dead_owner()) is True
-    for strange in ("", "a-b", "a-b-c-d", f"other-{pid}-{started}", f"{machine}-x-1"):
-        assert process.is_dead(strange) is None
-
-
-def test_after_a_fork_it_is_another_owner() -> None:
-    process.name()
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(write_end, process.name().encode())
-        os.kill(os.getpid(), signal.SIGKILL)
-    name = os.read(read_end, 100).decode()
-    assert name != process.name()
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert process.is_dead(name) is True, "it has ended, though nobody has waited for it"
-    os.waitpid(child, 0)
-    assert process.is_dead(name) is True
-    os.close(read_end)
-    os.close(write_end)
 
 
 def test_several_evict_and_write_at_once(tmp_path: Path, make: MakeSpace) -> None:

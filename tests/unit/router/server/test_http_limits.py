@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import httpx
 import pytest
 from unit.router.conftest import Setup, wait_for
 
-from disagg.router.server import http_limits
 from disagg.testing.http import client
 
 Make = Callable[..., Setup]
@@ -94,12 +92,3 @@ def test_a_body_over_the_limit_is_counted_as_503(make: Make) -> None:
     line = 'disagg_router_requests_total{route="/v1/completions",status="503"} 1.0'
     assert wait_for(lambda: line in client().get(f"{setup.url}/metrics").text)
     assert wait_for(lambda: held(setup) == 0)
-
-
-def test_strangers_write_few_lines() -> None:
-    def record(level: int) -> logging.LogRecord:
-        return logging.LogRecord("x", level, "", 0, "Invalid HTTP request received.", (), None)
-
-    few = http_limits._FewWarnings()
-    assert [few.filter(record(logging.WARNING)) for _ in range(30)].count(True) == 10
-    assert few.filter(record(logging.ERROR))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from disagg.errors import PeerRefused
-from disagg.transport.control.data_channel import decoder, encode, secret_for
+from disagg.transport.control.data_channel import decoder, encode
 
 SOURCES = sorted((Path(__file__).parents[4] / "disagg").rglob("*.py"))
 
@@ -48,10 +48,6 @@ def test_a_message_is_decoded() -> None:
 def test_anything_else_is_refused_by_the_message_it_should_be(body: bytes) -> None:
     with pytest.raises(PeerRefused, match="Kind not understood"):
         decoder(Kind)(body)
-
-
-def test_a_secret_of_one_purpose_is_not_that_of_another() -> None:
-    assert secret_for(b"one", b"secret") != secret_for(b"other", b"secret")
 
 
 def test_first_messages_arrive_in_many_threads_at_once() -> None:
