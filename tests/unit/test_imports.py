@@ -91,7 +91,7 @@ ALLOWED = {
     },
     "connector.hidden_states": {
         "errors", "connector", "transport.blocks", "transport.deadline",
-        "private_files",
+        "private_files", "safe_logging",
     },
     # The router's layers, from the outside in: processes, server, request, pairing, engines,
     # upstream, with api and telemetry for all.

@@ -25,6 +25,7 @@ from disagg.connector.hidden_states import naming, pending_writes, tensor_file
 from disagg.connector.hidden_states.device import DeviceBlocks
 from disagg.errors import HiddenStatesFailed
 from disagg.private_files import PrivateFolder
+from disagg.safe_logging import foreign
 from disagg.transport.blocks import copy_alone
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,9 @@ class HiddenStatesWriter:
                 self._write_error(save, target, str(error))
             except Exception as error:
                 reason = "internal"
-                logger.exception("hidden states of %s failed unexpectedly", save.request_id)
+                logger.exception(
+                    "hidden states of %s failed unexpectedly", foreign(save.request_id)
+                )
                 self._write_error(save, target, repr(error))
             self._ended.put(Ended(num_bytes, time.monotonic() - submitted, reason))
 
@@ -198,7 +201,7 @@ class HiddenStatesWriter:
 
     def _write_error(self, save: Save, target: naming.Written, reason: str) -> None:
         """Write the error file. If that fails too, readers get an error without a reason."""
-        logger.warning("no hidden states of %s: %s", save.request_id, reason)
+        logger.warning("no hidden states of %s: %s", foreign(save.request_id), foreign(reason))
         temporary = naming.temporary_name(self.life, target.number)
         try:
             with tensor_file.Draft(self.folder, temporary, target.error.name) as draft:
