@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from disagg.engine.vllm_patches import (
     busy_poll,
+    expand_to_tokens,
     fork_workers,
     kv_memory_headroom,
     load_failure_policy,
@@ -25,6 +26,7 @@ MENDS = (
     mamba_block_size.BLOCK_SIZE,
     mamba_block_size.CHECKPOINTS,
     mla_rotary.PATCH,
+    expand_to_tokens.PATCH,
 )
 ALL = (*SWITCHES, *EXTENSIONS, *MENDS)
 
