@@ -98,6 +98,10 @@ class ConsumerScheduler:
             # vLLM computes the last token again. If all tokens counted as loaded, it would allocate
             # the window without that token: one block too few where the window begins with one.
             tokens = min(tokens, request.num_prompt_tokens - 1)
+        if self._engine.speculates:
+            # Where one token is left, vLLM adds empty guesses to it, and samples the next token by
+            # its rejection sampler: not as an engine does that computed the whole prompt.
+            tokens = min(tokens, request.num_prompt_tokens - 2)
         load = PendingLoad(asked.handoff, tokens, renewed=time.monotonic())
         self._loads[request.request_id] = load
 
@@ -178,19 +182,23 @@ class ConsumerScheduler:
         if load is None:
             return
         if load.state is PendingLoadState.SHARED:
-            load.state = PendingLoadState.DONE
-            whole = load.tokens - load.tokens % self._engine.block_size
-            found = "local_hit" if load.cached >= min(whole, load.tokens - 1) else "computed"
-            self._stats.count("handoffs", f"none|{found}")
+            self._not_needed(request, load)
         if load.state is not PendingLoadState.QUEUED:
             return
         if external == 0:
-            load.state = PendingLoadState.DONE
-            self._stats.count("handoffs", "none|local_hit")
+            self._not_needed(request, load)
             self._release(load.handoff)
             return
         load.state = PendingLoadState.LOADING
         self._work.loads.append(self._handoff_load(request.request_id, load, blocks, external))
+
+    def _not_needed(self, request: Request, load: PendingLoad) -> None:
+        """The prefix cache has the lease's whole blocks, or the request computes them."""
+        load.state = PendingLoadState.DONE
+        tokens = min(load.tokens, request.num_tokens - 1)
+        whole = tokens - tokens % self._engine.block_size
+        found = "local_hit" if 0 < whole <= load.cached else "computed"
+        self._stats.count("handoffs", f"none|{found}")
 
     def _handoff_load(
         self, request_id: str, load: PendingLoad, blocks: KVCacheBlocks, external: int

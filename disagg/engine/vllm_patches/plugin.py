@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from disagg.engine.vllm_patches import (
     busy_poll,
-    expand_to_tokens,
     fork_workers,
     kv_memory_headroom,
     load_failure_policy,
     mamba_block_size,
     mla_rotary,
     patching,
+    rejection_sampler,
     seeded_chunked_prefill,
     worker_shutdown,
 )
@@ -26,7 +26,8 @@ MENDS = (
     mamba_block_size.BLOCK_SIZE,
     mamba_block_size.CHECKPOINTS,
     mla_rotary.PATCH,
-    expand_to_tokens.PATCH,
+    rejection_sampler.EXPAND,
+    rejection_sampler.NO_GUESSES,
 )
 ALL = (*SWITCHES, *EXTENSIONS, *MENDS)
 
