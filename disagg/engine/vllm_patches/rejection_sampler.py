@@ -28,7 +28,7 @@ def expand_in_torch() -> None:
     """Change vLLM's rejection sampler on CPUs."""
     from vllm.v1.sample import rejection_sampler
 
-    rejection_sampler.expand_batch_to_tokens = without_kernel(  # type: ignore[assignment]
+    rejection_sampler.expand_batch_to_tokens = without_kernel(
         rejection_sampler.expand_batch_to_tokens
     )
 
@@ -58,7 +58,7 @@ def sample_without_guesses() -> None:
     """Change vLLM's rejection sampler on CPUs."""
     from vllm.v1.sample import rejection_sampler
 
-    rejection_sampler.apply_sampling_constraints = unless_empty(  # type: ignore[assignment]
+    rejection_sampler.apply_sampling_constraints = unless_empty(
         rejection_sampler.apply_sampling_constraints
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_vllm_still_has_the_fault() -> None:
 @pytest.mark.usefixtures("mended")
 def test_no_guesses() -> None:
     """A request with a top_k, whose guesses were all refused."""
-    metadata = SimpleNamespace(
+    metadata: Any = SimpleNamespace(
         all_greedy=False,
         temperature=torch.tensor([0.5]),
         top_k=torch.tensor([3], dtype=torch.int32),
