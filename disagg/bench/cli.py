@@ -303,6 +303,29 @@ def router_faults(
 
 
 @app.command()
+def faults(
+    connectors: Annotated[
+        str, typer.Option(help="Names, comma-separated. Default: all that run here.")
+    ] = "",
+    only: Annotated[
+        str, typer.Option(help="Parts of the names of faults, comma-separated. Default: all.")
+    ] = "",
+    times: Annotated[int, typer.Option(min=1, help="Requests of each kind, at least.")] = 6,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Play again what an earlier run has played.")
+    ] = False,
+    json: Json = None,
+    results: Results = None,
+) -> None:
+    """What handoff connectors do when something goes wrong: ours and others, on equal engines."""
+    from disagg.chaos.faults import run as bench
+
+    names, kinds = ([part for part in text.split(",") if part] for text in (connectors, only))
+    output = Output(json, results)
+    raise typer.Exit(bench.run(names, kinds, times, fresh=fresh, output=output))
+
+
+@app.command()
 def serve(
     rates: Annotated[
         str, typer.Option(help="Requests per second, comma-separated.")

@@ -20,9 +20,9 @@ from disagg.credentials import ApiKey
 from disagg.router.main import RouterServer, bind, create_app
 from disagg.router.topology import EngineEndpoint
 from disagg.testing.checkpoint import make_model
+from disagg.testing.forked_servers import ForkServer
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer
-from engine.forked_servers import ForkServer
 
 # Short, so that tests can see leases end; long enough for the slowest prefill.
 LEASE_S = 8.0

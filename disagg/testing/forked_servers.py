@@ -43,7 +43,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+            [sys.executable, "-m", "disagg.testing.fork_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | IMPORTED_WITH,

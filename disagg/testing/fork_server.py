@@ -1,4 +1,4 @@
-"""A process that has imported vLLM; the servers of these tests are forks of it.
+"""A process that has imported vLLM: servers of tests and of `disagg bench faults` are its forks.
 
 Started as users start it, an engine is three processes that spend 8 s of a core each on imports.
 What is imported once here is also in memory once. Reads a line of JSON for each server from its

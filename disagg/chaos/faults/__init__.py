@@ -1,0 +1,1 @@
+"""`disagg bench faults`: what handoff connectors do when something goes wrong."""

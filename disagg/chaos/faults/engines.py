@@ -1,0 +1,227 @@
+"""Two engines with a connector between them, one without, and what their answers are worth."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from disagg.chaos.faults.connectors import Connector, Params
+from disagg.errors import StartupError
+from disagg.testing.vllm_server import Started, VllmServer, completion, token_ids
+
+BLOCK_SIZE, NUM_BLOCKS, LONGEST = 32, 100, 1536
+VOCABULARY = 4096
+ANSWER_S = 30.0
+"""An answer that takes longer has hung. The deadlines of all connectors are shorter."""
+_ARGS = (
+    *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)),
+    *("--max-model-len", str(LONGEST), "--max-num-seqs", "16"),
+)
+# Decode has no prefix cache, so that each reference is used.
+_DECODE_ARGS = (*_ARGS, "--no-enable-prefix-caching")
+Start = Callable[[Sequence[str], dict[str, str], Path], Started]
+Task = Callable[[], "list[Outcome]"]
+
+
+class Outcome(enum.StrEnum):
+    """What became of one request."""
+
+    RIGHT = "right"
+    COMPUTED = "computed locally"
+    REFUSED = "refused clearly"
+    WRONG = "wrong tokens"
+    HUNG = "hung"
+    DIED = "engine died"
+
+
+class Prompts:
+    """Prompts that no engine has seen, from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+
+    def __call__(self, tokens: int) -> list[int]:
+        return self._draw.choices(range(10, VOCABULARY), k=tokens)
+
+
+class Engines:
+    """The engines of one connector, and a plain one whose answers are the right ones."""
+
+    def __init__(
+        self, connector: Connector, models: tuple[Path, Path], folder: Path, start: Start
+    ) -> None:
+        self.connector, self._models, self._folder, self._start = connector, models, folder, start
+        self.prompts = Prompts(7)
+        self.left, self.right = self._engine("left", _ARGS), self._engine("right", _DECODE_ARGS)
+        self.plain = VllmServer("plain", models[0], folder / "plain.log", None, _ARGS, start=start)
+        self._at_once = False
+
+    def _engine(self, name: str, args: Sequence[str], model: int = 0) -> VllmServer:
+        config = {**self.connector.config(self._folder), "kv_role": "kv_both"}
+        log = self._folder / f"{self.connector.name}-{name}.log"
+        env = {"VLLM_SERVER_DEV_MODE": "1", **self.connector.env()}
+        return VllmServer(name, self._models[model], log, config, args, env=env, start=self._start)
+
+    def __enter__(self) -> Engines:
+        try:
+            self._launch(self.left, self.right, self.plain)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for server in (self.left, self.right, self.plain):
+            server.stop()
+
+    def _launch(self, *servers: VllmServer) -> None:
+        for server in servers:
+            server.launch()
+        for server in servers:
+            server.wait_ready()
+            server.complete(self.prompts(300), max_tokens=2)  # an engine's first step sets it up
+
+    # ---- faults ----------------------------------------------------------------------------
+
+    def kill(self, server: VllmServer) -> None:
+        """SIGKILL all processes of an engine."""
+        assert server.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGKILL)
+
+    def restart(self, name: str, model: int = 0) -> None:
+        """A new engine in the place of `left` or `right`, on that checkpoint."""
+        old: VllmServer = getattr(self, name)
+        self.kill(old)
+        old.stop()
+        new = self._engine(name, _ARGS if name == "left" else _DECODE_ARGS, model)
+        setattr(self, name, new)
+        self._launch(new)
+
+    def revive(self) -> list[str]:
+        """Start again what does not serve. Returns its names."""
+        dead = [name for name in ("left", "right") if not self.serves(getattr(self, name))]
+        for name in dead:
+            self.restart(name)
+        return dead
+
+    def serves(self, server: VllmServer) -> bool:
+        """Whether it computes a prompt."""
+        try:
+            answer = server.post("/v1/completions", completion([5] * 40, max_tokens=1), timeout=20)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    # ---- the router's part -----------------------------------------------------------------
+
+    def expected(self, prompt: Any, **more: Any) -> list[list[int]]:
+        """The plain engine's answer."""
+        return token_ids(self.plain.complete(prompt, **more))
+
+    def prefill(self, prompt: Any, server: VllmServer | None = None, **more: Any) -> Params | None:
+        """The prefill leg, on `left` unless another one is named. Returns the decode leg's params;
+        None if there are none."""
+        server, asked = server or self.left, self.connector.prefill()
+        body = completion(prompt, **more) | {"max_tokens": 1, "n": 1}
+        if asked:
+            body["kv_transfer_params"] = asked
+        answer = server.post("/v1/completions", body, timeout=ANSWER_S)
+        answered = answer.json().get("kv_transfer_params") if answer.status_code == 200 else None
+        return self.connector.decode(server.env, asked, answered)
+
+    def decode(
+        self,
+        prompt: Any,
+        params: Params | None,
+        expected: list[list[int]],
+        server: VllmServer | None = None,
+        **more: Any,
+    ) -> list[Outcome]:
+        """The decode leg, on `right` unless another one is named: an outcome for each choice."""
+        server = server or self.right
+        body = completion(prompt, **more)
+        if params is not None:
+            body["kv_transfer_params"] = params
+        count = len(expected)
+        try:
+            before = None if self._at_once else self._sources(server)
+            answer = server.post("/v1/completions", body, timeout=ANSWER_S)
+        except httpx.TimeoutException:
+            return [Outcome.HUNG] * count
+        except httpx.HTTPError:
+            return [Outcome.DIED] * count
+        if answer.status_code != 200:
+            return [self._refusal(server, answer)] * count
+        right = Outcome.RIGHT if before is None else _right(before, self._sources(server))
+        return [
+            right if got == wanted else Outcome.WRONG
+            for got, wanted in zip(token_ids(answer.json()), expected, strict=True)
+        ]
+
+    def _sources(self, *servers: VllmServer) -> Counter[str]:
+        """Prompt tokens so far that these engines computed, and that they loaded."""
+        found: Counter[str] = Counter()
+        for server in servers:
+            for source in ("local_compute", "external_kv_transfer"):
+                name = "vllm:prompt_tokens_by_source_total"
+                with contextlib.suppress(httpx.HTTPError):
+                    found[source] += int(server.metric(name, source=source))
+        return found
+
+    def alone(self, tasks: Sequence[Task]) -> list[Outcome]:
+        """Run one after the other."""
+        return [one for task in tasks for one in _outcomes(task)]
+
+    def together(self, tasks: Sequence[Task], *servers: VllmServer) -> list[Outcome]:
+        """Run all at once; they decode on `right`, or on these engines. How many right answers were
+        computed follows from how many of all tokens were."""
+        servers = servers or (self.right,)
+        before, self._at_once = self._sources(*servers), True
+        try:
+            with ThreadPoolExecutor(len(tasks)) as pool:
+                found = [one for each in pool.map(_outcomes, tasks) for one in each]
+        finally:
+            self._at_once = False
+        moved = self._sources(*servers) - before
+        right = [place for place, one in enumerate(found) if one is Outcome.RIGHT]
+        share = moved["local_compute"] / max(1, moved.total())
+        for place in right[: round(share * len(right))]:
+            found[place] = Outcome.COMPUTED
+        return found
+
+    def _refusal(self, server: VllmServer, answer: httpx.Response) -> Outcome:
+        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        return Outcome.REFUSED if is_json and self.serves(server) else Outcome.DIED
+
+    def handoff(self, prompt: Any, **more: Any) -> list[Outcome]:
+        """Both legs, one after the other."""
+        expected = self.expected(prompt, **more)
+        return self.decode(prompt, self.prefill(prompt, **more), expected, **more)
+
+
+def _right(before: Counter[str], after: Counter[str]) -> Outcome:
+    computed, loaded = (
+        after[name] - before[name] for name in ("local_compute", "external_kv_transfer")
+    )
+    return Outcome.COMPUTED if computed > loaded else Outcome.RIGHT
+
+
+def _outcomes(task: Task) -> list[Outcome]:
+    """What raises, because an engine is gone, has died."""
+    try:
+        return task()
+    except httpx.TimeoutException:
+        return [Outcome.HUNG]
+    except (httpx.HTTPError, StartupError):
+        return [Outcome.DIED]

@@ -1,0 +1,185 @@
+"""`disagg bench faults`: every kind of fault, for every connector that runs here, in one table.
+
+Each cell is written to a file at once. A run that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from disagg.bench.results import Output, Target, target
+from disagg.bench.results import Row as ResultRow
+from disagg.bench.results import Table as ResultTable
+from disagg.chaos.faults.connectors import CONNECTORS, Connector
+from disagg.chaos.faults.engines import Engines, Outcome
+from disagg.chaos.faults.kinds import KINDS, NotPlayed
+from disagg.errors import ConfigError, StartupError
+from disagg.testing.checkpoint import make_model
+from disagg.testing.forked_servers import ForkServer
+
+OURS = CONNECTORS[0].name
+MODELS = (Path(".cache/models/faults-0"), Path(".cache/models/faults-1"))
+STATE = Path(".cache/bench-faults.json")
+_BAD = (Outcome.WRONG, Outcome.HUNG, Outcome.DIED)
+_COLORS = {Outcome.RIGHT: "green", Outcome.WRONG: "red", Outcome.HUNG: "red", Outcome.DIED: "red"}
+Cell = dict[str, Any]
+"""{"outcomes": {outcome: count}, "note": why it was not played, or what ended}."""
+
+
+def run(
+    names: Sequence[str], kinds: Sequence[str], times: int, *, fresh: bool, output: Output
+) -> int:
+    """Play and print. Returns the exit status: 1 if ours gave a wrong token, hung or died."""
+    console = Console(highlight=False, soft_wrap=True)
+    chosen, played = _connectors(names), _kinds(kinds)
+    cells: dict[str, dict[str, Cell]] = {}
+    if not fresh and STATE.is_file():
+        cells = json.loads(STATE.read_text())
+    for seed, model in enumerate(MODELS):
+        make_model(model, layers=2, hidden=256, kv_heads=2, head_dim=64, seed=seed)
+    servers = ForkServer()
+    try:
+        for connector in chosen:
+            _of_connector(connector, played, times, cells, servers, console)
+    finally:
+        servers.stop()
+    _report(chosen, played, cells, console, output)
+    ours = cells.get(OURS, {})
+    bad = sum(_count(cell, outcome) for cell in ours.values() for outcome in _BAD)
+    return 1 if bad else 0
+
+
+def _connectors(names: Sequence[str]) -> list[Connector]:
+    known = {connector.name.lower(): connector for connector in CONNECTORS}
+    for name in names:
+        if name.lower() not in known:
+            raise ConfigError(f"--connectors: {name} — one of {', '.join(known)}")
+    return [known[name.lower()] for name in names] or list(CONNECTORS)
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
+    for name in names:
+        if not any(name in kind for kind in KINDS):
+            raise ConfigError(f"--only: {name} — a part of one of: {'; '.join(KINDS)}")
+    return [kind for kind in KINDS if not names or any(name in kind for name in names)]
+
+
+def _of_connector(
+    connector: Connector,
+    kinds: Sequence[str],
+    times: int,
+    cells: dict[str, dict[str, Cell]],
+    servers: ForkServer,
+    console: Console,
+) -> None:
+    mine = cells.setdefault(connector.name, {})
+    left = [kind for kind in kinds if kind not in mine]
+    if not left:
+        return
+    if connector.missing:
+        console.print(f"{connector.name}: {connector.missing}")
+        return
+    console.print(f"{connector.name} ({connector.version}): starting three engines")
+    with tempfile.TemporaryDirectory(prefix="disagg-faults-", dir="/dev/shm") as name:
+        models = (MODELS[0].absolute(), MODELS[1].absolute())
+        engines = Engines(connector, models, Path(name), servers.start)
+        try:
+            with engines:
+                for number, kind in enumerate(left, 1):
+                    began = time.monotonic()
+                    mine[kind] = _play(engines, kind, times)
+                    _save(cells)
+                    console.print(
+                        f"  {number}/{len(left)} {kind}: {_words(mine[kind])} "
+                        f"({time.monotonic() - began:.0f} s)"
+                    )
+        except StartupError as error:
+            console.print(f"{connector.name} does not run here: {error}")
+            for kind in left:
+                mine.setdefault(kind, {"outcomes": {}, "note": "does not start here"})
+            _save(cells)
+
+
+def _play(engines: Engines, kind: str, times: int) -> Cell:
+    try:
+        outcomes = Counter(KINDS[kind](engines, times))
+    except NotPlayed as reason:
+        return {"outcomes": {}, "note": str(reason)}
+    if "killed" not in kind:
+        for dead in engines.revive():
+            outcomes[Outcome.DIED] += 1 if dead else 0
+    else:
+        engines.revive()
+    return {"outcomes": {str(outcome): count for outcome, count in outcomes.items()}, "note": ""}
+
+
+def _save(cells: Mapping[str, Any]) -> None:
+    STATE.parent.mkdir(parents=True, exist_ok=True)
+    new = STATE.with_suffix(".new")
+    new.write_text(json.dumps(cells, indent=1))
+    new.replace(STATE)
+
+
+def _count(cell: Cell, outcome: Outcome) -> int:
+    return int(cell["outcomes"].get(str(outcome), 0))
+
+
+def _words(cell: Cell) -> str:
+    counted = [f"{count} {outcome}" for outcome, count in cell["outcomes"].items()]
+    return ", ".join(counted) or f"not played: {cell['note']}"
+
+
+def _report(
+    connectors: Sequence[Connector],
+    kinds: Sequence[str],
+    cells: Mapping[str, Mapping[str, Cell]],
+    console: Console,
+    output: Output,
+) -> None:
+    shown = Table(title="Answers to each kind of fault, compared with one plain engine's")
+    shown.add_column("fault")
+    shown.add_column("connector")
+    for outcome in Outcome:
+        shown.add_column(str(outcome), justify="right")
+    rows: list[ResultRow] = []
+    for kind in kinds:
+        for number, connector in enumerate(connectors):
+            cell = cells.get(connector.name, {}).get(kind)
+            if cell is None:
+                continue
+            figures = [_count(cell, outcome) for outcome in Outcome]
+            row: ResultRow = {"fault": kind, "connector": connector.name}
+            rows.append(row | {str(o): n for o, n in zip(Outcome, figures, strict=True)})
+            if not cell["outcomes"]:
+                rows[-1] = row | dict.fromkeys(map(str, Outcome), None) | {"right": cell["note"]}
+            shown.add_row(
+                "" if number else kind,
+                connector.name,
+                *(
+                    f"[{_COLORS.get(o, 'default')}]{n}[/]" if n else "·"
+                    for o, n in zip(Outcome, figures, strict=True)
+                ),
+                end_section=number == len(connectors) - 1,
+            )
+    Console(width=max(console.width, 150), highlight=False).print(shown)
+    versions = {c.name: c.missing or c.version for c in connectors}
+    console.print(", ".join(f"{name}: {said}" for name, said in versions.items()))
+    targets: list[Target | None] = [
+        target(str(o), sum(_count(c, o) for c in cells.get(OURS, {}).values()), at=OURS, at_most=0)
+        for o in _BAD
+    ]
+    output.write(
+        "faults",
+        {"cells": cells, "versions": versions},
+        [ResultTable("Answers to each kind of fault", rows)],
+        targets,
+    )
