@@ -20,7 +20,7 @@ from disagg import config, credentials
 from disagg.config import Deployment
 from disagg.config_file import show
 from disagg.errors import ConfigError
-from disagg.preflight import vllm_args
+from disagg.preflight import vllm_args, vllm_source
 from disagg.preflight.pool_checks import pool_problems
 from disagg.private_files import PrivateFolder, UnsafePathError, user_folder
 
@@ -171,7 +171,7 @@ def _unreadable(read: Callable[[], Any]) -> list[str]:
 
 
 def _vllm_warnings(deployment: Deployment, known: bool) -> Iterator[str]:
-    distribution = vllm_args.distribution()
+    distribution = vllm_source.distribution()
     if not known:
         yield (
             "vLLM's argument names can't be read here (is vLLM installed?), so the engine "

@@ -13,7 +13,7 @@ from disagg.engine.args import engine_args
 from disagg.engine.spec import EngineSpec
 from disagg.errors import ConfigError
 from disagg.preflight import checks, vllm_args
-from disagg.preflight.pool_checks import ROLES
+from disagg.preflight.argument_keys import ROLES
 from disagg.preflight.resolved_plan import resolve
 
 
@@ -80,7 +80,7 @@ def test_a_wrong_engine_argument_is_one_line(args: dict[str, Any], line: str) ->
     [
         {"max_model_len": "16k"},
         {"gpu_memory_utilization": 1},
-        {"compilation_config": {"level": 0}},
+        {"compilation_config": {"mode": 0}},
         {"quantization": None},
         {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
     ],
