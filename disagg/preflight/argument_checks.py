@@ -109,7 +109,7 @@ def _keys_problems(key: str, value: Any, keys: Keys) -> Iterator[str]:
         if words and isinstance(inner, str) and not keys.types[name].accepts(inner):
             fix = f"must be {keys.types[name]}" if len(words) <= 12 else nearest(inner, words)
             yield f"{key}.{name}: {show(inner, name)} — {fix}"
-        yield from _bounds_problem(f"{key}.{name}", name, inner, keys.bounds[name])
+        yield from _bounds_problem(f"{key}.{name}", name, inner, keys.bounds.get(name, {}))
 
 
 def _file_problem(key: str, name: str, value: Any) -> Iterator[str]:

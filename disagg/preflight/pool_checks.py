@@ -15,6 +15,8 @@ from disagg.config import Deployment, EngineSection, PoolSection, Role
 from disagg.engine.args import KEY_ENV, SECRET_ENV
 from disagg.preflight.argument_checks import argument_problems
 from disagg.preflight.argument_keys import ROLES, described, key_of
+from disagg.preflight.engine_checks import engine_problems, environment_problems
+from disagg.preflight.model_checks import model_problems
 from disagg.preflight.vllm_args import ArgType
 
 _CPU_BLOCK_MULTIPLE = 32  # vllm/v1/attention/backends/cpu_attn.py, supported kernel block sizes
@@ -56,7 +58,12 @@ def pool_problems(deployment: Deployment, known: Mapping[str, ArgType] | None) -
             yield f"{section}.env.{SECRET_ENV}: set by disagg; set transfer.secret_env instead"
         if KEY_ENV in values.env:
             yield f"{section}.env.{KEY_ENV}: set by disagg; set router.api_keys_env instead"
-    alone = [line for role in ROLES for line in _engine_problems(deployment, role)]
+    alone = [
+        line
+        for role in ROLES
+        for rules in (_engine_problems, engine_problems, environment_problems, model_problems)
+        for line in rules(deployment, role)
+    ]
     yield from dict.fromkeys(alone)  # without doubles: a key of engine.args concerns both roles
     yield from _disagreements(deployment)
 

@@ -108,11 +108,16 @@ def test_on_gpus_the_block_size_is_left_to_vllm() -> None:
         ({"block_size": 64}, {}, "prefill.args.block_size: 64"),
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "decode.args.kv_cache_dtype"),
         ({"enable_lora": True}, {}, "prefill.args.enable_lora"),
-        ({"lora_modules": ["a=/a"]}, {"lora_modules": ["a=/b"]}, "decode.args.lora_modules"),
         (
-            {"speculative_config": {"method": "eagle3", "model": "/head"}},
-            {"speculative_config": {"method": "ngram"}},
-            "decode.args.speculative_config: {'method': 'ngram'}: this draft has a KV cache",
+            {"enable_lora": True, "lora_modules": ["a=org/a"]},
+            {"enable_lora": True, "lora_modules": ["a=org/b"]},
+            "decode.args.lora_modules",
+        ),
+        (
+            {"speculative_config": {"method": "eagle3", "model": "org/head"}},
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+            "decode.args.speculative_config: {'method': 'ngram', 'num_speculative_tokens': 3}: "
+            "this draft has a KV cache",
         ),
         (
             {"max_model_len": 4096},
