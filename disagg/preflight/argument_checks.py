@@ -74,6 +74,8 @@ def argument_problems(
             yield from _bounds_problem(key, name, value, vllm_args.bounds(name))
             yield from _name_problem(key, name, value, args)
             yield from _file_problem(key, name, value)
+            if name == "hf_overrides" and keys_of(value) is None:
+                yield f"{key}: {show(value)} — must be keys with values"
             if (keys := vllm_args.keys_of_class(name)) is not None:
                 yield from _keys_problems(key, value, keys)
 

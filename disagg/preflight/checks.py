@@ -22,7 +22,7 @@ from disagg.config_file import show
 from disagg.errors import ConfigError
 from disagg.preflight import vllm_args, vllm_source
 from disagg.preflight.address_checks import address_problems
-from disagg.preflight.memory_checks import memory_problems, memory_warnings
+from disagg.preflight.memory_checks import memory_problems, memory_warnings, runs_here
 from disagg.preflight.model_checks import checkpoint_problems
 from disagg.preflight.pool_checks import pool_problems
 from disagg.private_files import PrivateFolder, UnsafePathError, user_folder
@@ -35,7 +35,7 @@ def check(deployment: Deployment, *, running: bool = False) -> list[str]:
     one line for each problem.
     """
     known = vllm_args.known_arguments()
-    here = not running and not os.environ.get("RAY_ADDRESS")
+    here = not running and runs_here(deployment)
     problems = [
         *pool_problems(deployment, known),
         *checkpoint_problems(deployment),

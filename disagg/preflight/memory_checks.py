@@ -21,6 +21,7 @@ from disagg.preflight.vllm_args import as_number
 
 _SPACE, _BYTES = "VLLM_CPU_KVCACHE_SPACE", "kv_cache_memory_bytes"
 _GIB = 1 << 30
+_GPU = "/dev/nvidia0"
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # Models of which each layer keeps all tokens of a request, in heads of one size.
 _PLAIN_MODELS = (
@@ -43,6 +44,13 @@ class KVSpace:
 
     size: int
     described: str
+
+
+def runs_here(deployment: Deployment) -> bool:
+    """Whether the engines would run on this machine: no cluster is named, and a file for GPUs is
+    not checked on a machine without them."""
+    wants_gpus = any(on_gpus(deployment, role) for role in ROLES)
+    return not os.environ.get("RAY_ADDRESS") and (not wants_gpus or Path(_GPU).exists())
 
 
 def memory_problems(deployment: Deployment, *, here: bool) -> Iterator[str]:

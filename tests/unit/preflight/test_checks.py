@@ -8,25 +8,13 @@ from typing import Any
 
 import pytest
 
-from disagg.config import Deployment
+from unit.preflight.deployments import deployment_with, problems_of
+
 from disagg.engine.args import engine_args
 from disagg.engine.spec import EngineSpec
-from disagg.errors import ConfigError
 from disagg.preflight import checks, vllm_args
 from disagg.preflight.argument_keys import ROLES
 from disagg.preflight.resolved_plan import resolve
-
-
-def deployment_with(**sections: Any) -> Deployment:
-    router = {"port": 0, **sections.pop("router", {})}
-    model = sections.pop("model", {"path": "org/name"})
-    return Deployment.model_validate({"model": model, "router": router, **sections})
-
-
-def problems_of(**sections: Any) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        checks.check(deployment_with(**sections))
-    return caught.value.problems
 
 
 @pytest.fixture
