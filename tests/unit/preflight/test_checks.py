@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from unit.preflight.deployments import deployment_with, problems_of
 
 from disagg.engine.args import engine_args
