@@ -55,13 +55,8 @@ def runs_here(deployment: Deployment) -> bool:
 
 def memory_problems(deployment: Deployment, *, here: bool) -> Iterator[str]:
     """Caches that cannot be allocated, or that cannot hold one request of full length."""
-    for role in ROLES:
-        space = kv_space(deployment, role)
-        if space is None:
-            continue
-        if here and not on_gpus(deployment, role):
-            yield from _machine_problem(deployment, role, space)
-        yield from _request_problem(deployment, role, space)
+    lines = [line for role in ROLES for line in _cache_problems(deployment, role, here=here)]
+    yield from dict.fromkeys(lines)  # without doubles: a key of the section engine concerns both
     if here and (host := deployment.tiers.host) is not None:
         ranks, total = max(_ranks(deployment, role) for role in ROLES), machine_bytes()
         if host.max_bytes * ranks > total:
@@ -126,10 +121,19 @@ def machine_bytes() -> int:
 _ELSEWHERE = "lower it; for a cluster with larger nodes, set RAY_ADDRESS"
 
 
+def _cache_problems(deployment: Deployment, role: Role, *, here: bool) -> Iterator[str]:
+    space = kv_space(deployment, role)
+    if space is None:
+        return
+    if here and not on_gpus(deployment, role):
+        yield from _machine_problem(deployment, role, space)
+    yield from _request_problem(deployment, role, space)
+
+
 def _machine_problem(deployment: Deployment, role: Role, space: KVSpace) -> Iterator[str]:
     ranks, total = _ranks(deployment, role), machine_bytes()
     if space.size * ranks > total:
-        each = f"{ranks} ranks of a {role} engine" if ranks > 1 else f"a {role} engine"
+        each = f"{ranks} ranks of an engine" if ranks > 1 else "an engine"
         yield (
             f"{space.described} — {each} would take {_gib(space.size * ranks)}, and this machine "
             f"has {_gib(total)}; {_ELSEWHERE}"

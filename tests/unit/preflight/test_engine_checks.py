@@ -199,10 +199,14 @@ def test_adapters_are_looked_at(tmp_path: Path) -> None:
         ("VLLM_DP_SIZE", "2", "engines are no data parallel ranks of each other"),
         ("VLLM_DP_RANK", "1", "engines are no data parallel ranks of each other"),
         ("VLLM_DP_MASTER_PORT", "1", "engines are no data parallel ranks of each other"),
-        ("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "shm", "engines on one node would share the buffer"),
+        (
+            "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
+            "shm",
+            "engines on one node would share the buffer",
+        ),
         ("VLLM_PORT", "5000", "engines on one node would race for the same ports"),
     ],
-)  # fmt: skip
+)
 def test_a_variable_that_engines_must_not_share_is_refused(
     name: str, value: str, reason: str
 ) -> None:
