@@ -45,7 +45,6 @@ _OWNED_UNLESS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_elastic_ep": ((None, False), _REPLICAS),
     "kv_offloading_size": ((None,), "set tiers.host.max_bytes"),
     "nnodes": ((None, 1), "set distributed_executor_backend: ray, and num_gpus for all ranks"),
-    "node_rank": ((None, 0), "remove it; Ray places the ranks"),
 }
 _NO_CHANGE = object()
 _FOLDED = {"attention_backend": str.upper, "load_format": str.lower, "quantization": str.lower}
@@ -128,8 +127,6 @@ def _file_problem(key: str, name: str, value: Any) -> Iterator[str]:
                 f"{key}: {show(value)} — holds no generation_config.json; name a folder that does, "
                 "auto or vllm"
             )
-    elif name == "allowed_local_media_path" and not Path(value).is_dir():
-        yield f"{key}: {show(value)} — no such folder; correct it"
 
 
 def _is_template(value: str) -> bool:

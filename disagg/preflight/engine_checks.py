@@ -177,6 +177,8 @@ def _profiler(deployment: Deployment, role: Role, args: _Args) -> Iterator[str]:
 
 def _adapters(deployment: Deployment, role: Role, args: _Args) -> Iterator[str]:
     modules, key = args.get("lora_modules"), key_of(deployment, role, "lora_modules")
+    if args.get("enable_lora"):
+        yield from _at_most("max_loras", "max_cpu_loras")(deployment, role, args)
     if not isinstance(modules, list):
         return
     most = as_number("max_lora_rank", args.get("max_lora_rank", _MAX_LORA_RANK))
@@ -226,7 +228,6 @@ _RULES: tuple[Callable[[Deployment, Role, _Args], Iterator[str]], ...] = (
     _at_most("max_num_seqs", "max_num_batched_tokens"),
     _at_most("max_num_active_seqs", "max_num_seqs"),
     _at_most("long_prefill_token_threshold", "max_model_len"),
-    _at_most("max_loras", "max_cpu_loras"),
     _batched_tokens,
     _metrics,
     _sleep,

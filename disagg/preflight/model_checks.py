@@ -70,12 +70,10 @@ class ModelConfig:
         if not lengths or str(self.whole.get("model_type", "")).startswith("moss"):
             return None
         key = "model_max_length" if own else min(lengths, key=lambda name: lengths[name])
-        ropes = list(self._ropes())
-        factors = [f for rope in ropes for f in _factors(rope)]
-        longest = lengths[key] * max([1.0, *factors])
-        # Some checkpoints have the length before YaRN.
-        before = [_product(rope) for rope in ropes]
-        return max([longest, *before]), key
+        if "gemma3" in str(self.text.get("model_type")):
+            return lengths[key], key  # scaled already
+        factors = [factor for rope in self._ropes() for factor in _factors(rope)]
+        return lengths[key] * max([1.0, *factors]), key
 
     def _ropes(self) -> Iterator[Mapping[str, Any]]:
         for name in ("rope_parameters", "rope_scaling"):
@@ -222,12 +220,6 @@ def _factors(rope: Mapping[str, Any]) -> Iterator[float]:
     kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
     if kind not in _SCALED and isinstance(factor, int | float):
         yield factor
-
-
-def _product(rope: Mapping[str, Any]) -> float:
-    length, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    numbers = isinstance(length, int | float) and isinstance(factor, int | float)
-    return length * factor if numbers else 0.0  # type: ignore[operator]
 
 
 # ---- rules ---------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ def accept(args: dict[str, Any]) -> None:
             "nnodes", 2,
             "set distributed_executor_backend: ray, and num_gpus for all ranks",
         ),
-        ("node_rank", 1, "remove it; Ray places the ranks"),
     ],
 )  # fmt: skip
 def test_what_disagg_decides_is_not_the_users(name: str, value: Any, fix: str) -> None:
@@ -57,7 +56,6 @@ def test_values_that_change_nothing_pass() -> None:
             "kv_offloading_size": None,
             "kv_offloading_backend": "native",
             "nnodes": 1,
-            "node_rank": 0,
         }
     )
 
@@ -89,7 +87,6 @@ def test_values_that_change_nothing_pass() -> None:
             "/no/folder",
             "holds no generation_config.json; name a folder that does, auto or vllm",
         ),
-        ("allowed_local_media_path", "/no/folder", "no such folder; correct it"),
     ],
 )
 def test_a_value_that_vllm_refuses_is_one_line(name: str, value: Any, fix: str) -> None:
@@ -178,7 +175,6 @@ def test_keys_inside_an_argument_are_checked(name: str, value: Any, line: str) -
         {"chat_template": "{{ messages }}"},
         {"generation_config": "vllm"},
         {"generation_config": "org/name"},
-        {"allowed_local_media_path": "/tmp"},
     ],
 )
 def test_a_value_that_vllm_takes_passes(args: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ GPU = {"resources": {"num_gpus": 1}}
             "long_prefill_token_threshold must be at most max_model_len; set 2000 or less",
         ),
         (
-            {"max_loras": 4, "max_cpu_loras": 2},
+            {"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2},
             "max_loras: 4 — engine.args.max_cpu_loras: 2: max_loras must be at most "
             "max_cpu_loras; set 2 or less",
         ),
@@ -123,6 +123,7 @@ def test_arguments_that_do_not_go_together_are_one_line(args: dict[str, Any], li
         {"enable_lora": True, "lora_modules": ["a=org/a"]},
         {"max_num_seqs": 32, "max_num_batched_tokens": 32},
         {"max_num_seqs": 1024},
+        {"max_loras": 4, "max_cpu_loras": 2},
         {"max_num_active_seqs": 32, "max_num_seqs": 64},
         {"long_prefill_token_threshold": 4096, "max_model_len": -1},
         {"enable_chunked_prefill": True, "max_model_len": 4096, "max_num_batched_tokens": 2048},

@@ -17,7 +17,7 @@ GPU = {"resources": {"num_gpus": 1}}
 def a_small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(memory_checks, "machine_bytes", lambda: 24 << 30)
-    monkeypatch.setattr(memory_checks.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
 
 
 def space(gib: int) -> dict[str, Any]:

@@ -47,9 +47,10 @@ def test_a_length_above_the_models_is_refused(tmp_path: Path) -> None:
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0,
                               "original_max_position_embeddings": 32768}},
-            131072,
+            32768,
         ),
         ({"max_position_embeddings": ..., "n_positions": 1024}, 1024),
+        ({"model_type": "gemma3", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 32768),
         ({"seq_length": 8192}, 8192),
         ({"model_max_length": 131072}, 131072),
     ],
