@@ -16,6 +16,7 @@ from disagg.config import Deployment, Role
 from disagg.config_file import show
 from disagg.preflight.argument_keys import ROLES, described, key_of
 from disagg.preflight.engine_checks import env_key, on_gpus
+from disagg.preflight.gpu_memory import gpu_bytes
 from disagg.preflight.model_checks import ModelConfig, model_config
 from disagg.preflight.vllm_args import as_number
 
@@ -125,7 +126,9 @@ def _cache_problems(deployment: Deployment, role: Role, *, here: bool) -> Iterat
     space = kv_space(deployment, role)
     if space is None:
         return
-    if here and not on_gpus(deployment, role):
+    if here and on_gpus(deployment, role):
+        yield from _gpu_problem(space)
+    elif here:
         yield from _machine_problem(deployment, role, space)
     yield from _request_problem(deployment, role, space)
 
@@ -137,6 +140,15 @@ def _machine_problem(deployment: Deployment, role: Role, space: KVSpace) -> Iter
         yield (
             f"{space.described} — {each} would take {_gib(space.size * ranks)}, and this machine "
             f"has {_gib(total)}; {_ELSEWHERE}"
+        )
+
+
+def _gpu_problem(space: KVSpace) -> Iterator[str]:
+    total = gpu_bytes()
+    if total is not None and space.size > total:
+        yield (
+            f"{space.described} — of each rank, and this machine's GPUs have {_gib(total)}; "
+            f"{_ELSEWHERE}"
         )
 
 

@@ -35,6 +35,22 @@ def test_a_cache_larger_than_the_machine_is_refused() -> None:
     assert "4 ranks of an engine would take 28.0 GiB" in line
 
 
+def test_a_cache_larger_than_a_gpu_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpu").touch()
+    monkeypatch.setattr(memory_checks, "_GPU", str(tmp_path / "gpu"))
+    monkeypatch.setattr(memory_checks, "gpu_bytes", lambda: 80 << 30)
+    pools = {"prefill": GPU, "decode": GPU}
+    assert problems_of(engine={"args": {"kv_cache_memory_bytes": "4000G"}}, **pools) == [
+        "engine.args.kv_cache_memory_bytes: '4000G' — of each rank, and this machine's GPUs have "
+        "80.0 GiB; lower it; for a cluster with larger nodes, set RAY_ADDRESS"
+    ]
+    checks.check(deployment_with(engine={"args": {"kv_cache_memory_bytes": "40G"}}, **pools))
+    monkeypatch.setattr(memory_checks, "gpu_bytes", lambda: None)
+    checks.check(deployment_with(engine={"args": {"kv_cache_memory_bytes": "4000G"}}, **pools))
+
+
 def test_caches_that_fit_pass() -> None:
     checks.check(deployment_with(engine=space(24)))
     checks.check(deployment_with(engine={"args": {"kv_cache_memory_bytes": "24G"}}))
