@@ -7,6 +7,7 @@ from typing import get_args
 from disagg.config import Deployment, Role
 from disagg.config_file import show
 
+CPU_BLOCK_DEFAULT = 128  # vllm/platforms/cpu.py
 ROLES: tuple[Role, ...] = get_args(Role)
 
 

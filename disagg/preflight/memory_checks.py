@@ -14,7 +14,7 @@ from typing import Any
 
 from disagg.config import Deployment, Role
 from disagg.config_file import show
-from disagg.preflight.argument_keys import ROLES, described, key_of
+from disagg.preflight.argument_keys import CPU_BLOCK_DEFAULT, ROLES, described, key_of
 from disagg.preflight.engine_checks import env_key, on_gpus
 from disagg.preflight.gpu_memory import gpu_bytes
 from disagg.preflight.model_checks import ModelConfig, model_config
@@ -161,14 +161,25 @@ def _request_problem(deployment: Deployment, role: Role, space: KVSpace) -> Iter
     length = as_number("max_model_len", args.get("max_model_len"))
     if length is None and model.longest is not None and "rope_type" not in str(model.text):
         length = model.longest[0]
-    if of_token is None or length is None or length * of_token <= space.size:
+    if of_token is None or length is None or length < 1:
         return
+    block = _block_size(deployment, role)
+    needed = (math.ceil(length / block) + 1) * block * of_token  # vLLM takes one block for itself
+    if needed <= space.size:
+        return
+    fitting = max(1, (space.size // of_token // block - 1) * block)
     key = key_of(deployment, role, "max_model_len")
     yield (
-        f"{key}: {length:.0f} — one request of this length takes {_gib(length * of_token)} of "
-        f"KV cache on each rank, and {space.described} is less; "
-        f"set {space.size // of_token} or less, or raise it"
+        f"{key}: {length:.0f} — one request of this length takes {_gib(needed)} of KV cache on "
+        f"each rank, and {space.described} is less; set {fitting} or less, or raise it"
     )
+
+
+def _block_size(deployment: Deployment, role: Role) -> int:
+    given = deployment.args(role).get("block_size")
+    if isinstance(given, int) and given > 0:
+        return given
+    return 1 if on_gpus(deployment, role) else CPU_BLOCK_DEFAULT
 
 
 def _bytes_per_token(model: ModelConfig, args: Mapping[str, Any]) -> int | None:

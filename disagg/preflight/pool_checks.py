@@ -14,13 +14,12 @@ from typing import Any
 from disagg.config import Deployment, EngineSection, PoolSection, Role
 from disagg.engine.args import KEY_ENV, SECRET_ENV
 from disagg.preflight.argument_checks import argument_problems
-from disagg.preflight.argument_keys import ROLES, described, key_of
+from disagg.preflight.argument_keys import CPU_BLOCK_DEFAULT, ROLES, described, key_of
 from disagg.preflight.engine_checks import engine_problems, environment_problems
 from disagg.preflight.model_checks import model_problems
 from disagg.preflight.vllm_args import ArgType
 
 _CPU_BLOCK_MULTIPLE = 32  # vllm/v1/attention/backends/cpu_attn.py, supported kernel block sizes
-_CPU_BLOCK_DEFAULT = 128  # vllm/platforms/cpu.py
 
 _ONLY_ONE = (
     "prefill_context_parallel_size",
@@ -121,7 +120,7 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
     defaults = dict(_MUST_AGREE)
     ours, theirs = (deployment.args(role) for role in ROLES)
     if not prefill:
-        defaults["block_size"] = _CPU_BLOCK_DEFAULT
+        defaults["block_size"] = CPU_BLOCK_DEFAULT
     else:
         del defaults["block_size"]
         yield from _uneven_blocks(deployment, ours.get("block_size"), theirs.get("block_size"))

@@ -93,15 +93,18 @@ def test_a_million_replicas_are_refused() -> None:
 def test_the_cache_must_hold_one_request(tmp_path: Path) -> None:
     # 2 (K and V) x 2 bytes x 64 numbers x 2 heads x 64 layers: 32 KiB for each token.
     model = make_checkpoint(tmp_path / "model", num_hidden_layers=64, torch_dtype="bfloat16")
-    with_cache = {**space(1), "args": {"max_model_len": 32768}}
-    checks.check(deployment_with(model=model, engine=with_cache))
+    # vLLM takes one block of 128 tokens for itself.
+    fits = {**space(1), "args": {"max_model_len": 32640}}
+    checks.check(deployment_with(model=model, engine=fits))
+    (line,) = problems_of(model=model, engine={**space(1), "args": {"max_model_len": 32641}})
+    assert "set 32640 or less, or raise it" in line
     longer = make_checkpoint(
         tmp_path / "longer", num_hidden_layers=64, max_position_embeddings=65536
     )
     lines = problems_of(model=longer, prefill=space(1), engine={"args": {"max_model_len": 65536}})
     assert lines == [
         "engine.args.max_model_len: 65536 — one request of this length takes 2.0 GiB of KV cache "
-        f"on each rank, and {setting} is less; set 32768 or less, or raise it"
+        f"on each rank, and {setting} is less; set 32640 or less, or raise it"
         for setting in (
             "prefill.env.VLLM_CPU_KVCACHE_SPACE: '1' (GiB)",
             "VLLM_CPU_KVCACHE_SPACE: not set (1 GiB)",
@@ -119,7 +122,7 @@ def test_the_cache_must_hold_one_request(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 2}, {}),
         ({"pipeline_parallel_size": 2}, {}),
         ({"num_gpu_blocks_override": 100}, {}),
-        ({"kv_cache_memory_bytes": "2G"}, {}),
+        ({"kv_cache_memory_bytes": "3G"}, {}),
         ({}, {"sliding_window": 4096}),
         ({}, {"layer_types": ["full_attention", "sliding_attention"]}),
         ({}, {"model_type": "another"}),
@@ -129,7 +132,7 @@ def test_the_cache_must_hold_one_request(tmp_path: Path) -> None:
 def test_a_cache_that_may_be_enough_passes(
     tmp_path: Path, args: dict[str, Any], config: dict[str, Any]
 ) -> None:
-    keys = {"num_hidden_layers": 64, "max_position_embeddings": 65536} | config
+    keys = {"num_hidden_layers": 64, "max_position_embeddings": 65408} | config
     model = make_checkpoint(tmp_path / "model", **keys)
     checks.check(deployment_with(model=model, engine={"args": args}))
 
