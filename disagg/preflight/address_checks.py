@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 
 from disagg.config import Deployment
+from disagg.config_file import show
 from disagg.engine.args import KV_EVENTS, kv_event_endpoints, kv_events
 from disagg.preflight.argument_keys import ROLES, key_of
 
@@ -26,7 +27,8 @@ def address_problems(deployment: Deployment, *, here: bool) -> Iterator[str]:
             for name, address in kv_event_endpoints(deployment, role, index).items():
                 if (place := _place(name, address)) is None:
                     continue
-                engine, shown = f"{role}-{index}", f"{key}.{name}: {(given or {}).get(name)!r}"
+                engine = f"{role}-{index}"
+                shown = f"{key}.{name}: {show((given or {}).get(name, 'not set'))}"
                 if place in taken:
                     yield (
                         f"{shown} — {engine} and {taken[place]} would both listen on {address}; "

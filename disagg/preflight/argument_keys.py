@@ -20,5 +20,5 @@ def key_of(deployment: Deployment, role: Role, name: str) -> str:
 def described(deployment: Deployment, role: Role, name: str) -> str:
     """The argument's path and value."""
     args = deployment.args(role)
-    value = show(args[name], name) if name in args else "not set"
+    value = show(args[name]) if name in args else "not set"
     return f"{key_of(deployment, role, name)}: {value}"

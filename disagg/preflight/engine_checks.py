@@ -139,7 +139,12 @@ def _executor(deployment: Deployment, role: Role, args: _Args) -> Iterator[str]:
         key = key_of(deployment, role, "distributed_executor_backend")
         yield f"{key}: {show(backend)} — engines start their own ranks; set mp or ray"
     ranks = [args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")]
-    if backend == "uni" and any(isinstance(size, int) and size > 1 for size in ranks):
+    # On a CPU, vLLM takes mp instead.
+    if (
+        backend == "uni"
+        and on_gpus(deployment, role)
+        and any(isinstance(size, int) and size > 1 for size in ranks)
+    ):
         key = key_of(deployment, role, "distributed_executor_backend")
         yield f"{key}: {show(backend)} — runs one rank, and the engine has several; set mp"
 

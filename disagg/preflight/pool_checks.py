@@ -17,7 +17,7 @@ from disagg.preflight.argument_checks import argument_problems
 from disagg.preflight.argument_keys import CPU_BLOCK_DEFAULT, ROLES, described, key_of
 from disagg.preflight.engine_checks import engine_problems, environment_problems
 from disagg.preflight.model_checks import model_problems
-from disagg.preflight.vllm_args import ArgType
+from disagg.preflight.vllm_args import ArgType, as_number
 
 _CPU_BLOCK_MULTIPLE = 32  # vllm/v1/attention/backends/cpu_attn.py, supported kernel block sizes
 
@@ -139,12 +139,14 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
             f"{keys[0]} — {keys[1]}: this draft has a KV cache, so both roles need it, or no block "
             "can be exchanged; set only engine.args.speculative_config"
         )
-    longest, taken = (args.get("max_model_len") for args in (ours, theirs))
-    if isinstance(longest, int) and isinstance(taken, int) and taken < longest:
+    longest, taken = (
+        as_number("max_model_len", args.get("max_model_len")) for args in (ours, theirs)
+    )
+    if longest is not None and taken is not None and 0 < taken < longest:
         yield (
             f"{described(deployment, 'decode', 'max_model_len')} — "
             f"{described(deployment, 'prefill', 'max_model_len')}: decode must accept every "
-            f"prompt that prefill accepts; set {longest} or more"
+            f"prompt that prefill accepts; set {longest:.0f} or more"
         )
 
 

@@ -130,6 +130,8 @@ def test_pools_that_cannot_exchange_blocks_name_both_keys(
         ({}, {"pipeline_parallel_size": 2}),
         ({"dtype": "half"}, {"dtype": "float16"}),
         ({"max_num_seqs": 4}, {"max_num_seqs": 8}),
+        ({"max_model_len": "4k"}, {"max_model_len": "auto"}),
+        ({"max_model_len": "4k"}, {"max_model_len": "4K"}),
         ({"max_model_len": 2048}, {"max_model_len": 4096}),
     ],
 )

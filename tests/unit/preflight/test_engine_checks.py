@@ -78,11 +78,6 @@ GPU = {"resources": {"num_gpus": 1}}
             "set mp or ray",
         ),
         (
-            {"distributed_executor_backend": "uni", "tensor_parallel_size": 2},
-            "distributed_executor_backend: 'uni' — runs one rank, and the engine has several; "
-            "set mp",
-        ),
-        (
             {
                 "speculative_config": {
                     "method": "extract_hidden_states",
@@ -130,7 +125,7 @@ def test_arguments_that_do_not_go_together_are_one_line(args: dict[str, Any], li
         {"disable_log_stats": True},
         {"enable_sleep_mode": False},
         {"distributed_executor_backend": "mp", "tensor_parallel_size": 2},
-        {"distributed_executor_backend": "uni"},
+        {"distributed_executor_backend": "uni", "tensor_parallel_size": 2},  # mp on a CPU
         {"enable_prefix_caching": False},
         {"profiler_config": {"profiler": "torch", "torch_profiler_dir": "/traces"}},
         {"async_scheduling": True},
@@ -143,6 +138,18 @@ def test_arguments_that_go_together_pass(args: dict[str, Any]) -> None:
 def test_on_gpus_engines_may_sleep() -> None:
     args = {"enable_sleep_mode": True, "enable_cumem_allocator": True}
     checks.check(deployment_with(engine={"args": args}, prefill=GPU, decode=GPU))
+
+
+def test_on_gpus_one_process_runs_one_rank() -> None:
+    args = {"distributed_executor_backend": "uni", "tensor_parallel_size": 2}
+    gpus = {"resources": {"num_gpus": 2}}
+    (line,) = problems_of(engine={"args": args}, prefill=gpus, decode=gpus)
+    assert line == (
+        "engine.args.distributed_executor_backend: 'uni' — runs one rank, and the engine has "
+        "several; set mp"
+    )
+    one = {"args": {"distributed_executor_backend": "uni"}}
+    checks.check(deployment_with(engine=one, prefill=GPU, decode=GPU))
 
 
 def test_expert_load_balancing_needs_expert_parallelism() -> None:
