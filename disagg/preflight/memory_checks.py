@@ -17,7 +17,7 @@ from disagg.config_file import show
 from disagg.preflight.argument_keys import CPU_BLOCK_DEFAULT, ROLES, described, key_of
 from disagg.preflight.engine_checks import env_key, on_gpus
 from disagg.preflight.gpu_memory import gpu_bytes
-from disagg.preflight.model_checks import ModelConfig, model_config
+from disagg.preflight.model_config import ModelConfig, model_config
 from disagg.preflight.vllm_args import as_number
 
 _SPACE, _BYTES = "VLLM_CPU_KVCACHE_SPACE", "kv_cache_memory_bytes"

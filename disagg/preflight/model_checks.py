@@ -8,79 +8,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from disagg.config import Deployment, Role, is_local
 from disagg.config_file import show
 from disagg.engine.args import keys_of
 from disagg.preflight import vllm_source
 from disagg.preflight.argument_keys import ROLES, described, key_of
+from disagg.preflight.model_config import ModelConfig, model_config, read_config
 from disagg.preflight.vllm_args import as_number
 
-_TEXT = ("text_config", "llm_config", "language_config")
-# vllm/transformers_utils/model_arch_config_convertor.py, in its order.
-_LENGTHS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "model_max_length",
-    "max_target_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
-)
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-# Rotary scalings whose factor the length contains already (vllm/config/model.py).
-_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 _ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _TOKENIZERS = ("token*", "tekken*", "vocab*", "merges*", "*.model", "*.tiktoken")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 _INDEX = "model.safetensors.index.json"
 _CHECKPOINT_FORMATS = (None, "auto", "hf", "safetensors")
 _COUNTED_DRAFTS = ("ngram", "ngram_gpu", "draft_model")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A checkpoint's `config.json`. text: the part of its language model."""
-
-    whole: Mapping[str, Any]
-    text: Mapping[str, Any]
-
-    def number(self, *names: str) -> int | None:
-        """The first whole number of these names in the language model's part."""
-        found = (self.text.get(name) for name in names)
-        return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), None)
-
-    @property
-    def kv_heads(self) -> int | None:
-        """Of the whole model; None for latent attention, which vLLM does not split by heads."""
-        return None if self.text.get("kv_lora_rank") else self.number("num_key_value_heads")
-
-    @property
-    def longest(self) -> tuple[float, str] | None:
-        """The largest `max_model_len` that vLLM accepts, and the key that sets it."""
-        own = self.number("model_max_length")
-        lengths = {name: n for name in _LENGTHS if (n := self.number(name)) is not None}
-        if not lengths or str(self.whole.get("model_type", "")).startswith("moss"):
-            return None
-        key = "model_max_length" if own else min(lengths, key=lambda name: lengths[name])
-        if "gemma3" in str(self.text.get("model_type")):
-            return lengths[key], key  # scaled already
-        factors = [factor for rope in self._ropes() for factor in _factors(rope)]
-        return lengths[key] * max([1.0, *factors]), key
-
-    def _ropes(self) -> Iterator[Mapping[str, Any]]:
-        for name in ("rope_parameters", "rope_scaling"):
-            rope = self.text.get(name)
-            if isinstance(rope, dict):
-                yield rope
-                yield from (inner for inner in rope.values() if isinstance(inner, dict))
 
 
 def checkpoint_problems(deployment: Deployment) -> Iterator[str]:
@@ -108,26 +54,18 @@ def model_problems(deployment: Deployment, role: Role) -> Iterator[str]:
     yield from _draft_problems(deployment, role)
 
 
-def model_config(deployment: Deployment, args: Mapping[str, Any]) -> ModelConfig | None:
-    """Of the model with these arguments; None if it is not here."""
-    given = args.get("hf_config_path")
-    path = given if isinstance(given, str) else deployment.model.path
-    overrides = keys_of(args.get("hf_overrides")) or {}
-    return _read(_folder(path, None if given else deployment.model.revision), overrides)
-
-
 # ---- the checkpoint's files ----------------------------------------------------------------
 
 
-def _folder_problems(key: str, checkpoint: str, needed: str) -> Iterator[str]:
+def _folder_problems(
+    key: str, checkpoint: str, needed: str, *, is_draft: bool = False
+) -> Iterator[str]:
     if not is_local(checkpoint):
         return  # a name on a model hub, which only the engine can resolve
     path = Path(checkpoint)
     if not path.exists():
-        yield (
-            f"{key}: {checkpoint!r} — no such folder; correct it, or make a checkpoint with: "
-            f"disagg make-model {checkpoint}"
-        )
+        make = f", or make a checkpoint with: disagg make-model {checkpoint}"
+        yield f"{key}: {checkpoint!r} — no such folder; correct it{'' if is_draft else make}"
     elif not (path / needed).is_file():
         yield f"{key}: {checkpoint!r} — holds no {needed}; name a checkpoint's folder"
 
@@ -173,53 +111,6 @@ def _missing_shards(path: Path) -> list[str]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return []
     return sorted({str(shard) for shard in shards if not (path / str(shard)).is_file()})
-
-
-# ---- the model's config.json ---------------------------------------------------------------
-
-
-def _folder(checkpoint: str, revision: str | None) -> Path | None:
-    """The checkpoint's folder, or its snapshot in the cache of the model hub."""
-    if is_local(checkpoint):
-        return Path(checkpoint)
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
-    repository = cache / f"models--{checkpoint.replace('/', '--')}"
-    try:
-        commit = (repository / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
-    except OSError:
-        commit = revision or ""
-    folder = repository / "snapshots" / commit
-    return folder if commit and folder.is_dir() else None
-
-
-def _read(folder: Path | None, overrides: Mapping[str, Any]) -> ModelConfig | None:
-    if folder is None:
-        return None
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(content, dict):
-        return None
-    whole = _merged(content, overrides)
-    text = next((whole[name] for name in _TEXT if isinstance(whole.get(name), dict)), whole)
-    return ModelConfig(whole, text)
-
-
-def _merged(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(content)
-    for name, value in overrides.items():
-        inner = merged.get(name)
-        both = isinstance(inner, dict) and isinstance(value, dict)
-        merged[name] = _merged(inner, value) if both else value  # type: ignore[arg-type]
-    return merged
-
-
-def _factors(rope: Mapping[str, Any]) -> Iterator[float]:
-    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
-    if kind not in _SCALED and isinstance(factor, int | float):
-        yield factor
 
 
 # ---- rules ---------------------------------------------------------------------------------
@@ -316,10 +207,10 @@ def _draft_problems(deployment: Deployment, role: Role) -> Iterator[str]:
     path = draft.get("model")
     if not isinstance(path, str) or draft.get("method") in (*_COUNTED_DRAFTS[:2], "custom_class"):
         return
-    if problems := list(_folder_problems(f"{key}.model", path, "config.json")):
+    if problems := list(_folder_problems(f"{key}.model", path, "config.json", is_draft=True)):
         yield from problems
         return
-    model, split = _read(_folder(path, draft.get("revision")), {}), own or ranks
+    model, split = read_config(path, draft.get("revision")), own or ranks
     if model is not None and split > 1:
         name = "tensor_parallel_size" if own is None else "draft_tensor_parallel_size"
         shown = described(deployment, role, name) if own is None else f"{key}.{name}: {own}"

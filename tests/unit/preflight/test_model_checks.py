@@ -153,8 +153,9 @@ def test_the_draft_is_split_too(tmp_path: Path) -> None:
 def test_the_draft_must_be_there(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model")
     draft = {"method": "eagle3", "model": str(tmp_path / "none"), "num_speculative_tokens": 2}
-    line = line_of(model, {"speculative_config": draft})
-    assert line.startswith(f"engine.args.speculative_config.model: '{tmp_path}/none' — no such")
+    assert line_of(model, {"speculative_config": draft}) == (
+        f"engine.args.speculative_config.model: '{tmp_path}/none' — no such folder; correct it"
+    )
     check(model, {"speculative_config": draft | {"model": "org/head"}})
     check(model, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})
     assert line_of(model, {"speculative_config": {"method": "ngram"}}) == (
