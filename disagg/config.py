@@ -66,6 +66,7 @@ def _each_once(names: list[TransportName]) -> list[TransportName]:
     return names
 
 
+MAX_REPLICAS = 10_000  # of a pool; Ray is tested up to 40,000 actors
 LocalPath = Annotated[Path, AfterValidator(_absolute)]
 Checkpoint = Annotated[str, Field(min_length=1), AfterValidator(_absolute_checkpoint)]
 Environment = Annotated[dict[str, str], BeforeValidator(_numbers_as_text)]
@@ -131,7 +132,7 @@ class AutoscaleSection(Section):
     """How the number of engines of a pool follows its load."""
 
     min_replicas: int = Field(1, ge=1)
-    max_replicas: int = Field(ge=1)
+    max_replicas: int = Field(ge=1, le=MAX_REPLICAS)
     target_queue: float = Field(
         8.0, gt=0, description="Requests that one engine should have, running and waiting"
     )
@@ -154,7 +155,9 @@ class AutoscaleSection(Section):
 class PoolSection(Section):
     """The engines of one role."""
 
-    replicas: int = Field(1, ge=1, description="Number of engines; with autoscale, at the start")
+    replicas: int = Field(
+        1, ge=1, le=MAX_REPLICAS, description="Number of engines; with autoscale, at the start"
+    )
     autoscale: AutoscaleSection | None = None
     resources: ResourcesSection = ResourcesSection()
     args: dict[str, Any] = Field(
@@ -493,6 +496,8 @@ def replicas_of(words: Sequence[str]) -> dict[Role, int]:
             raise ConfigError(f"{word!r}: write prefill=N or decode=N")
         if not count.isdecimal() or int(count) < 1:
             raise ConfigError(f"{role}: {count!r} — must be a whole number, at least 1")
+        if int(count) > MAX_REPLICAS:
+            raise ConfigError(f"{role}: {count} — must be at most {MAX_REPLICAS}; set less")
         if role in found:
             raise ConfigError(f"{role}: given twice; keep one")
         found["prefill" if role == "prefill" else "decode"] = int(count)

@@ -7,11 +7,13 @@ vLLM logs all arguments.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from disagg.config import Deployment
+from disagg.config import Deployment, Role
 from disagg.engine.spec import EngineSpec
 from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.engine.vllm_patches.fork_workers import FORK_ENV
@@ -25,6 +27,13 @@ SERVER_DEFAULTS: dict[str, Any] = {
     "disable_uvicorn_access_log": True,
     "uvicorn_log_level": "warning",
 }
+
+KV_EVENTS = "kv_events_config"
+KV_EVENTS_ENDPOINT = "tcp://*:5557"  # vLLM's default
+# Room for a replay endpoint at the next port, and for an engine of the other role.
+_PORTS_OF_ENGINE, _PORTS_OF_INDEX = 2, 4
+# Folders in which vLLM names files by ranks. Each engine gets a folder of its own in them.
+_FOLDERS = (("profiler_config", "torch_profiler_dir"), ("compilation_config", "debug_dump_path"))
 
 
 def is_cpu(spec: EngineSpec) -> bool:
@@ -43,9 +52,84 @@ def engine_args(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any
     given = deployment.args(spec.role)
     if is_cpu(spec):
         args |= _cpu_args(given)
-    args |= given
+    args |= given | _of_its_own(spec, given)
     args["kv_transfer_config"] = kv_transfer_config(spec, host=host, engine_id=engine_id)
     return {name: value for name, value in args.items() if value is not None}
+
+
+def kv_events(deployment: Deployment, role: Role) -> dict[str, Any] | None:
+    """The pool's `kv_events_config`, if its engines publish KV events over ZMQ; else None."""
+    config = keys_of(deployment.args(role).get(KV_EVENTS))
+    if not config or config.get("enable_kv_cache_events") is not True:
+        return None
+    return None if config.get("publisher") == "null" else config
+
+
+def kv_event_endpoints(deployment: Deployment, role: Role, index: int) -> dict[str, str]:
+    """The ZMQ addresses of one engine by their names in `kv_events_config`.
+
+    Several engines may run on one node. So each adds its own number to the port that it binds: four
+    for each index, and two more for decode if both pools have the same address. An address to which
+    vLLM connects, and one whose port the system chooses, remain.
+    """
+    config = kv_events(deployment, role)
+    if config is None:
+        return {}
+    bound, others = _bound(config), kv_events(deployment, "prefill")
+    shared = role == "decode" and not set(bound.values()).isdisjoint(_bound(others).values())
+    offset = index * _PORTS_OF_INDEX + shared * _PORTS_OF_ENGINE
+    found = {"endpoint": str(config.get("endpoint", KV_EVENTS_ENDPOINT))}
+    if isinstance(replay := config.get("replay_endpoint"), str):
+        found["replay_endpoint"] = replay
+    return {
+        key: _moved(address, offset, f"{role}-{index}") if key in bound else address
+        for key, address in found.items()
+    }
+
+
+def keys_of(value: Any) -> dict[str, Any] | None:
+    """An argument with keys: from YAML, or from JSON text, as on vLLM's command line."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, dict) else None
+
+
+def _bound(config: Mapping[str, Any] | None) -> dict[str, str]:
+    """The addresses that vLLM binds, as `vllm/distributed/kv_events.py` decides."""
+    if config is None:
+        return {}
+    endpoint = str(config.get("endpoint", KV_EVENTS_ENDPOINT))
+    binds = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
+    replay = config.get("replay_endpoint")
+    return ({"endpoint": endpoint} if binds else {}) | (
+        {"replay_endpoint": replay} if isinstance(replay, str) else {}
+    )
+
+
+def _moved(address: str, offset: int, name: str) -> str:
+    if offset == 0:
+        return address
+    if address.startswith("ipc://"):
+        return f"{address}.{name}"
+    host, colon, port = address.rpartition(":")
+    if not address.startswith("tcp://") or not port.isdecimal() or int(port) == 0:
+        return address
+    return f"{host}{colon}{int(port) + offset}"
+
+
+def _of_its_own(spec: EngineSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that would fix an address or a folder for all engines, for this engine alone."""
+    made: dict[str, Any] = {}
+    if endpoints := kv_event_endpoints(spec.deployment, spec.role, spec.index):
+        made[KV_EVENTS] = (keys_of(given[KV_EVENTS]) or {}) | endpoints
+    for argument, key in _FOLDERS:
+        config = keys_of(given.get(argument))
+        if config and isinstance(folder := config.get(key), str) and folder:
+            made[argument] = config | {key: os.path.join(folder, spec.name)}
+    return made
 
 
 def _cpu_args(given: dict[str, Any]) -> dict[str, Any]:
@@ -140,9 +224,11 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if spec.loopback:
         env["VLLM_HOST_IP"] = "127.0.0.1"
+    args = deployment.args(spec.role)
     if is_cpu(spec):
+        if args.get("kv_cache_memory_bytes") is None:  # the variable would override it
+            env["VLLM_CPU_KVCACHE_SPACE"] = "1"
         env |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, int(pool.resources.num_cpus))),
             POLL_SLEEP_ENV: POLL_SLEEP_US,
@@ -150,7 +236,6 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
         }
     else:
         env |= {name: v for name, v in _gpu_env(spec).items() if name not in os.environ}
-    args = deployment.args(spec.role)
     if str(args.get("prefix_caching_hash_algo")).startswith("xxhash"):
         env["PYTHONHASHSEED"] = "0"  # else block hashes differ between engines, and nothing matches
     given = {SECRET_ENV: spec.secret, KEY_ENV: spec.engine_key}

@@ -1,8 +1,8 @@
 """Checks of a deployment's file against this machine, before anything is started.
 
-`check` compares the file's values with the installed vLLM, the checkpoint, the storage folder, the
-router's port, the secrets and the TLS files. It collects all problems. It must never start
-anything, nor leave files behind.
+`check` compares the file's values with the installed vLLM, the checkpoint, this machine's memory
+and ports, the storage folder, the secrets and the TLS files. It collects all problems. It must
+never start anything, nor leave files behind.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from disagg import config, credentials
+from disagg import credentials
 from disagg.config import Deployment
 from disagg.config_file import show
 from disagg.errors import ConfigError
-from disagg.preflight import vllm_args
+from disagg.preflight import vllm_args, vllm_source
+from disagg.preflight.address_checks import address_problems
+from disagg.preflight.memory_checks import memory_problems, memory_warnings, runs_here
+from disagg.preflight.model_checks import checkpoint_problems
 from disagg.preflight.pool_checks import pool_problems
 from disagg.private_files import PrivateFolder, UnsafePathError, user_folder
 
@@ -28,13 +31,16 @@ from disagg.private_files import PrivateFolder, UnsafePathError, user_folder
 def check(deployment: Deployment, *, running: bool = False) -> list[str]:
     """Check everything that could fail later. Returns warnings.
 
-    `running`: the deployment already runs and has its port. Raises ConfigError with one line for
-    each problem.
+    `running`: the deployment already runs and has its ports and memory. Raises ConfigError with
+    one line for each problem.
     """
     known = vllm_args.known_arguments()
+    here = not running and runs_here(deployment)
     problems = [
         *pool_problems(deployment, known),
-        *_checkpoint_problems(deployment),
+        *checkpoint_problems(deployment),
+        *address_problems(deployment, here=here),
+        *memory_problems(deployment, here=here),
         *_transport_problems(deployment),
         *_storage_problems(deployment),
         *_tier_problems(deployment),
@@ -48,6 +54,7 @@ def check(deployment: Deployment, *, running: bool = False) -> list[str]:
     return [
         *_vllm_warnings(deployment, known is not None),
         *_space_warnings(deployment),
+        *(memory_warnings(deployment) if here else ()),
         *_exposure_warnings(deployment),
     ]
 
@@ -55,26 +62,6 @@ def check(deployment: Deployment, *, running: bool = False) -> list[str]:
 def storage_folder(deployment: Deployment) -> Path:
     """The parent folder of the runs' handoff files."""
     return deployment.transfer.storage.path or user_folder().path
-
-
-def _checkpoint_problems(deployment: Deployment) -> Iterator[str]:
-    model = deployment.model
-    yield from _folder_problems("model.path", model.path, "config.json")
-    if model.tokenizer is not None:
-        yield from _folder_problems("model.tokenizer", model.tokenizer, "tokenizer_config.json")
-
-
-def _folder_problems(key: str, checkpoint: str, needed: str) -> Iterator[str]:
-    if not config.is_local(checkpoint):
-        return  # a name on a model hub, which only the engine can resolve
-    path = Path(checkpoint)
-    if not path.exists():
-        yield (
-            f"{key}: {checkpoint!r} — no such folder; correct it, or make a checkpoint with: "
-            f"disagg make-model {checkpoint}"
-        )
-    elif not (path / needed).is_file():
-        yield f"{key}: {checkpoint!r} — holds no {needed}; name a checkpoint's folder"
 
 
 def _transport_problems(deployment: Deployment) -> Iterator[str]:
@@ -171,7 +158,7 @@ def _unreadable(read: Callable[[], Any]) -> list[str]:
 
 
 def _vllm_warnings(deployment: Deployment, known: bool) -> Iterator[str]:
-    distribution = vllm_args.distribution()
+    distribution = vllm_source.distribution()
     if not known:
         yield (
             "vLLM's argument names can't be read here (is vLLM installed?), so the engine "

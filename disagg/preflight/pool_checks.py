@@ -9,34 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from disagg.config import Deployment, EngineSection, PoolSection, Role
-from disagg.config_file import nearest, show
 from disagg.engine.args import KEY_ENV, SECRET_ENV
-from disagg.preflight.vllm_args import ArgType
-
-ROLES: tuple[Role, ...] = get_args(Role)
+from disagg.preflight.argument_checks import argument_problems
+from disagg.preflight.argument_keys import CPU_BLOCK_DEFAULT, ROLES, described, key_of
+from disagg.preflight.engine_checks import engine_problems, environment_problems
+from disagg.preflight.model_checks import model_problems
+from disagg.preflight.vllm_args import ArgType, as_number
 
 _CPU_BLOCK_MULTIPLE = 32  # vllm/v1/attention/backends/cpu_attn.py, supported kernel block sizes
-_CPU_BLOCK_DEFAULT = 128  # vllm/platforms/cpu.py
 
-_OWNED = {
-    "api_key": "set router.api_keys_env or router.api_keys_file",
-    "data_parallel_size": "set replicas of the pool",
-    "grpc_port": "remove it; engines serve HTTP on a port that they choose",
-    "host": "set router.host; engines choose their own address",
-    "kv_transfer_config": "set the keys of the transfer section",
-    "model": "set model.path",
-    "port": "set router.port; engines choose their own ports",
-    "revision": "set model.revision",
-    "served_model_name": "set model.served_name",
-    "ssl_certfile": "set router.tls_cert_file; engines serve http, to the router only",
-    "ssl_keyfile": "set router.tls_key_file; engines serve http, to the router only",
-    "tokenizer": "set model.tokenizer",
-    "trust_remote_code": "set model.trust_remote_code",
-    "uds": "remove it; engines serve HTTP on a port that they choose",
-}
 _ONLY_ONE = (
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
@@ -68,29 +52,19 @@ def pool_problems(deployment: Deployment, known: Mapping[str, ArgType] | None) -
         "decode": deployment.decode,
     }
     for section, values in sections.items():
-        yield from _argument_problems(f"{section}.args", values.args, known)
+        yield from argument_problems(f"{section}.args", values.args, known)
         if SECRET_ENV in values.env:
             yield f"{section}.env.{SECRET_ENV}: set by disagg; set transfer.secret_env instead"
         if KEY_ENV in values.env:
             yield f"{section}.env.{KEY_ENV}: set by disagg; set router.api_keys_env instead"
-    alone = [line for role in ROLES for line in _engine_problems(deployment, role)]
+    alone = [
+        line
+        for role in ROLES
+        for rules in (_engine_problems, engine_problems, environment_problems, model_problems)
+        for line in rules(deployment, role)
+    ]
     yield from dict.fromkeys(alone)  # without doubles: a key of engine.args concerns both roles
     yield from _disagreements(deployment)
-
-
-def _argument_problems(
-    path: str, args: Mapping[str, Any], known: Mapping[str, ArgType] | None
-) -> Iterator[str]:
-    for name, value in args.items():
-        key = f"{path}.{name}"
-        if name in _OWNED:
-            yield f"{key}: {show(value, name)} — set by disagg; {_OWNED[name]}"
-        elif known is None:
-            continue
-        elif name not in known:
-            yield f"{key}: vLLM has no such argument; {nearest(name, known)}"
-        elif not known[name].accepts(value):
-            yield f"{key}: {show(value, name)} — must be {known[name]}"
 
 
 def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
@@ -98,11 +72,11 @@ def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
     num_gpus = deployment.pool(role).resources.num_gpus
     for name in _ONLY_ONE:
         if args.get(name, 1) != 1:
-            key = _key(deployment, role, name)
+            key = key_of(deployment, role, name)
             yield f"{key}: {args[name]} — such blocks can't be handed off; set 1 or remove it"
     yield from _block_size_problem(deployment, role, args.get("block_size"))
     if deployment.spreads_ranks(role) and not num_gpus:
-        key = _key(deployment, role, "distributed_executor_backend")
+        key = key_of(deployment, role, "distributed_executor_backend")
         yield f"{key}: 'ray' — vLLM's Ray executor needs GPUs; remove it, or set num_gpus"
     sizes = {name: args.get(name, 1) for name in _RANKS}
     if not all(isinstance(size, int) for size in sizes.values()):
@@ -110,11 +84,13 @@ def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
     ranks = math.prod(sizes.values())
     larger = [name for name, size in sizes.items() if size > 1]
     if num_gpus and 1 < ranks != num_gpus:
-        given = " and ".join(f"{_key(deployment, role, name)} is {sizes[name]}" for name in larger)
+        given = " and ".join(
+            f"{key_of(deployment, role, name)} is {sizes[name]}" for name in larger
+        )
         yield f"{role}.resources.num_gpus: {num_gpus:g} — {given}; set num_gpus to {ranks}"
     if sizes[_STAGES] > 1 and not num_gpus and args.get("enforce_eager") is True:
         yield (
-            f"{_key(deployment, role, 'enforce_eager')}: True — with it, an engine with pipeline "
+            f"{key_of(deployment, role, 'enforce_eager')}: True — with it, an engine with pipeline "
             "stages fails at its first request on CPU; remove it"
         )
 
@@ -122,7 +98,7 @@ def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
 def _block_size_problem(deployment: Deployment, role: Role, block_size: Any) -> Iterator[str]:
     if isinstance(block_size, bool) or not isinstance(block_size, int):
         return  # unset, or a wrong type, which is reported elsewhere
-    key = _key(deployment, role, "block_size")
+    key = key_of(deployment, role, "block_size")
     if block_size < 1:
         yield f"{key}: {block_size} — must be at least 1"
     elif deployment.pool(role).resources.num_gpus == 0 and block_size % _CPU_BLOCK_MULTIPLE:
@@ -144,31 +120,33 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
     defaults = dict(_MUST_AGREE)
     ours, theirs = (deployment.args(role) for role in ROLES)
     if not prefill:
-        defaults["block_size"] = _CPU_BLOCK_DEFAULT
+        defaults["block_size"] = CPU_BLOCK_DEFAULT
     else:
         del defaults["block_size"]
         yield from _uneven_blocks(deployment, ours.get("block_size"), theirs.get("block_size"))
     for name, default in defaults.items():
         values = [_canonical(name, args.get(name), default) for args in (ours, theirs)]
         if values[0] != values[1]:
-            keys = [_described(deployment, role, name) for role in ROLES]
+            keys = [described(deployment, role, name) for role in ROLES]
             yield (
                 f"{keys[0]} — {keys[1]}: they must be equal, or no block can be exchanged; "
                 f"set only engine.args.{name}"
             )
     ours_drafts, theirs_drafts = (_draft(args) for args in (ours, theirs))
     if ours_drafts != theirs_drafts:
-        keys = [_described(deployment, role, "speculative_config") for role in ROLES]
+        keys = [described(deployment, role, "speculative_config") for role in ROLES]
         yield (
             f"{keys[0]} — {keys[1]}: this draft has a KV cache, so both roles need it, or no block "
             "can be exchanged; set only engine.args.speculative_config"
         )
-    longest, taken = (args.get("max_model_len") for args in (ours, theirs))
-    if isinstance(longest, int) and isinstance(taken, int) and taken < longest:
+    longest, taken = (
+        as_number("max_model_len", args.get("max_model_len")) for args in (ours, theirs)
+    )
+    if longest is not None and taken is not None and 0 < taken < longest:
         yield (
-            f"{_described(deployment, 'decode', 'max_model_len')} — "
-            f"{_described(deployment, 'prefill', 'max_model_len')}: decode must accept every "
-            f"prompt that prefill accepts; set {longest} or more"
+            f"{described(deployment, 'decode', 'max_model_len')} — "
+            f"{described(deployment, 'prefill', 'max_model_len')}: decode must accept every "
+            f"prompt that prefill accepts; set {longest:.0f} or more"
         )
 
 
@@ -176,7 +154,7 @@ def _uneven_blocks(deployment: Deployment, ours: Any, theirs: Any) -> Iterator[s
     if type(ours) is not int or type(theirs) is not int or min(ours, theirs) < 1:
         return  # vLLM chooses, or the value is wrong, which is reported elsewhere
     if max(ours, theirs) % min(ours, theirs):
-        keys = [_described(deployment, role, "block_size") for role in ROLES]
+        keys = [described(deployment, role, "block_size") for role in ROLES]
         yield f"{keys[0]} — {keys[1]}: one must divide the other; set only engine.args.block_size"
 
 
@@ -191,15 +169,3 @@ def _draft(args: Mapping[str, Any]) -> tuple[Any, Any] | None:
 def _canonical(name: str, value: Any, default: Any) -> Any:
     value = default if value is None else value
     return _SAME_DTYPE.get(value, value) if name == "dtype" else value
-
-
-def _key(deployment: Deployment, role: Role, name: str) -> str:
-    """The argument's path in the file: the pool's own, or the one in `engine.args`."""
-    own = name in deployment.pool(role).args or name not in deployment.engine.args
-    return f"{role}.args.{name}" if own else f"engine.args.{name}"
-
-
-def _described(deployment: Deployment, role: Role, name: str) -> str:
-    args = deployment.args(role)
-    value = show(args[name]) if name in args else "not set"
-    return f"{_key(deployment, role, name)}: {value}"

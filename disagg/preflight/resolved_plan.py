@@ -10,7 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from disagg.config import Deployment, Role
-from disagg.engine.args import KEY_ENV, SECRET_ENV, engine_args, engine_env
+from disagg.engine.args import (
+    KEY_ENV,
+    SECRET_ENV,
+    engine_args,
+    engine_env,
+    kv_event_endpoints,
+)
 from disagg.engine.spec import EngineSpec
 from disagg.preflight.checks import storage_folder
 from disagg.private_files import user_folder
@@ -68,13 +74,18 @@ def _pool(deployment: Deployment, role: Role) -> dict[str, Any]:
     args = engine_args(spec, host="<address of the node>", engine_id="<fresh>")
     env = engine_env(spec, scratch="<scratch folder>")
     del env[SECRET_ENV], env[KEY_ENV]
-    return {
+    plan = {
         "replicas": pool.replicas,
         "resources": pool.resources.model_dump(),
         "port": _ANY_PORT,
         "args": hidden(args),
         "env": hidden(env),
     }
+    endpoints = {
+        f"{role}-{index}": hidden(kv_event_endpoints(deployment, role, index))
+        for index in range(pool.replicas)
+    }
+    return plan | ({"kv_events": endpoints} if all(endpoints.values()) else {})
 
 
 def _secret_source(deployment: Deployment) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from disagg.connector.handoff.messages import StepWork
 from disagg.connector.handoff.rank import RankCache, WorkerRank
 from disagg.connector.handoff.settings import ConnectorSettings
+from disagg.errors import ConfigError
 from disagg.transport.control.client import Endpoint
 from disagg.transport.control.lease import EndedLease, LeaseTable
 from disagg.transport.control.server import ControlServer
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 # A consumer gives up at its own deadline; if it is silent for longer than that plus this slack, it
 # counts as dead.
 _USE_SLACK_S = 5.0
+_LAST_PORT = 65535
 
 
 class ProducerWorker:
@@ -37,7 +39,7 @@ class ProducerWorker:
         try:
             self._server = ControlServer(
                 host=means.host,
-                port=settings.port and settings.port + rank.number,
+                port=settings.port and _port(settings.port, rank),
                 secret=means.secret,
                 hello=welcome,
                 fingerprint=cache.fingerprint,
@@ -73,3 +75,13 @@ class ProducerWorker:
     def _close_senders(self) -> None:
         for sender in self._senders:
             sender.close()
+
+
+def _port(first: int, rank: WorkerRank) -> int:
+    port = first + rank.port_offset
+    if port > _LAST_PORT:
+        raise ConfigError(
+            f"port: {first} — rank {rank.number} of data parallel rank {rank.data_parallel_rank} "
+            f"would listen on {port}; set a lower port, or 0 for any free one"
+        )
+    return port

@@ -11,7 +11,8 @@ from disagg.transport.device.staging import Staging
 @dataclass(frozen=True)
 class WorkerRank:
     """One rank of an engine. name: the engine's, in logs. rank, world_size: tensor parallel.
-    stage, stages: pipeline parallel. kv_heads: of the whole model."""
+    stage, stages: pipeline parallel. kv_heads: of the whole model. data_parallel_rank: the
+    engine's, among those that one `vllm serve` runs."""
 
     name: str
     rank: int
@@ -19,6 +20,7 @@ class WorkerRank:
     stage: int
     stages: int
     kv_heads: int
+    data_parallel_rank: int = 0
 
     @property
     def number(self) -> int:
@@ -29,6 +31,11 @@ class WorkerRank:
     def count(self) -> int:
         """All ranks of the engine."""
         return self.world_size * self.stages
+
+    @property
+    def port_offset(self) -> int:
+        """Its control channel's distance to the first one's, over all data parallel ranks."""
+        return self.data_parallel_rank * self.count + self.number
 
 
 @dataclass(frozen=True)

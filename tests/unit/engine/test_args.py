@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
-from disagg.config import Deployment
-from disagg.engine.args import KEY_ENV, engine_args, engine_env
+from disagg.config import Deployment, Role
+from disagg.engine.args import KEY_ENV, engine_args, engine_env, kv_event_endpoints
 from disagg.engine.spec import EngineSpec
 
 
@@ -50,3 +53,97 @@ def test_engines_on_gpus_and_what_the_user_has_set(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     assert env(1) == {}
+
+
+def deployment_with(**sections: Any) -> Deployment:
+    return Deployment.model_validate({"model": {"path": "org/name"}, **sections})
+
+
+def args_of(deployment: Deployment, role: Role, index: int = 0) -> dict[str, Any]:
+    spec = EngineSpec(deployment, role, index, "run", "/tmp/kv", True, "of-leases", "of-engines")
+    return engine_args(spec, host="127.0.0.1", engine_id="1")
+
+
+def kv_events(**config: Any) -> dict[str, Any]:
+    return {"args": {"kv_events_config": {"enable_kv_cache_events": True, **config}}}
+
+
+def test_each_engine_publishes_kv_events_at_ports_of_its_own() -> None:
+    given = kv_events(endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558", topic="kv")
+    made = deployment_with(engine=given)
+    found = [
+        args_of(made, role, index)["kv_events_config"]
+        for index in range(2)
+        for role in ("prefill", "decode")
+    ]
+    assert [config["endpoint"] for config in found] == [
+        f"tcp://*:{port}" for port in (5557, 5559, 5561, 5563)
+    ]
+    assert [config["replay_endpoint"] for config in found] == [
+        f"tcp://*:{port}" for port in (5558, 5560, 5562, 5564)
+    ]
+    assert all(config["topic"] == "kv" for config in found)
+
+
+@pytest.mark.parametrize("given", [{}, {"endpoint": "tcp://*:5557"}])
+def test_vllms_default_endpoint_is_numbered_too(given: dict[str, str]) -> None:
+    made = deployment_with(engine=kv_events(**given))
+    assert args_of(made, "decode", 3)["kv_events_config"]["endpoint"] == "tcp://*:5571"
+
+
+def test_a_pool_with_an_endpoint_of_its_own_begins_there() -> None:
+    made = deployment_with(
+        prefill=kv_events(endpoint="tcp://*:6000"), decode=kv_events(endpoint="tcp://*:7000")
+    )
+    assert kv_event_endpoints(made, "prefill", 0) == {"endpoint": "tcp://*:6000"}
+    assert kv_event_endpoints(made, "decode", 0) == {"endpoint": "tcp://*:7000"}
+    assert kv_event_endpoints(made, "decode", 1) == {"endpoint": "tcp://*:7004"}
+    alone = deployment_with(decode=kv_events())
+    assert kv_event_endpoints(alone, "decode", 0) == {"endpoint": "tcp://*:5557"}
+    assert kv_event_endpoints(alone, "prefill", 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("tcp://*:0", "tcp://*:0"),  # any free port
+        ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5557"),  # vLLM connects to a collector
+        ("inproc://cache", "inproc://cache"),  # within the engine's process
+        ("tcp://[::]:5557", "tcp://[::]:5559"),
+        ("ipc:///tmp/kv", "ipc:///tmp/kv.decode-0"),
+    ],
+)
+def test_only_an_address_that_engines_would_share_is_changed(endpoint: str, expected: str) -> None:
+    made = deployment_with(engine=kv_events(endpoint=endpoint))
+    assert args_of(made, "decode")["kv_events_config"]["endpoint"] == expected
+
+
+def test_kv_events_that_are_off_remain_as_given() -> None:
+    for config in ({"endpoint": "tcp://*:1"}, {"enable_kv_cache_events": False}):
+        made = deployment_with(engine={"args": {"kv_events_config": config}})
+        assert args_of(made, "decode", 1)["kv_events_config"] == config
+
+
+def test_json_text_is_read_as_vllm_reads_it() -> None:
+    text = json.dumps(kv_events()["args"]["kv_events_config"])
+    made = deployment_with(engine={"args": {"kv_events_config": text}})
+    assert args_of(made, "decode")["kv_events_config"]["endpoint"] == "tcp://*:5559"
+
+
+def test_each_engine_writes_traces_to_a_folder_of_its_own() -> None:
+    args = {
+        "profiler_config": {"profiler": "torch", "torch_profiler_dir": "/traces"},
+        "compilation_config": {"debug_dump_path": "/dumps", "mode": 0},
+    }
+    made = args_of(deployment_with(engine={"args": args}), "prefill", 2)
+    assert made["profiler_config"]["torch_profiler_dir"] == "/traces/prefill-2"
+    assert made["compilation_config"] == {"debug_dump_path": "/dumps/prefill-2", "mode": 0}
+
+
+def test_bytes_of_the_cache_that_the_user_sets_on_a_cpu_count() -> None:
+    """vLLM's VLLM_CPU_KVCACHE_SPACE overrides `kv_cache_memory_bytes`."""
+    for args, expected in (({}, "1"), ({"kv_cache_memory_bytes": "2G"}, None)):
+        spec = EngineSpec(
+            deployment_with(engine={"args": args}), "decode", 0, "run", "/tmp", True, "s", "k"
+        )
+        assert engine_env(spec, scratch="/tmp/s").get("VLLM_CPU_KVCACHE_SPACE") == expected

@@ -7,26 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unit.preflight.deployments import deployment_with, problems_of
 
-from disagg.config import Deployment
 from disagg.engine.args import engine_args
 from disagg.engine.spec import EngineSpec
-from disagg.errors import ConfigError
 from disagg.preflight import checks, vllm_args
-from disagg.preflight.pool_checks import ROLES
+from disagg.preflight.argument_keys import ROLES
 from disagg.preflight.resolved_plan import resolve
-
-
-def deployment_with(**sections: Any) -> Deployment:
-    router = {"port": 0, **sections.pop("router", {})}
-    model = sections.pop("model", {"path": "org/name"})
-    return Deployment.model_validate({"model": model, "router": router, **sections})
-
-
-def problems_of(**sections: Any) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        checks.check(deployment_with(**sections))
-    return caught.value.problems
 
 
 @pytest.fixture
@@ -80,7 +67,7 @@ def test_a_wrong_engine_argument_is_one_line(args: dict[str, Any], line: str) ->
     [
         {"max_model_len": "16k"},
         {"gpu_memory_utilization": 1},
-        {"compilation_config": {"level": 0}},
+        {"compilation_config": {"mode": 0}},
         {"quantization": None},
         {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
     ],
@@ -108,11 +95,16 @@ def test_on_gpus_the_block_size_is_left_to_vllm() -> None:
         ({"block_size": 64}, {}, "prefill.args.block_size: 64"),
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "decode.args.kv_cache_dtype"),
         ({"enable_lora": True}, {}, "prefill.args.enable_lora"),
-        ({"lora_modules": ["a=/a"]}, {"lora_modules": ["a=/b"]}, "decode.args.lora_modules"),
         (
-            {"speculative_config": {"method": "eagle3", "model": "/head"}},
-            {"speculative_config": {"method": "ngram"}},
-            "decode.args.speculative_config: {'method': 'ngram'}: this draft has a KV cache",
+            {"enable_lora": True, "lora_modules": ["a=org/a"]},
+            {"enable_lora": True, "lora_modules": ["a=org/b"]},
+            "decode.args.lora_modules",
+        ),
+        (
+            {"speculative_config": {"method": "eagle3", "model": "org/head"}},
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+            "decode.args.speculative_config: {'method': 'ngram', 'num_speculative_tokens': 3}: "
+            "this draft has a KV cache",
         ),
         (
             {"max_model_len": 4096},
@@ -138,6 +130,8 @@ def test_pools_that_cannot_exchange_blocks_name_both_keys(
         ({}, {"pipeline_parallel_size": 2}),
         ({"dtype": "half"}, {"dtype": "float16"}),
         ({"max_num_seqs": 4}, {"max_num_seqs": 8}),
+        ({"max_model_len": "4k"}, {"max_model_len": "auto"}),
+        ({"max_model_len": "4k"}, {"max_model_len": "4K"}),
         ({"max_model_len": 2048}, {"max_model_len": 4096}),
     ],
 )

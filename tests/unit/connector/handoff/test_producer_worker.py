@@ -1,0 +1,68 @@
+"""The producer part of a worker rank."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.connector.handoff.producer_worker import ProducerWorker
+from disagg.connector.handoff.rank import RankCache, WorkerRank
+from disagg.connector.handoff.settings import ConnectorSettings
+from disagg.errors import ConfigError
+from disagg.transport.blocks import BlockCache, Region
+from disagg.transport.registry import Means
+
+SECRET = b"0" * 32
+
+
+@contextmanager
+def producer(folder: Path, port: int, tensor: int, replica: int) -> Iterator[ProducerWorker]:
+    settings = ConnectorSettings(port=port, transports=["tcp"], storage_path=folder)
+    memory = torch.zeros((4, 1, 4, 8), dtype=torch.uint8)
+    cache = RankCache(BlockCache([Region("layer", memory, "U8")]), ("layer",), {}, None)
+    means = Means("127.0.0.1", SECRET, settings.storage(SECRET))
+    rank = WorkerRank("engine", tensor, 2, 0, 1, 2, replica)
+    made = ProducerWorker(settings, rank, cache, means)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def free_ports(count: int) -> int:
+    """The first of several adjacent ports that are free."""
+    for first in range(20_000, 30_000, count):
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no free ports")
+
+
+def test_with_a_fixed_port_data_parallel_ranks_listen_beside_each_other(tmp_path: Path) -> None:
+    first = free_ports(4)
+    ranks = [(tensor, replica) for replica in range(2) for tensor in range(2)]
+    with ExitStack() as stack:
+        found = [
+            stack.enter_context(producer(tmp_path, first, *rank)).endpoint.port for rank in ranks
+        ]
+    assert found == [first, first + 1, first + 2, first + 3]
+
+
+def test_without_a_fixed_port_each_rank_takes_a_free_one(tmp_path: Path) -> None:
+    with producer(tmp_path, 0, 1, 1) as one, producer(tmp_path, 0, 1, 1) as other:
+        assert 0 < one.endpoint.port != other.endpoint.port
+
+
+def test_a_port_past_the_last_one_is_refused(tmp_path: Path) -> None:
+    expected = "port: 65535 — rank 1 of data parallel rank 0 would listen on 65536; set a lower"
+    with pytest.raises(ConfigError, match=expected), producer(tmp_path, 65535, 1, 0):
+        pass
