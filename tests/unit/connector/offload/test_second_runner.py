@@ -1,0 +1,61 @@
+"""Tiers under vLLM's second model runner, which writes blocks before it calls the connector.
+
+It zeroes and copies the blocks of a step before `handle_preemptions`. A store that has not copied
+such a block by then must fail: no chunk may be kept under its key with other bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.connector import modelless
+from unit.connector.modelless import BLOCK, PLAIN, Layers
+from unit.connector.offload.test_modelless import Start, any_order, half, start
+from vllm.config import VllmConfig
+
+pytestmark = pytest.mark.usefixtures("distributed")
+__all__ = ["start"]
+
+SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+FULL, STATE = Layers(), Layers(state=True)
+CACHES = {
+    "plain": PLAIN,
+    "full and sliding": (FULL, Layers(window=2 * BLOCK)),
+    "states and full": (STATE, FULL, STATE),
+    "full, sliding and states": (FULL, Layers(window=2 * BLOCK), STATE),
+}
+
+
+@pytest.fixture(autouse=True)
+def second_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's schedulers and our halves see a config with the second runner. vLLM refuses to make
+    one without Triton, so it is switched on afterwards."""
+    make = modelless._engine_config
+
+    def with_second_runner(*args: Any) -> VllmConfig:
+        monkeypatch.delenv(SWITCH, raising=False)
+        config = make(*args)
+        monkeypatch.setenv(SWITCH, "1")
+        return config
+
+    monkeypatch.setattr(modelless, "_engine_config", with_second_runner)
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_order(start: Start, tmp_path: Path, name: str, seed: int) -> None:
+    """A chunk with wrong bytes is found by the request that loads it."""
+    eviction, groups = "lru" if seed % 2 else "arc", CACHES[name]
+    engine = any_order(start, tmp_path, seed, eviction, groups, slots=14, blocks=44)
+    assert engine.config.use_v2_model_runner
+    assert half(engine)._host.stats.stored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_any_order_often(start: Start, tmp_path: Path, name: str, seed: int) -> None:
+    """What goes wrong once in some hundred times is found here."""
+    test_any_order(start, tmp_path, name, seed)
