@@ -148,14 +148,13 @@ def fingerprint(
 ) -> Fingerprint:
     """What determines a chunk's bytes. Raises `ConfigError` if no two engines could share it."""
     model, caching = config.model_config, config.cache_config
-    spec = slot_layout.first_spec(kv_cache.kv_cache_groups[0])
     fields = {
         "model": Path(model.model).name,
         **model_fields(config),
         "vllm_version": vllm.__version__.partition("+")[0],
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
-        "kv_dtype": f"{caching.cache_dtype} {getattr(spec, 'dtype', '')}",
+        "kv_dtype": slot_layout.kv_dtype(kv_cache, str(caching.cache_dtype)),
         "layout": str(kv_cache.kv_cache_layout),
         **slot_layout.fields(kv_cache, stages(config)),
         "block_size": str(slot_layout.block_size(kv_cache)),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
 
 from disagg.connector import kv_cache_layout
 from disagg.connector.offload import groups
@@ -69,6 +69,24 @@ def block_size(kv_cache: KVCacheConfig) -> int:
     kept = kv_cache.kv_cache_groups
     cacheable = [g.kv_cache_spec.block_size for g in kept if first_spec(g).prefix_cacheable]
     return int(min(cacheable or [group.kv_cache_spec.block_size for group in kept]))
+
+
+def kv_dtype(kv_cache: KVCacheConfig, cache_dtype: str) -> str:
+    """How the first group's bytes are to be read, for the fingerprint of files.
+
+    cache_dtype: this process's setting. vLLM's attention layers may replace it in a worker while
+    the model is loaded (`auto` by `fp8`, `fp8` by `fp8_ds_mla`), and then only the specs tell both
+    halves the same.
+    """
+    group = kv_cache.kv_cache_groups[0]
+    spec = first_spec(group)
+    mode = getattr(spec, "kv_quant_mode", KVQuantMode.NONE)
+    name = getattr(spec, "cache_dtype_str", None) or cache_dtype
+    if len(_placed(kv_cache, group)) > 1:
+        name = mode.name
+    elif name == "auto" and mode is not KVQuantMode.NONE:
+        name = "fp8"
+    return f"{name} {getattr(spec, 'dtype', '')}"
 
 
 def first_spec(group: KVCacheGroupSpec) -> KVCacheSpec:

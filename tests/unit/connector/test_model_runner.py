@@ -280,6 +280,19 @@ def test_whatever_the_connector_raises(
 
 
 @pytest.mark.parametrize("make", [Lifecycle, LifecycleV2])
+def test_writing_blocks_may_raise(make: type[Lifecycle]) -> None:
+    def write_blocks() -> None:
+        raise Broken("write blocks")
+
+    spy = Spy(CONFIG)
+    lifecycle = make(spy, CONFIG)
+    with pytest.raises(Broken, match="write blocks"):
+        lifecycle.idle_step(scheduled(), write_blocks=write_blocks)
+    assert cleared(spy)
+    lifecycle.idle_step(scheduled())
+
+
+@pytest.mark.parametrize("make", [Lifecycle, LifecycleV2])
 def test_steps_follow_each_other(make: type[Lifecycle]) -> None:
     spy = Spy(CONFIG)
     lifecycle = make(spy, CONFIG)

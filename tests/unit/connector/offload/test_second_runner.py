@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from unit.connector import modelless
 from unit.connector.modelless import BLOCK, PLAIN, Layers
 from unit.connector.offload.test_modelless import Start, any_order, half, start
 from vllm.config import VllmConfig
+
+from disagg.connector.offload.messages import OffloadWork, Store
+from disagg.connector.offload.settings import OffloadSettings
+from disagg.connector.offload.worker import OffloadWorker
+from disagg.store.base import Slot
+from disagg.transport.blocks import BlockCache, Region
 
 pytestmark = pytest.mark.usefixtures("distributed")
 __all__ = ["start"]
@@ -51,6 +58,30 @@ def test_any_order(start: Start, tmp_path: Path, name: str, seed: int) -> None:
     engine = any_order(start, tmp_path, seed, eviction, groups, slots=14, blocks=44)
     assert engine.config.use_v2_model_runner
     assert half(engine)._host.stats.stored
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_in_host_memory_only_a_reported_store_is_kept(reported: bool) -> None:
+    """There is no stream whose position would show which came first."""
+    memory = torch.full((4, 2, 4, 8), 7, dtype=torch.uint8)
+    worker = OffloadWorker(
+        OffloadSettings(), 2, lambda cache, on_evicted: None, blocks_written_first=True
+    )
+    worker.register(BlockCache([Region("layer", memory, "U8")]))
+    worker.before_step(OffloadWork(stores=[Store(1, [Slot(b"k", 0)], [3])]))
+    worker.after_step()
+    worker._storing[1].future.result(timeout=10)
+    if reported:
+        worker.finished()
+    memory[3] = 0
+    worker.before_step(OffloadWork(overwritten={1}))
+    worker.finished()
+    report = worker.take_report()
+    worker.shutdown()
+    assert report is not None
+    assert [(done.reason, bool(done.failed)) for done in report.done] == [
+        ("", False) if reported else ("overwritten", True)
+    ]
 
 
 @pytest.mark.slow
