@@ -63,16 +63,17 @@ class OffloadWork(KVConnectorMetadata):
     """Scheduler -> worker: everything to do in this step.
 
     flush: stores to finish before the step, as its forward pass overwrites their blocks.
-    overwritten: stores whose blocks vLLM may have overwritten before the worker gets this; they
-    fail, unless the worker knows that they ended before. touched: keys that were used; their files,
-    if any, are marked as used. layout: in the first step, the scheduler half's `SlotLayout`.
+    overwritten: by store, the blocks that vLLM may have overwritten before the worker gets this.
+    Their chunks fail, unless the worker knows that the store ended before. touched: keys that were
+    used; their files, if any, are marked as used. layout: in the first step, the scheduler half's
+    `SlotLayout`.
     """
 
     stores: list[Store] = field(default_factory=list)
     loads: list[TierLoad] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     flush: set[int] = field(default_factory=set)
-    overwritten: set[int] = field(default_factory=set)
+    overwritten: dict[int, set[int]] = field(default_factory=dict)
     touched: list[Key] = field(default_factory=list)
     layout: str = ""
 

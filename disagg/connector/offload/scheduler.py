@@ -5,8 +5,8 @@ may be freed and given to another request while its copy has not begun. Every st
 blocks that it hands out with those that are still to be copied, and has the workers finish these
 copies before the forward pass (`flush`). So no request is ever held back by a store.
 
-vLLM's second model runner zeroes and copies blocks before it calls the connector. A store of such
-a block fails, unless its copy had ended (`overwritten`).
+vLLM's second model runner zeroes and copies blocks before it calls the connector. The chunk
+of such a block is not kept, unless its store had ended (`overwritten`).
 """
 
 from __future__ import annotations
@@ -179,8 +179,9 @@ class OffloadScheduler:
         """What the workers have to do in this step."""
         written = _newly_written(output, self._chunks.block_size)
         # Before this step's own stores: they copy what this step writes.
-        self._work.overwritten = self._still_copying(self._written_first(output, written))
-        self._work.flush = self._still_copying(written | self._allocated) - self._work.overwritten
+        first = self._written_first(output, written)
+        self._work.overwritten = self._still_copying(first)
+        self._work.flush = set(self._still_copying((written | self._allocated) - first))
         self._allocated.clear()
         blocks = output.kv_connector_block_state
         for request_id, count in output.num_scheduled_tokens.items():
@@ -198,9 +199,13 @@ class OffloadScheduler:
         work, self._work = self._work, OffloadWork()
         return work
 
-    def _still_copying(self, blocks: Iterable[int]) -> set[int]:
-        """The stores that have not copied some of these blocks yet."""
-        return {job for block in blocks for job in self._copying.get(block, ())}
+    def _still_copying(self, blocks: Iterable[int]) -> dict[int, set[int]]:
+        """The stores that have not copied some of these blocks yet, and which ones."""
+        found = dict[int, set[int]]()
+        for block in blocks:
+            for job in self._copying.get(block, ()):
+                found.setdefault(job, set()).add(block)
+        return found
 
     def _written_first(self, output: SchedulerOutput, written: set[int]) -> set[int]:
         """Of the blocks that a step writes to: those that vLLM's model runner may write to before

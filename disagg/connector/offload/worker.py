@@ -90,7 +90,7 @@ class OffloadWorker:
         self._keeper: OffloadCopier | None = None
         self._deferred: list[Store] = []
         self._storing: dict[int, _Storing] = {}
-        self._overwritten: set[int] = set()
+        self._lost: dict[int, set[Key]] = {}
         self._step_end: Event | None = None
         self._ended: queue.SimpleQueue[Done | Read] = queue.SimpleQueue()
         self._evicted: queue.SimpleQueue[list[Key]] = queue.SimpleQueue()
@@ -155,25 +155,22 @@ class OffloadWorker:
 
     def before_step(self, work: OffloadWork) -> None:
         """Begin the stores whose blocks earlier steps computed; wait for the stores whose blocks
-        this step's forward pass overwrites. Those whose blocks may be overwritten already fail."""
+        this step's forward pass overwrites. Chunks whose blocks may be overwritten already fail."""
         self._check_layout(work)
         begin, self._deferred = list(self._deferred), []
         for store in work.stores:
             now = store.complete or store.job in work.flush
             (begin if now else self._deferred).append(store)
         for store in (*begin, *self._deferred):
-            if store.job in work.overwritten:
-                self._ended.put(_failed(store, OVERWRITTEN))
-        self._deferred = [one for one in self._deferred if one.job not in work.overwritten]
-        begin = [one for one in begin if one.job not in work.overwritten]
+            self._lose(store, work.overwritten.get(store.job))
+        running = [self._storing[job] for job in work.overwritten if job in self._storing]
         self._begin(begin)
         for job in work.flush:
-            if (running := self._storing.get(job)) is not None:
-                running.future.result()
-        for job in work.overwritten:
-            running = self._storing.get(job)
-            if running is not None and not self._ended_in_time(running.future):
-                self._overwritten.add(job)
+            if (storing := self._storing.get(job)) is not None:
+                storing.future.result()
+        for storing in running:
+            if not self._ended_in_time(storing.future):
+                self._lose(storing.store, work.overwritten[storing.store.job])
 
     def after_step(self) -> None:
         """vLLM launched all of a step. If it writes to blocks before it calls `before_step` again,
@@ -186,8 +183,30 @@ class OffloadWorker:
     def _begin(self, stores: Sequence[Store]) -> None:
         after = self._fence() if stores else None
         for store in stores:
-            future = self._store_pool.submit(self._store, store, after)
-            self._storing[store.job] = _Storing(store, future)
+            left = self._without_lost(store)
+            if left.slots:
+                future = self._store_pool.submit(self._store, left, after)
+                self._storing[store.job] = _Storing(store, future)
+            else:
+                self._ended.put(Done(store.job, TO_HOST, 0, 0.0))
+
+    def _lose(self, store: Store, blocks: set[int] | None) -> None:
+        """Let the chunks of these blocks fail when the store ends."""
+        if blocks:
+            lost = {slot.key for slot, ids in self._blocks_of(store) if not blocks.isdisjoint(ids)}
+            self._lost.setdefault(store.job, set()).update(lost)
+
+    def _without_lost(self, store: Store) -> Store:
+        lost = self._lost.get(store.job)
+        if not lost:
+            return store
+        left = [(slot, ids) for slot, ids in self._blocks_of(store) if slot.key not in lost]
+        ids = [id_ for _, of_slot in left for id_ in of_slot]
+        return replace(store, slots=[slot for slot, _ in left], block_ids=ids)
+
+    def _blocks_of(self, store: Store) -> list[tuple[Slot, list[int]]]:
+        per, ids = self._settings.blocks_per_chunk, store.block_ids
+        return [(slot, ids[n * per : (n + 1) * per]) for n, slot in enumerate(store.slots)]
 
     def _ended_in_time(self, storing: Future[None]) -> bool:
         """Wait for a store until the model's stream passes the end of the previous step; returns
@@ -233,10 +252,10 @@ class OffloadWorker:
             if isinstance(ended, Read):
                 self._report.reads.append(ended)
                 continue
-            running = self._storing.pop(ended.job, None)
-            if running is not None and ended.job in self._overwritten:
-                self._overwritten.remove(ended.job)
-                ended = _failed(running.store, OVERWRITTEN, ended)
+            self._storing.pop(ended.job, None)
+            if lost := self._lost.pop(ended.job, None):
+                failed_keys = ended.failed | lost
+                ended = replace(ended, failed=failed_keys, reason=ended.reason or OVERWRITTEN)
             self._report.done.append(ended)
             if (request_id := self._loads.pop(ended.job, None)) is not None:
                 received.add(request_id)
@@ -390,8 +409,7 @@ class OffloadWorker:
     def _out_of_blocks(self, store: Store, after: Event | None) -> int:
         """Copy blocks to their slots, all regions, region after region; returns the bytes."""
         per, chunks = self._settings.blocks_per_chunk, list[tuple[Slot, int, list[int]]]()
-        for number, slot in enumerate(store.slots):
-            of_slot = store.block_ids[number * per : (number + 1) * per]
+        for slot, of_slot in self._blocks_of(store):
             if len(of_slot) != per:
                 raise TransferError(f"{len(of_slot)} blocks for a slot of {per}", OUTSIDE)
             ids = [id_ for id_ in of_slot if id_ != NULL_BLOCK]
@@ -442,14 +460,6 @@ class _NoEvent:
 
     def is_done(self) -> bool:
         raise TransferError(f"no event on the model's stream: {self._error}", "device")
-
-
-def _failed(store: Store, reason: str, ended: Done | None = None) -> Done:
-    """A store of which nothing may be used. ended: what it reported itself."""
-    keys = frozenset(slot.key for slot in store.slots)
-    if ended is None:
-        return Done(store.job, TO_HOST, 0, 0.0, keys, reason)
-    return replace(ended, failed=keys, reason=ended.reason or reason)
 
 
 class _Copies:

@@ -206,7 +206,7 @@ def test_a_store_that_ended_before_the_block_was_overwritten(make: Callable[...,
     rig.device.hold()
     rig.worker.after_step()
     write_first(rig, [7])
-    rig.worker.before_step(OffloadWork(overwritten={1}))
+    rig.worker.before_step(OffloadWork(overwritten={1: {7}}))
     rig.device.gate.set()
     (done,) = rig.done()
     assert (done.reason, done.failed) == ("", frozenset())
@@ -222,7 +222,7 @@ def test_a_store_that_was_reported_before_the_block_was_overwritten(
     rig.worker.after_step()
     (done,) = rig.done()
     write_first(rig, [7])
-    rig.worker.before_step(OffloadWork(overwritten={1}))
+    rig.worker.before_step(OffloadWork(overwritten={1: {7}}))
     assert (done.reason, rig.slot(0)) == ("", expected)
     assert rig.worker.finished() == (set(), set())
     assert rig.worker.take_report() is None
@@ -242,7 +242,7 @@ def test_a_store_whose_block_may_be_overwritten_fails(make: Callable[..., Rig], 
         ended(rig, 1)
         while rig.worker._step_end is not None and not rig.worker._step_end.is_done():
             time.sleep(0.001)
-    rig.worker.before_step(OffloadWork(overwritten={1}))
+    rig.worker.before_step(OffloadWork(overwritten={1: {7}}))
     (done,) = rig.done()
     assert (done.reason, done.failed) == ("overwritten", frozenset([b"\x01"]))
 
@@ -254,11 +254,33 @@ def test_a_store_of_this_step_whose_block_is_overwritten_never_begins(
     rig = make(blocks_written_first=True)
     store = replace(rig.store(1, [0], [7, 2]), complete=complete)
     write_first(rig, [7])
-    rig.worker.before_step(OffloadWork(stores=[store], overwritten={1}))
+    rig.worker.before_step(OffloadWork(stores=[store], overwritten={1: {7}}))
+    rig.worker.after_step()
     (done,) = rig.done()
     assert (done.reason, done.failed) == ("overwritten", frozenset([b"\x01"]))
     assert not any(rig.slot(0))
     assert not rig.worker._storing
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_other_chunks_of_an_overwritten_store_are_kept(
+    make: Callable[..., Rig], begun: bool
+) -> None:
+    rig = make(blocks_written_first=True)
+    expected = rig.held([9, 4])
+    rig.worker.before_step(OffloadWork(stores=[rig.store(1, [0, 3], [7, 2, 9, 4])]))
+    if begun:
+        rig.worker.after_step()
+        ended(rig, 1)
+    write_first(rig, [2])
+    while not rig.layers[0][2].eq(0).all():
+        time.sleep(0.001)
+    rig.worker.before_step(OffloadWork(overwritten={1: {2}}))
+    (done,) = rig.done()
+    assert (done.reason, done.failed) == ("overwritten", frozenset([b"\x01"]))
+    assert rig.slot(3) == expected
+    assert any(rig.slot(0)) == begun
+    assert not rig.worker._lost
 
 
 def test_a_store_of_what_earlier_steps_computed_begins_at_once(make: Callable[..., Rig]) -> None:
@@ -315,7 +337,7 @@ def test_a_device_that_records_no_event_fails_the_jobs_and_not_the_step(
     assert [(one.reason, bool(one.failed)) for one in rig.done(2)] == [("device", True)] * 2
     rig.worker.before_step(OffloadWork(stores=[rig.store(3, [0], [7, 2])]))
     rig.worker.after_step()
-    rig.worker.before_step(OffloadWork(overwritten={3}))
+    rig.worker.before_step(OffloadWork(overwritten={3: {2}}))
     assert rig.done()[0].failed
 
 

@@ -1,19 +1,32 @@
 """Tiers under vLLM's second model runner, which writes blocks before it calls the connector.
 
-It zeroes and copies the blocks of a step before `handle_preemptions`. A store that has not copied
-such a block by then must fail: no chunk may be kept under its key with other bytes.
+It zeroes and copies the blocks of a step before `handle_preemptions`. A chunk whose block a store
+has not copied by then must fail: no chunk may be kept under its key with other bytes. With blocks
+to spare, nothing is lost (`test_what_was_computed_is_loaded`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from unit.connector import modelless
-from unit.connector.modelless import BLOCK, PLAIN, Layers
-from unit.connector.offload.test_modelless import Start, any_order, half, start
+from unit.connector.modelless import BLOCK, PLAIN, Engine, Layers, answer, run
+from unit.connector.offload.test_groups import test_what_was_computed_is_loaded
+from unit.connector.offload.test_modelless import (
+    Start,
+    any_order,
+    check,
+    half,
+    handed,
+    is_over,
+    pair,
+    prompt_of,
+    start,
+)
 from vllm.config import VllmConfig
 
 from disagg.connector.offload.messages import OffloadWork, Store
@@ -23,7 +36,7 @@ from disagg.store.base import Slot
 from disagg.transport.blocks import BlockCache, Region
 
 pytestmark = pytest.mark.usefixtures("distributed")
-__all__ = ["start"]
+__all__ = ["pair", "start", "test_what_was_computed_is_loaded"]
 
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 FULL, STATE = Layers(), Layers(state=True)
@@ -60,6 +73,19 @@ def test_any_order(start: Start, tmp_path: Path, name: str, seed: int) -> None:
     assert half(engine)._host.stats.stored
 
 
+def test_beside_the_handoff(pair: tuple[Engine, Engine]) -> None:
+    producer, consumer = pair
+    prompt = prompt_of(5 * BLOCK + 3, seed=11)
+    for turn in range(3):
+        name = handed(producer, consumer, prompt, 40)
+        run(pair, partial(is_over, pair, name))
+        assert consumer.answers[name] == answer(prompt, 40, consumer.groups)
+        prompt = [*prompt, *consumer.answers[name], turn]
+        check(consumer)
+        check(producer)
+    assert producer.config.use_v2_model_runner
+
+
 @pytest.mark.parametrize("reported", [False, True])
 def test_in_host_memory_only_a_reported_store_is_kept(reported: bool) -> None:
     """There is no stream whose position would show which came first."""
@@ -74,7 +100,7 @@ def test_in_host_memory_only_a_reported_store_is_kept(reported: bool) -> None:
     if reported:
         worker.finished()
     memory[3] = 0
-    worker.before_step(OffloadWork(overwritten={1}))
+    worker.before_step(OffloadWork(overwritten={1: {3}}))
     worker.finished()
     report = worker.take_report()
     worker.shutdown()
