@@ -211,7 +211,7 @@ class OffloadWorker:
     def _ended_in_time(self, storing: Future[None]) -> bool:
         """Wait for a store until the model's stream passes the end of the previous step; returns
         whether the store ended before that. This step's first writes to blocks are later in the
-        stream. In host memory there is no stream, and this is unknown."""
+        stream. Always false in host memory: without a stream, nothing shows which came first."""
         end, deadline = self._step_end, time.monotonic() + _STORE_S
         if end is None:
             return False
