@@ -9,14 +9,15 @@
 
 The connector is passed in: vLLM's global KV transfer group is neither read nor set, so any number
 of connectors live in one process. `Lifecycle` makes the calls of `KVConnectorModelRunnerMixin`
-in their order, `LifecycleV2` those of the second model runner. Where a forward pass or the
-connector itself raises, vLLM ends the engine; here the metadata is cleared, collected results
-stay in `step.output`, and the next step begins normally.
+in their order, `LifecycleV2` those of the second model runner. The first runner zeroes and copies
+blocks after `handle_preemptions`, the second one before it (`write_blocks`). Where a forward pass
+or the connector itself raises, vLLM ends the engine; here the metadata is cleared, collected
+results stay in `step.output`, and the next step begins normally.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
     )
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -79,8 +81,13 @@ class Lifecycle:
         attn_metadata: Any = None,
         load_kwargs: Mapping[str, Any] | None = None,
         defer_finalize: bool = False,
+        write_blocks: Callable[[], None] | None = None,
     ) -> Iterator[Step]:
         """Around one forward pass: the block launches it.
+
+        `write_blocks` does what the runner does to blocks before the forward pass: it zeroes
+        `new_block_ids_to_zero`, makes the `kv_cache_block_copies`, and copies recurrent state into
+        new blocks. It runs where the runner does this, before or after `handle_preemptions`.
 
         Loads start before the block if the step has synchronous ones, and after it otherwise.
         A forward context is entered unless there is one. `load_kwargs` go to `start_load_kv`.
@@ -98,7 +105,7 @@ class Lifecycle:
         deferred = False
         try:
             with self._forward_context(attn_metadata):
-                self.connector.handle_preemptions(metadata)
+                self._before_forward(metadata, write_blocks or _write_nothing)
                 self.connector.bind_connector_metadata(metadata)
                 if scheduler_output.has_sync_kv_loads:
                     self._start_loads(step)
@@ -113,9 +120,14 @@ class Lifecycle:
             if not deferred:
                 self._close()
 
-    def idle_step(self, scheduler_output: SchedulerOutput) -> KVConnectorOutput:
+    def idle_step(
+        self,
+        scheduler_output: SchedulerOutput,
+        *,
+        write_blocks: Callable[[], None] | None = None,
+    ) -> KVConnectorOutput:
         """A step without a forward pass: transfers go on, and are reported."""
-        with self.step(scheduler_output) as step:
+        with self.step(scheduler_output, write_blocks=write_blocks) as step:
             pass
         return step.output
 
@@ -149,6 +161,12 @@ class Lifecycle:
         self.connector.shutdown()  # type: ignore[no-untyped-call]
 
     # ---- the parts in which vLLM's two runners differ ---------------------------------------
+
+    def _before_forward(
+        self, metadata: KVConnectorMetadata, write_blocks: Callable[[], None]
+    ) -> None:
+        self.connector.handle_preemptions(metadata)
+        write_blocks()
 
     def _after_forward(self, step: Step, *, defer: bool) -> None:
         self._start_loads(step)
@@ -194,9 +212,16 @@ class Lifecycle:
 class LifecycleV2(Lifecycle):
     """The same around vLLM's second model runner (`VllmConfig.use_v2_model_runner`).
 
-    It tells the connector when the forward pass was launched, and where a draft model follows, it
-    defers everything after that: loads, results and all.
+    It zeroes and copies blocks before it calls `handle_preemptions`. It calls `finish_forward` once
+    the forward pass was launched. Where a draft model follows, it defers everything after that:
+    loads, results and all.
     """
+
+    def _before_forward(
+        self, metadata: KVConnectorMetadata, write_blocks: Callable[[], None]
+    ) -> None:
+        write_blocks()
+        self.connector.handle_preemptions(metadata)
 
     def _after_forward(self, step: Step, *, defer: bool) -> None:
         self.connector.finish_forward()
@@ -211,3 +236,7 @@ class LifecycleV2(Lifecycle):
         # The second runner reports None where the first reports an empty set.
         step.output.finished_sending = step.output.finished_sending or None
         step.output.finished_recving = step.output.finished_recving or None
+
+
+def _write_nothing() -> None:
+    """A step whose runner neither zeroes nor copies blocks."""

@@ -56,15 +56,18 @@ class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
         self._chunks = setup.chunks(settings, vllm_config, kv_cache_config)
+        layout = setup.layout(settings, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             # vLLM's default fails the request; ours never loses one. vLLM reads it after this.
             transfer.kv_load_failure_policy = "recompute"
             self._scheduler = OffloadScheduler(
                 settings,
-                setup.host_index(settings, vllm_config, kv_cache_config),
+                setup.host_index(settings, vllm_config, layout.slots),
                 setup.directory_index(settings, vllm_config, kv_cache_config),
                 self._chunks,
                 world_size=setup.ranks(vllm_config),
+                layout=str(layout),
+                second_runner=vllm_config.use_v2_model_runner,
             )
         else:
             rank = stage * vllm_config.parallel_config.tensor_parallel_size
@@ -75,8 +78,13 @@ class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
                     settings, vllm_config, kv_cache_config, cache, rank, on_evicted
                 )
 
-            slots = setup.slots(settings, vllm_config, kv_cache_config)
-            self._worker = OffloadWorker(settings, slots, open_files)
+            self._worker = OffloadWorker(
+                settings,
+                layout.slots,
+                open_files,
+                layout=str(layout),
+                blocks_written_first=setup.writes_blocks_first(vllm_config, kv_cache_config),
+            )
 
     # ---- scheduler side --------------------------------------------------------------------
 
@@ -134,6 +142,9 @@ class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
         work = self._get_connector_metadata()
         assert isinstance(work, OffloadWork)
         self.worker.start(work)
+
+    def wait_for_save(self) -> None:
+        self.worker.after_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed = self.worker.finished()

@@ -19,12 +19,14 @@ from disagg.store.base import Key, Slot
 class Store:
     """Scheduler -> worker: copy blocks into slots, a chunk's blocks per slot.
 
-    Null blocks at a chunk's beginning stand for blocks that are not stored.
+    Null blocks at a chunk's beginning stand for blocks that are not stored. complete: earlier steps
+    computed the blocks, so that the copy need not wait for the end of this one.
     """
 
     job: int
     slots: list[Slot]
     block_ids: list[int]
+    complete: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,20 @@ class Write:
 class OffloadWork(KVConnectorMetadata):
     """Scheduler -> worker: everything to do in this step.
 
-    flush: stores to finish before the step, as it overwrites their blocks. touched: keys that were
-    used; their files, if any, are marked as used.
+    flush: stores to finish before the step, as its forward pass overwrites their blocks.
+    overwritten: by store, the blocks that vLLM may have overwritten before the worker gets this.
+    Their chunks fail, unless the worker knows that the store ended before. touched: keys that were
+    used; their files, if any, are marked as used. layout: in the first step, the scheduler half's
+    `SlotLayout`.
     """
 
     stores: list[Store] = field(default_factory=list)
     loads: list[TierLoad] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     flush: set[int] = field(default_factory=set)
+    overwritten: dict[int, set[int]] = field(default_factory=dict)
     touched: list[Key] = field(default_factory=list)
+    layout: str = ""
 
 
 @dataclass(frozen=True)

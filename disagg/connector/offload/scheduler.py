@@ -3,7 +3,10 @@
 A request's blocks are stored as they fill up, by references that vLLM does not know of: a block
 may be freed and given to another request while its copy has not begun. Every step compares the
 blocks that it hands out with those that are still to be copied, and has the workers finish these
-copies before anything is written (`flush`). So no request is ever held back by a store.
+copies before the forward pass (`flush`). So no request is ever held back by a store.
+
+vLLM's second model runner zeroes and copies blocks before it calls the connector. The chunk
+of such a block is not kept, unless its store had ended (`overwritten`).
 """
 
 from __future__ import annotations
@@ -80,15 +83,18 @@ class OffloadScheduler:
         chunks: Chunks,
         *,
         world_size: int,
+        layout: str = "",
+        second_runner: bool = False,
     ) -> None:
         self._settings, self._host, self._directory = settings, host, directory
+        self._second_runner = second_runner
         self._chunks, self._world_size = chunks, world_size
         self._matcher = Matcher(host, directory, chunks)
         self._tracked: dict[str, _Tracked] = {}
         self._jobs: dict[int, StoreJob | LoadJob | WriteJob] = {}
         self._reads: dict[tuple[int, Key], ReadJob] = {}
         self._next_job = 0
-        self._work = OffloadWork()
+        self._work = OffloadWork(layout=layout)
         self._allocated: set[int] = set()
         self._copying: dict[int, set[int]] = {}  # block -> stores that have not copied it yet
         self._unwritten: OrderedDict[Key, None] = OrderedDict()
@@ -171,11 +177,11 @@ class OffloadScheduler:
 
     def step_work(self, output: SchedulerOutput) -> OffloadWork:
         """What the workers have to do in this step."""
-        self._allocated |= _newly_written(output, self._chunks.block_size)
+        written = _newly_written(output, self._chunks.block_size)
         # Before this step's own stores: they copy what this step writes.
-        self._work.flush = {
-            job for block in self._allocated for job in self._copying.get(block, ())
-        }
+        first = self._written_first(output, written)
+        self._work.overwritten = self._still_copying(first)
+        self._work.flush = set(self._still_copying((written | self._allocated) - first))
         self._allocated.clear()
         blocks = output.kv_connector_block_state
         for request_id, count in output.num_scheduled_tokens.items():
@@ -189,9 +195,26 @@ class OffloadScheduler:
                 if tables is not None:
                     self._store_filled(tracked, tables)
             if self._chunks.stateful and tracked.considered != _NEVER:
-                self._store(self._states_behind_blocks(request, count, blocks))
+                self._store_states(request, count, blocks)
         work, self._work = self._work, OffloadWork()
         return work
+
+    def _still_copying(self, blocks: Iterable[int]) -> dict[int, set[int]]:
+        """The stores that have not copied some of these blocks yet, and which ones."""
+        found = dict[int, set[int]]()
+        for block in blocks:
+            for job in self._copying.get(block, ()):
+                found.setdefault(job, set()).add(block)
+        return found
+
+    def _written_first(self, output: SchedulerOutput, written: set[int]) -> set[int]:
+        """Of the blocks that a step writes to: those that vLLM's model runner may write to before
+        it calls the connector."""
+        if not self._second_runner:
+            return set()
+        if self._chunks.stateful:
+            return written  # it copies states into new blocks, and chooses them on the device
+        return _zeroed_or_copied(output)
 
     def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Store what the request has computed since; its blocks are about to be freed.
@@ -206,35 +229,44 @@ class OffloadScheduler:
             # The last token was sampled, but not computed.
             computed = min(computed, max(request.num_prompt_tokens, request.num_tokens - 1))
         tracked.computed = computed
-        self._store_filled(tracked, tables)
+        self._store_filled(tracked, tables, complete=True)
         self._host.refresh(self._chunks.needed(request, computed // self._chunks.tokens))
 
-    def _store_filled(self, tracked: _Tracked, tables: Sequence[Sequence[int]]) -> None:
+    def _store_filled(
+        self, tracked: _Tracked, tables: Sequence[Sequence[int]], *, complete: bool = False
+    ) -> None:
         tracked.considered, filled = self._chunks.filled(
             tracked.request, tracked.considered, tracked.computed, tables
         )
-        self._store(filled)
+        self._store(filled, complete=complete)
 
-    def _states_behind_blocks(
-        self, request: Request, count: int, blocks: KVConnectorBlockState
-    ) -> dict[Key, list[int]]:
+    def _store_states(self, request: Request, count: int, blocks: KVConnectorBlockState) -> None:
         """States after whole blocks: at the begin and at the end of a step of `count` tokens, each
         in the block of its last token, and the states that vLLM keeps in between.
 
         At a step's end the last token may not be known yet; it is when the next step begins.
         """
-        begin, size = request.num_computed_tokens, self._chunks.block_size
-        behind = list(blocks.boundary_state_offloads.get(request.request_id, ()))
-        for tokens in (begin, begin + count):
-            tables = blocks.get_block_ids(request.request_id) if tokens % size == 0 else None
-            if tokens and tables is not None:
-                behind += [
-                    (n, page(tables[n], tokens, size), tokens) for n in self._chunks.stateful
-                ]
-        return self._chunks.states(request, behind)
+        begin = request.num_computed_tokens
+        kept = blocks.boundary_state_offloads.get(request.request_id, ())
+        before, after = (
+            self._states_at(request, tokens, blocks) for tokens in (begin, begin + count)
+        )
+        # vLLM frees the block of the state at the begin with the next step.
+        self._store(self._chunks.states(request, before), complete=True)
+        self._store(self._chunks.states(request, [*kept, *after]))
 
-    def _store(self, filled: Mapping[Key, Sequence[int]]) -> None:
-        """filled: the blocks of each chunk."""
+    def _states_at(
+        self, request: Request, tokens: int, blocks: KVConnectorBlockState
+    ) -> list[tuple[int, int, int]]:
+        """The states after so many tokens, as `Chunks.states` takes them; none within a block."""
+        size = self._chunks.block_size
+        tables = blocks.get_block_ids(request.request_id) if tokens % size == 0 else None
+        if not tokens or tables is None:
+            return []
+        return [(n, page(tables[n], tokens, size), tokens) for n in self._chunks.stateful]
+
+    def _store(self, filled: Mapping[Key, Sequence[int]], *, complete: bool = False) -> None:
+        """filled: the blocks of each chunk. complete: earlier steps computed them."""
         slots = self._host.prepare_store([*filled])
         if not slots:
             return
@@ -243,7 +275,7 @@ class OffloadScheduler:
         number = self._new_job(StoreJob(self._world_size, slots, block_ids=copied))
         for id_ in copied:
             self._copying.setdefault(id_, set()).add(number)
-        self._work.stores.append(Store(number, slots, ids))
+        self._work.stores.append(Store(number, slots, ids, complete))
 
     def _new_job(self, job: StoreJob | LoadJob | WriteJob) -> int:
         number, self._next_job = self._next_job, self._next_job + 1
@@ -397,5 +429,11 @@ def _newly_written(output: SchedulerOutput, block_size: int) -> set[int]:
     for tables in output.scheduled_cached_reqs.new_block_ids:
         for table in tables or ():
             blocks.update(table)
-    blocks.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
-    return blocks
+    return blocks | _zeroed_or_copied(output)
+
+
+def _zeroed_or_copied(output: SchedulerOutput) -> set[int]:
+    """Blocks that the model runner writes to before the forward pass. Some may have no request: the
+    one that they were allocated for was preempted in the same step."""
+    blocks = {copy.dst_block_id for copy in output.kv_cache_block_copies or ()}
+    return blocks.union(output.new_block_ids_to_zero or ())

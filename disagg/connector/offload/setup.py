@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vllm
 from vllm.distributed.utils import get_pp_indices
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from disagg.checksums import Checksum
 from disagg.connector import kv_cache_layout
-from disagg.connector.offload import groups
+from disagg.connector.offload import groups, slot_layout
 from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.settings import OffloadSettings
+from disagg.connector.offload.slot_layout import SlotLayout
 from disagg.connector.recurrent_state import state_groups
 from disagg.errors import ConfigError
 from disagg.identity.model import model_fields
@@ -38,7 +38,7 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig, stage: int = 0)
     """Raise `ConfigError` for engines whose blocks the tiers cannot keep. stage: the cache's."""
     kv_cache_layout.check_supported(config, kv_cache)
     layers = stages(config)
-    if layers and not _are_alike(kv_cache, layers[stage]):
+    if layers and not slot_layout.are_alike(kv_cache, layers[stage]):
         raise ConfigError(
             f"pipeline_parallel_size: {len(layers)} — tiers keep stages only of layers that are "
             "all alike; set 1, or remove the tiers"
@@ -67,22 +67,6 @@ def stages(config: VllmConfig) -> list[int]:
     return [end - begin for begin, end in cuts]
 
 
-def _are_alike(kv_cache: KVCacheConfig, layers: int) -> bool:
-    (group, *more) = kv_cache.kv_cache_groups
-    return not more and kv_cache_layout.layer_specs(group) == [group.kv_cache_spec] * layers
-
-
-def block_bytes(kv_cache: KVCacheConfig, stages: Sequence[int] = ()) -> int:
-    """Bytes of one block over all layers of one rank; with several stages, of the largest one.
-    Layers of several groups share memory, in which each block belongs to one group at a time."""
-    if stages:
-        return max(stages) * int(kv_cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
-    return max(
-        sum(int(spec.page_size_bytes) for spec in kv_cache_layout.layer_specs(group))
-        for group in kv_cache.kv_cache_groups
-    )
-
-
 def chunks(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> Chunks:
     """How prompts are divided in each group. Raises `ConfigError` if states end within chunks."""
     if settings.blocks_per_chunk > 1 and state_groups(kv_cache):
@@ -90,26 +74,29 @@ def chunks(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfi
             f"kv_connector_extra_config.blocks_per_chunk: {settings.blocks_per_chunk} — a state "
             "may follow any block of a chunk; set 1"
         )
-    per, block_size = settings.blocks_per_chunk, config.cache_config.block_size
+    per, block_size = settings.blocks_per_chunk, slot_layout.block_size(kv_cache)
     hash_bytes = len(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)(b""))
     return Chunks(groups.read(kv_cache), per, block_size, hash_bytes)
 
 
-def slots(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> int:
-    """How many chunks the pool of a rank holds. Raises `ConfigError` for a pool of none."""
-    chunk = block_bytes(kv_cache, stages(config)) * settings.blocks_per_chunk
-    if settings.host_bytes < chunk:
-        raise ConfigError(
-            f"kv_connector_extra_config.host_bytes: {settings.host_bytes} — a chunk of "
-            f"{settings.blocks_per_chunk} blocks takes {chunk} bytes; "
-            "set some hundred times as much"
-        )
-    return settings.host_bytes // chunk
+def layout(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> SlotLayout:
+    """The layout of the slots. Raises `ConfigError` for a pool without a slot."""
+    slot = slot_layout.block_bytes(kv_cache, stages(config)) * settings.blocks_per_chunk
+    files = settings.directory and fingerprint(settings, config, kv_cache).namespace
+    return SlotLayout(slot_layout.slots_of(settings, slot), slot, files or "")
 
 
-def host_index(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> HostIndex:
+def writes_blocks_first(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
+    """Whether vLLM's model runner may write to a step's new blocks before it calls the connector.
+
+    The second runner zeroes and copies them before `handle_preemptions`.
+    """
+    return bool(config.use_v2_model_runner and kv_cache.needs_kv_cache_zeroing)
+
+
+def host_index(settings: OffloadSettings, config: VllmConfig, slots: int) -> HostIndex:
     """The scheduler's half of the host memory tier."""
-    return HostIndex(slots(settings, config, kv_cache), settings.eviction, events=_events(config))
+    return HostIndex(slots, settings.eviction, events=_events(config))
 
 
 def directory_index(
@@ -161,17 +148,16 @@ def fingerprint(
 ) -> Fingerprint:
     """What determines a chunk's bytes. Raises `ConfigError` if no two engines could share it."""
     model, caching = config.model_config, config.cache_config
-    spec = kv_cache.kv_cache_groups[0].kv_cache_spec
     fields = {
         "model": Path(model.model).name,
         **model_fields(config),
         "vllm_version": vllm.__version__.partition("+")[0],
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
-        "kv_dtype": f"{caching.cache_dtype} {getattr(spec, 'dtype', '')}",
+        "kv_dtype": slot_layout.kv_dtype(kv_cache, str(caching.cache_dtype)),
         "layout": str(kv_cache.kv_cache_layout),
-        **_described(kv_cache, stages(config)),
-        "block_size": str(caching.block_size),
+        **slot_layout.fields(kv_cache, stages(config)),
+        "block_size": str(slot_layout.block_size(kv_cache)),
         "blocks_per_chunk": str(settings.blocks_per_chunk),
         "tp_size": str(config.parallel_config.tensor_parallel_size),
         "device": str(config.device_config.device_type),
@@ -187,24 +173,6 @@ def _checksum(settings: OffloadSettings) -> Checksum:
     if settings.directory_checksum == "fast":
         return Checksum()
     return Checksum.named("keyed", b"disagg tier files", read_secret())
-
-
-def _described(kv_cache: KVCacheConfig, stages: Sequence[int]) -> dict[str, str]:
-    """A single group keeps its old field name, so that existing folders are found again."""
-    described = [
-        f"{sum(stages) or len(group.layer_names)} {type(group.kv_cache_spec).__name__} "
-        f"{group.kv_cache_spec.page_size_bytes}"
-        for group in kv_cache.kv_cache_groups
-    ]
-    if stages:
-        return {"group": described[0], "stages": ", ".join(map(str, stages))}
-    if len(described) == 1:
-        return {"group": described[0]}
-    kinds = zip(described, groups.read(kv_cache), strict=True)
-    texts = [f"{text} {kind.window} {kind.local}" for text, kind in kinds]
-    specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
-    states = [kv_cache_layout.state_of(spec) for spec in specs if isinstance(spec, MambaSpec)]
-    return {"groups": ", ".join(texts), **({"states": ", ".join(states)} if states else {})}
 
 
 def _events(config: VllmConfig) -> bool:

@@ -3,6 +3,8 @@
 vLLM calls in from its model loop, which waits only for copies of blocks that are about to be
 overwritten. A file is read into a slot first; the load that waits for it then copies the slot into
 blocks. So a read that finishes too late never writes to a block.
+
+No address is used unchecked: a slot outside the pool or a block outside the cache fails its job.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -33,7 +36,7 @@ from disagg.connector.offload.messages import (
     Write,
 )
 from disagg.connector.offload.settings import OffloadSettings
-from disagg.errors import TransferError
+from disagg.errors import ConfigError, TransferError
 from disagg.store.base import Key, Slot
 from disagg.store.directory import Directory
 from disagg.store.host_pool import HostPool
@@ -54,7 +57,14 @@ _COPY_BYTES = 16 << 20
 _STORE_S = 60.0
 # Stores are not urgent, and must not take a core from the model.
 _NICE = 10
+_POLL_S = 0.0002
+OVERWRITTEN, OUTSIDE = "overwritten", "outside"
 OnEvicted: TypeAlias = Callable[[list[Key]], None]
+
+
+class _Storing(NamedTuple):
+    store: Store
+    future: Future[None]
 
 
 class OffloadWorker:
@@ -65,15 +75,23 @@ class OffloadWorker:
         settings: OffloadSettings,
         slots: int,
         open_files: Callable[[BlockCache, OnEvicted], Directory | None],
+        *,
+        layout: str = "",
+        blocks_written_first: bool = False,
     ) -> None:
+        """layout: this half's `SlotLayout`. blocks_written_first: vLLM's model runner may write to
+        a step's blocks before it calls `before_step`."""
         self._settings, self._slots, self._open_files = settings, slots, open_files
+        self._layout, self._blocks_written_first = layout, blocks_written_first
         self._files: Directory | None = None
         self._cache: BlockCache | None = None
         self._pool: HostPool | None = None
         self._staging: Staging | None = None
         self._keeper: OffloadCopier | None = None
         self._deferred: list[Store] = []
-        self._storing: dict[int, Future[None]] = {}
+        self._storing: dict[int, _Storing] = {}
+        self._lost: dict[int, set[Key]] = {}
+        self._step_end: Event | None = None
         self._ended: queue.SimpleQueue[Done | Read] = queue.SimpleQueue()
         self._evicted: queue.SimpleQueue[list[Key]] = queue.SimpleQueue()
         self._report = OffloadReport()
@@ -92,6 +110,12 @@ class OffloadWorker:
         self._cache = cache
         slot_bytes = cache.block_bytes * self._settings.blocks_per_chunk
         slots = self._slots
+        if slots * slot_bytes > self._settings.host_bytes:
+            raise ConfigError(
+                f"kv_connector_extra_config.host_bytes: {self._settings.host_bytes} — {slots} "
+                f"slots of {slot_bytes} bytes do not fit: this model's blocks are larger than "
+                "vLLM's KV cache configuration says; remove the tiers"
+            )
         collapse(cache.host_memory())
         self._pool = HostPool(slots, slot_bytes, None if cache.on_host else _pin)
         self._open_staging(cache)
@@ -130,16 +154,83 @@ class OffloadWorker:
     # ---- each step -------------------------------------------------------------------------
 
     def before_step(self, work: OffloadWork) -> None:
-        """Begin the stores of the previous step, which has sampled by now; wait for the stores
-        whose blocks this step overwrites."""
-        begin = [*self._deferred, *(store for store in work.stores if store.job in work.flush)]
-        self._deferred = [store for store in work.stores if store.job not in work.flush]
-        after = self._fence() if begin else None
-        for store in begin:
-            self._storing[store.job] = self._store_pool.submit(self._store, store, after)
+        """Begin the stores whose blocks earlier steps computed; wait for the stores whose blocks
+        this step's forward pass overwrites. Chunks whose blocks may be overwritten already fail."""
+        self._check_layout(work)
+        begin, self._deferred = list(self._deferred), []
+        for store in work.stores:
+            now = store.complete or store.job in work.flush
+            (begin if now else self._deferred).append(store)
+        for store in (*begin, *self._deferred):
+            self._lose(store, work.overwritten.get(store.job))
+        running = [self._storing[job] for job in work.overwritten if job in self._storing]
+        self._begin(begin)
         for job in work.flush:
-            if (running := self._storing.get(job)) is not None:
-                running.result()
+            if (storing := self._storing.get(job)) is not None:
+                storing.future.result()
+        for storing in running:
+            if not self._ended_in_time(storing.future):
+                self._lose(storing.store, work.overwritten[storing.store.job])
+
+    def after_step(self) -> None:
+        """vLLM launched all of a step. If it writes to blocks before it calls `before_step` again,
+        begin this step's stores now."""
+        if self._blocks_written_first:
+            self._step_end = self._fence() if self._storing or self._deferred else None
+            stores, self._deferred = self._deferred, []
+            self._begin(stores)
+
+    def _begin(self, stores: Sequence[Store]) -> None:
+        after = self._fence() if stores else None
+        for store in stores:
+            left = self._without_lost(store)
+            if left.slots:
+                future = self._store_pool.submit(self._store, left, after)
+                self._storing[store.job] = _Storing(store, future)
+            else:
+                self._ended.put(Done(store.job, TO_HOST, 0, 0.0))
+
+    def _lose(self, store: Store, blocks: set[int] | None) -> None:
+        """Let the chunks of these blocks fail when the store ends."""
+        if blocks:
+            lost = {slot.key for slot, ids in self._blocks_of(store) if not blocks.isdisjoint(ids)}
+            self._lost.setdefault(store.job, set()).update(lost)
+
+    def _without_lost(self, store: Store) -> Store:
+        lost = self._lost.get(store.job)
+        if not lost:
+            return store
+        left = [(slot, ids) for slot, ids in self._blocks_of(store) if slot.key not in lost]
+        ids = [id_ for _, of_slot in left for id_ in of_slot]
+        return replace(store, slots=[slot for slot, _ in left], block_ids=ids)
+
+    def _blocks_of(self, store: Store) -> list[tuple[Slot, list[int]]]:
+        per, ids = self._settings.blocks_per_chunk, store.block_ids
+        return [(slot, ids[n * per : (n + 1) * per]) for n, slot in enumerate(store.slots)]
+
+    def _ended_in_time(self, storing: Future[None]) -> bool:
+        """Wait for a store until the model's stream passes the end of the previous step; returns
+        whether the store ended before that. This step's first writes to blocks are later in the
+        stream. Always false in host memory: without a stream, nothing shows which came first."""
+        end, deadline = self._step_end, time.monotonic() + _STORE_S
+        if end is None:
+            return False
+        try:
+            while not end.is_done() and time.monotonic() < deadline:
+                if storing.done():
+                    return not end.is_done()
+                with contextlib.suppress(TooLate):
+                    storing.result(timeout=_POLL_S)
+        except Exception:
+            logger.exception("waiting for a store failed")
+        return False
+
+    def _check_layout(self, work: OffloadWork) -> None:
+        if work.layout and self._layout and work.layout != self._layout:
+            raise ConfigError(
+                f"kv_connector_extra_config: the tiers' scheduler counts {work.layout}, and this "
+                f"worker {self._layout}; remove the tiers"
+            )
 
     def start(self, work: OffloadWork) -> None:
         """Begin loads and writes."""
@@ -161,8 +252,11 @@ class OffloadWorker:
             if isinstance(ended, Read):
                 self._report.reads.append(ended)
                 continue
-            self._report.done.append(ended)
             self._storing.pop(ended.job, None)
+            if lost := self._lost.pop(ended.job, None):
+                failed_keys = ended.failed | lost
+                ended = replace(ended, failed=failed_keys, reason=ended.reason or OVERWRITTEN)
+            self._report.done.append(ended)
             if (request_id := self._loads.pop(ended.job, None)) is not None:
                 received.add(request_id)
                 if ended.failed:
@@ -179,8 +273,13 @@ class OffloadWorker:
         return report
 
     def _fence(self) -> Event | None:
-        """On a device: an event after all work launched on the model's stream so far."""
-        return None if self._staging is None else self._staging.device.model_fence()
+        """On a device: an event after all work launched on the model's stream so far. If the device
+        refuses, the jobs that wait for the event fail, and not vLLM's step."""
+        try:
+            return None if self._staging is None else self._staging.device.model_fence()
+        except Exception as error:
+            logger.exception("recording an event on the model's stream failed")
+            return _NoEvent(error)
 
     @property
     def cache(self) -> BlockCache:
@@ -189,12 +288,26 @@ class OffloadWorker:
         return self._cache
 
     def _view(self, slot: Slot) -> memoryview:
-        assert self._pool is not None
-        return self._pool.slot(slot.number)
+        return self._pool_with(slot).slot(slot.number)
 
     def _address(self, slot: Slot) -> int:
+        pool = self._pool_with(slot)
+        return pool.address + slot.number * pool.slot_bytes
+
+    def _pool_with(self, slot: Slot) -> HostPool:
+        """The pool; raises `TransferError` for a slot outside it."""
         assert self._pool is not None
-        return self._pool.address + slot.number * self._pool.slot_bytes
+        if not 0 <= slot.number < self._pool.slots:
+            raise TransferError(f"slot {slot.number} of {self._pool.slots}", OUTSIDE)
+        return self._pool
+
+    def _check_blocks(self, skip: int, block_ids: Sequence[int]) -> None:
+        """Raise `TransferError` for blocks outside the cache, or more than a slot holds."""
+        count = self.cache.num_blocks
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < count:
+            raise TransferError(f"blocks outside 0..{count - 1}", OUTSIDE)
+        if not 0 <= skip <= skip + len(block_ids) <= self._settings.blocks_per_chunk:
+            raise TransferError(f"{len(block_ids)} blocks after {skip} in a slot", OUTSIDE)
 
     def _bytes(self, slot: Slot) -> Bytes:
         return np.frombuffer(self._view(slot), np.uint8)
@@ -268,7 +381,7 @@ class OffloadWorker:
                 num_bytes, reason = result.num_bytes, result.reason
         except Exception as error:
             logger.exception("reading a block's file failed")
-            reason = type(error).__name__
+            reason = _reason(error)
         self._ended.put(Read(job, slot, num_bytes, time.monotonic() - began, reason))
         return reason
 
@@ -284,7 +397,7 @@ class OffloadWorker:
                 problem = result.reason
             except Exception as error:
                 logger.exception("writing a block's file failed")
-                problem = type(error).__name__
+                problem = _reason(error)
             if problem:
                 failed.add(slot.key)
                 reason = problem
@@ -296,9 +409,11 @@ class OffloadWorker:
     def _out_of_blocks(self, store: Store, after: Event | None) -> int:
         """Copy blocks to their slots, all regions, region after region; returns the bytes."""
         per, chunks = self._settings.blocks_per_chunk, list[tuple[Slot, int, list[int]]]()
-        for number, slot in enumerate(store.slots):
-            of_slot = store.block_ids[number * per : (number + 1) * per]
+        for slot, of_slot in self._blocks_of(store):
+            if len(of_slot) != per:
+                raise TransferError(f"{len(of_slot)} blocks for a slot of {per}", OUTSIDE)
             ids = [id_ for id_ in of_slot if id_ != NULL_BLOCK]
+            self._check_blocks(per - len(ids), ids)
             chunks.append((slot, per - len(ids), ids))
         if self._keeper is not None:
             kept = [OffloadCopy(self._address(slot), skip, ids) for slot, skip, ids in chunks]
@@ -312,6 +427,7 @@ class OffloadWorker:
     ) -> int:
         """Append to `pairs` the copies from a slot, without its first `skip` blocks, to blocks.
         Returns their bytes."""
+        self._check_blocks(skip, block_ids)
         if self._keeper is not None:
             pairs.append(OffloadCopy(self._address(slot), skip, block_ids))
         else:
@@ -334,6 +450,16 @@ class OffloadWorker:
         if keeper is None:
             return _Copies(self._copy_pool)
         return _Copies(self._copy_pool, lambda kept: keeper.load(kept, deadline, after))
+
+
+class _NoEvent:
+    """In place of an event that could not be recorded."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def is_done(self) -> bool:
+        raise TransferError(f"no event on the model's stream: {self._error}", "device")
 
 
 class _Copies:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +59,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from disagg.connector.model_runner import Lifecycle
+from disagg.connector.model_runner import Lifecycle, LifecycleV2
 from disagg.connector.uniform_cache import allocate_uniform
 
 BLOCK, LAYERS, HEADS, HEAD_DIM = 32, 2, 2, 8
@@ -229,7 +230,8 @@ class Engine:
         self.words: list[Words] = [
             cache.view(torch.int64).numpy().view(np.uint64) for cache in self.caches.values()
         ]
-        self.lifecycle: Any = Lifecycle(worker, self.config)
+        runner = LifecycleV2 if self.config.use_v2_model_runner else Lifecycle
+        self.lifecycle: Any = runner(worker, self.config)
         address = self.lifecycle.register(self.caches)
         assert self.connector is not None
         if address is not None:
@@ -289,7 +291,9 @@ class Engine:
                 kv_connector_output=pickle.loads(pickle.dumps(moved)),
             )
         else:
-            moved = self.lifecycle.idle_step(scheduled)
+            moved = self.lifecycle.idle_step(
+                scheduled, write_blocks=partial(self._write_blocks, scheduled)
+            )
             ran = ModelRunnerOutput.with_kv_conn_output_only(pickle.loads(pickle.dumps(moved)))
         self.seen.append(moved)
         for outputs in self.scheduler.update_from_output(scheduled, ran).values():
@@ -316,7 +320,8 @@ class Engine:
             self.known.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
             self.known[new.req_id] = Known(
-                list(new.prompt_token_ids or ()),
+                # The second runner's requests are new again after a preemption.
+                list(new.prefill_token_ids or new.prompt_token_ids or ()),
                 [list(table) for table in new.block_ids],
                 new.num_computed_tokens,
             )
@@ -331,9 +336,30 @@ class Engine:
             for table, more in zip(known.blocks, new_blocks or (), strict=bool(new_blocks)):
                 table += more
 
+    def _write_blocks(self, scheduled: SchedulerOutput) -> None:
+        """What vLLM's runners do to blocks before the forward pass."""
+        for cache in self.caches.values():
+            bytes_ = cache.view(torch.uint8)
+            bytes_[scheduled.new_block_ids_to_zero or []] = 0
+            for copy in scheduled.kv_cache_block_copies or ():
+                bytes_[copy.dst_block_id] = bytes_[copy.src_block_id]
+        for name, count in scheduled.num_scheduled_tokens.items():
+            self._copy_states(self.known[name], count)
+
+    def _copy_states(self, known: Known, count: int) -> None:
+        """Where a step ends in another block than it begins in, the state moves there first."""
+        begin, end = (known.computed - 1) // BLOCK, (known.computed + count - 1) // BLOCK
+        for layer, cache in enumerate(self.caches.values()):
+            if self.groups[layer // LAYERS].state and 0 <= begin < end:
+                table = known.blocks[layer // LAYERS]
+                cache.view(torch.uint8)[table[end]] = cache.view(torch.uint8)[table[begin]]
+
     def _forward(self, scheduled: SchedulerOutput) -> tuple[list[list[int]], KVConnectorOutput]:
         attn_metadata = dict.fromkeys(self.caches, "attention metadata")
-        with self.lifecycle.step(scheduled, attn_metadata=attn_metadata) as step:
+        write_blocks = partial(self._write_blocks, scheduled)
+        with self.lifecycle.step(
+            scheduled, attn_metadata=attn_metadata, write_blocks=write_blocks
+        ) as step:
             for index, (name, cache) in enumerate(self.caches.items()):
                 with self.lifecycle.layer(name, cache, attn_metadata):
                     state = self.groups[index // LAYERS].state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
@@ -66,6 +67,10 @@ class Plan:
         spy.answers.get_kv_connector_kv_cache_events = ("events", self.name) if reports else None
         spy.answers.build_connector_worker_meta = WorkerMetadata(self.name) if reports else None
 
+    def write_blocks(self, spy: Spy) -> None:
+        """What the runner does to blocks before the forward pass: it zeroes and copies some."""
+        spy.note("write blocks")
+
     def forward(self, spy: Spy) -> None:
         spy.note("forward")
         if self.breaks:
@@ -102,6 +107,7 @@ class Mixin:
             metadata = scheduled.kv_connector_metadata
             assert metadata is not None
             spy.handle_preemptions(metadata)
+            plan.write_blocks(spy)
             if not plan.tokens:
                 answer = mixin.kv_connector_no_forward(scheduled, self.config)
                 return answer.kv_connector_output or KVConnectorOutput(set(), set())
@@ -130,6 +136,7 @@ class Second:
                 self.made[id(spy)] = ActiveKVConnector(self.config, {})
                 spy.calls.clear()
             runner, scheduled = self.made[id(spy)], plan.scheduler_output()
+            plan.write_blocks(spy)
             if not plan.tokens:
                 answer = runner.no_forward(scheduled)
                 return answer.kv_connector_output or KVConnectorOutput()
@@ -157,10 +164,14 @@ class Ours:
     def __call__(self, spy: Spy, plan: Plan) -> KVConnectorOutput | None:
         lifecycle = self.made.setdefault(id(spy), self.make(spy, self.config))
         scheduled = plan.scheduler_output()
+        write_blocks = partial(plan.write_blocks, spy)
         if not plan.tokens:
-            return lifecycle.idle_step(scheduled)
+            return lifecycle.idle_step(scheduled, write_blocks=write_blocks)
         with lifecycle.step(
-            scheduled, load_kwargs=self._load_kwargs(scheduled), defer_finalize=plan.draft
+            scheduled,
+            load_kwargs=self._load_kwargs(scheduled),
+            defer_finalize=plan.draft,
+            write_blocks=write_blocks,
         ) as step:
             self.lost = step.output
             plan.forward(spy)

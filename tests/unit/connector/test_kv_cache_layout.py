@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from disagg.connector import kv_cache_layout
-from disagg.connector.offload import groups, setup
+from disagg.connector.offload import groups, setup, slot_layout
 from disagg.connector.offload.groups import Group
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.errors import ConfigError
@@ -42,7 +42,6 @@ def test_layers_of_different_sizes_in_one_group() -> None:
     specs = full(4), full(4), full(1)
     cache = of_layers(*specs)
     assert kv_cache_layout.layer_specs(cache.kv_cache_groups[0]) == [*specs]
-    assert setup.block_bytes(cache) == 9 * full(1).page_size_bytes
     assert not kv_cache_layout.has_windows(cache)
     assert groups.read(cache) == [Group()]
 
@@ -53,11 +52,6 @@ def test_windows_in_layers_of_different_sizes() -> None:
     )
     assert kv_cache_layout.has_windows(cache)
     assert groups.read(cache) == [Group(window=40)]
-
-
-def test_layers_of_one_size() -> None:
-    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["a", "b"], full(2))])
-    assert setup.block_bytes(cache) == 2 * full(2).page_size_bytes
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "eagle3", "extract_hidden_states"])
@@ -114,8 +108,8 @@ def test_stages_have_as_many_slots_whoever_counts() -> None:
     for layers in setup.stages(config):
         names = [f"layer.{n}" for n in range(layers)]
         cache = KVCacheConfig(4, [], [KVCacheGroupSpec(names, full(2))])
-        assert setup.slots(settings, config, cache) == 100 // (4 * 2)
-        described = setup._described(cache, setup.stages(config))
+        assert setup.layout(settings, config, cache).slots == 100 // (4 * 2)
+        described = slot_layout.fields(cache, setup.stages(config))
         assert described["stages"] == "3, 4, 3"
         assert described["group"].startswith("10 FullAttentionSpec")
 

@@ -5,7 +5,9 @@ A spy connector writes the calls down, under vLLM's real code and under ours.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,7 @@ from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfe
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from disagg.connector.model_runner import Lifecycle, LifecycleV2
@@ -145,13 +148,61 @@ def test_registers_as_the_second_runner() -> None:
 
 # ---- what the drivers of these tests take for granted ------------------------------------------
 
+WRITES = ["_zero_block_ids", "copy_kv_cache_blocks_inplace"]
 
-def test_vllm_handles_preemptions_first() -> None:
-    source = inspect.getsource(GPUModelRunner.execute_model)
-    handled = source.index("get_kv_transfer_group().handle_preemptions(")
-    assert handled < source.index("self._update_states(scheduler_output)")
-    assert handled < source.index("self.kv_connector_no_forward(")
-    assert handled < source.index("self.maybe_get_kv_connector_output(")
+
+def calls_in(function: Any, *names: str) -> list[str]:
+    """The calls of these names in a function's source, in their order there."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [
+        (call.lineno, call.col_offset, getattr(call, "attr", getattr(call, "id", "")))
+        for call in calls
+        if isinstance(call, ast.Attribute | ast.Name)
+    ]
+    return [name for _, _, name in sorted(named) if name in names]
+
+
+def test_the_first_runner_writes_blocks_after_it_handled_preemptions() -> None:
+    assert calls_in(
+        GPUModelRunner.execute_model,
+        "handle_preemptions",
+        "_update_states",
+        "kv_connector_no_forward",
+        "preprocess_mamba",
+        "maybe_get_kv_connector_output",
+    ) == [
+        "handle_preemptions",
+        "_update_states",
+        "kv_connector_no_forward",
+        "preprocess_mamba",
+        "maybe_get_kv_connector_output",
+    ]
+    assert calls_in(GPUModelRunner._update_states, *WRITES) == WRITES
+
+
+def test_the_second_runner_writes_blocks_before_it_handles_preemptions() -> None:
+    """`no_forward` and `pre_forward` are vLLM's own in `Second`, and call `handle_preemptions`."""
+    order = calls_in(
+        SecondRunner.execute_model,
+        "update_requests",
+        "no_forward",
+        "preprocess_state",
+        "pre_forward",
+        "finish_forward",
+    )
+    assert list(dict.fromkeys(order)) == [
+        "update_requests",
+        "no_forward",
+        "preprocess_state",
+        "pre_forward",
+        "finish_forward",
+    ]
+    writes = ["zero_block_ids", "copy_kv_cache_blocks_inplace"]
+    assert calls_in(SecondRunner.update_requests, *writes) == writes
+    # Nothing of a step writes blocks after `post_forward`.
+    sampled = calls_in(SecondRunner.sample_tokens, "postprocess_sampled", "propose", "post_forward")
+    assert sampled[-1] == "post_forward"
 
 
 def test_vllm_finalises_after_drafting() -> None:
@@ -226,6 +277,19 @@ def test_whatever_the_connector_raises(
     assert output is not None
     assert output.finished_recving == {"b"}
     assert (spy.calls, [output]) == trace(Ours(CONFIG, make), [plan])
+
+
+@pytest.mark.parametrize("make", [Lifecycle, LifecycleV2])
+def test_writing_blocks_may_raise(make: type[Lifecycle]) -> None:
+    def write_blocks() -> None:
+        raise Broken("write blocks")
+
+    spy = Spy(CONFIG)
+    lifecycle = make(spy, CONFIG)
+    with pytest.raises(Broken, match="write blocks"):
+        lifecycle.idle_step(scheduled(), write_blocks=write_blocks)
+    assert cleared(spy)
+    lifecycle.idle_step(scheduled())
 
 
 @pytest.mark.parametrize("make", [Lifecycle, LifecycleV2])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from disagg.connector import kv_cache_layout
 from disagg.connector.offload.messages import Done, Filling, OffloadWork, Store, TierLoad
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.offload.worker import FROM_HOST, TO_HOST, OffloadWorker
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, TransferError
 from disagg.store.base import Slot
+from disagg.transport.deadline import Event
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to run the kernel on the host")
 
-BLOCKS, LAYERS, PER = 16, 3, 2
+BLOCKS, LAYERS, PER, SLOTS = 16, 3, 2, 8
 BLOCK_BYTES = LAYERS * 2 * 4 * 8 * 4
 
 
@@ -68,10 +70,15 @@ class Rig:
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
     devices, made = model_device.use(monkeypatch), list[Rig]()
 
-    def make(**extra: Any) -> Rig:
+    def make(blocks_written_first: bool = False, **extra: Any) -> Rig:
         layers = [torch.randn(BLOCKS, 2, 4, 8) for _ in range(LAYERS)]
         settings = OffloadSettings(blocks_per_chunk=PER, staging_bytes=1 << 16, **extra)
-        worker = OffloadWorker(settings, 8, lambda cache, on_evicted: None)
+        worker = OffloadWorker(
+            settings,
+            SLOTS,
+            lambda cache, on_evicted: None,
+            blocks_written_first=blocks_written_first,
+        )
         worker.register(
             kv_cache_layout.block_cache({f"layer.{n}": layer for n, layer in enumerate(layers)})
         )
@@ -172,6 +179,177 @@ def test_blocks_that_are_overwritten_next_are_copied_before(make: Callable[..., 
         layer.zero_()
     assert rig.slot(0) == expected
     assert rig.done()[0].reason == ""
+
+
+# ---- where vLLM writes to blocks before it calls the worker --------------------------------------
+
+
+def write_first(rig: Rig, blocks: list[int]) -> None:
+    """The second runner's zeroing, on the model's stream."""
+    places = torch.tensor(blocks)
+    rig.device.model.add(lambda: [layer.index_fill_(0, places, 0) for layer in rig.layers])
+
+
+def ended(rig: Rig, job: int) -> None:
+    """A store has ended, and the worker has not reported it yet."""
+    rig.worker._storing[job].future.result(timeout=10)
+
+
+def test_a_store_that_ended_before_the_block_was_overwritten(make: Callable[..., Rig]) -> None:
+    """The device is still at the step before: what this step writes comes later."""
+    rig = make(blocks_written_first=True)
+    expected = rig.held([7, 2])
+    rig.worker.before_step(OffloadWork(stores=[rig.store(1, [0], [7, 2])]))
+    rig.worker.after_step()
+    ended(rig, 1)
+    rig.worker.before_step(OffloadWork())
+    rig.device.hold()
+    rig.worker.after_step()
+    write_first(rig, [7])
+    rig.worker.before_step(OffloadWork(overwritten={1: {7}}))
+    rig.device.gate.set()
+    (done,) = rig.done()
+    assert (done.reason, done.failed) == ("", frozenset())
+    assert rig.slot(0) == expected
+
+
+def test_a_store_that_was_reported_before_the_block_was_overwritten(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make(blocks_written_first=True)
+    expected = rig.held([7, 2])
+    rig.worker.before_step(OffloadWork(stores=[rig.store(1, [0], [7, 2])]))
+    rig.worker.after_step()
+    (done,) = rig.done()
+    write_first(rig, [7])
+    rig.worker.before_step(OffloadWork(overwritten={1: {7}}))
+    assert (done.reason, rig.slot(0)) == ("", expected)
+    assert rig.worker.finished() == (set(), set())
+    assert rig.worker.take_report() is None
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_store_whose_block_may_be_overwritten_fails(make: Callable[..., Rig], held: bool) -> None:
+    """held: the device reaches the end of the step before only while the worker waits."""
+    rig = make(blocks_written_first=True)
+    rig.worker.before_step(OffloadWork(stores=[rig.store(1, [0], [7, 2])]))
+    if held:
+        rig.device.hold()
+        threading.Timer(0.05, rig.device.gate.set).start()
+    rig.worker.after_step()
+    write_first(rig, [7])
+    if not held:
+        ended(rig, 1)
+        while rig.worker._step_end is not None and not rig.worker._step_end.is_done():
+            time.sleep(0.001)
+    rig.worker.before_step(OffloadWork(overwritten={1: {7}}))
+    (done,) = rig.done()
+    assert (done.reason, done.failed) == ("overwritten", frozenset([b"\x01"]))
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_store_of_this_step_whose_block_is_overwritten_never_begins(
+    make: Callable[..., Rig], complete: bool
+) -> None:
+    rig = make(blocks_written_first=True)
+    store = replace(rig.store(1, [0], [7, 2]), complete=complete)
+    write_first(rig, [7])
+    rig.worker.before_step(OffloadWork(stores=[store], overwritten={1: {7}}))
+    rig.worker.after_step()
+    (done,) = rig.done()
+    assert (done.reason, done.failed) == ("overwritten", frozenset([b"\x01"]))
+    assert not any(rig.slot(0))
+    assert not rig.worker._storing
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_other_chunks_of_an_overwritten_store_are_kept(
+    make: Callable[..., Rig], begun: bool
+) -> None:
+    rig = make(blocks_written_first=True)
+    expected = rig.held([9, 4])
+    rig.worker.before_step(OffloadWork(stores=[rig.store(1, [0, 3], [7, 2, 9, 4])]))
+    if begun:
+        rig.worker.after_step()
+        ended(rig, 1)
+    write_first(rig, [2])
+    while not rig.layers[0][2].eq(0).all():
+        time.sleep(0.001)
+    rig.worker.before_step(OffloadWork(overwritten={1: {2}}))
+    (done,) = rig.done()
+    assert (done.reason, done.failed) == ("overwritten", frozenset([b"\x01"]))
+    assert rig.slot(3) == expected
+    assert any(rig.slot(0)) == begun
+    assert not rig.worker._lost
+
+
+def test_a_store_of_what_earlier_steps_computed_begins_at_once(make: Callable[..., Rig]) -> None:
+    rig = make()
+    expected = rig.held([7, 2])
+    store = replace(rig.store(1, [0], [7, 2]), complete=True)
+    rig.worker.before_step(OffloadWork(stores=[store]))
+    assert rig.done()[0].reason == ""
+    assert rig.slot(0) == expected
+
+
+# ---- what must not happen ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slot", "blocks"), [(SLOTS, [7, 2]), (-1, [7, 2]), (0, [BLOCKS, 2]), (0, [-1, 2]), (0, [7])]
+)
+def test_a_store_out_of_bounds_fails(
+    make: Callable[..., Rig], slot: int, blocks: list[int]
+) -> None:
+    rig = make()
+    rig.worker.before_step(
+        OffloadWork(stores=[Store(1, [Slot(b"k", slot)], blocks, complete=True)])
+    )
+    (done,) = rig.done()
+    assert (done.reason, done.failed) == ("outside", frozenset([b"k"]))
+    assert not any(any(rig.slot(number)) for number in range(SLOTS))
+
+
+@pytest.mark.parametrize(("slot", "blocks"), [(SLOTS, [7]), (-1, [7]), (0, [BLOCKS]), (0, [-1])])
+def test_a_load_out_of_bounds_fails(make: Callable[..., Rig], slot: int, blocks: list[int]) -> None:
+    rig = make()
+    before = [layer.clone() for layer in rig.layers]
+    filling = Filling([Slot(b"k", slot)], 0, blocks)
+    rig.worker.start(OffloadWork(loads=[TierLoad(1, "request", [filling])]))
+    (done,) = rig.done()
+    assert done.reason == "outside"
+    for layer, right in zip(rig.layers, before, strict=True):
+        assert layer.equal(right)
+
+
+def test_a_device_that_records_no_event_fails_the_jobs_and_not_the_step(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(blocks_written_first=True)
+
+    def refuse() -> Event:
+        raise TransferError("an event on the model's stream: an error of the device", "device")
+
+    monkeypatch.setattr(rig.device, "model_fence", refuse)
+    rig.worker.before_step(OffloadWork(stores=[rig.store(1, [0], [7, 2])], flush={1}))
+    rig.worker.start(OffloadWork(loads=[rig.load(2, [5], 0, [7, 2])]))
+    rig.worker.after_step()
+    assert [(one.reason, bool(one.failed)) for one in rig.done(2)] == [("device", True)] * 2
+    rig.worker.before_step(OffloadWork(stores=[rig.store(3, [0], [7, 2])]))
+    rig.worker.after_step()
+    rig.worker.before_step(OffloadWork(overwritten={3: {2}}))
+    assert rig.done()[0].failed
+
+
+def test_blocks_larger_than_vllm_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool must fit into `host_bytes`, or its slots are others than the scheduler's."""
+    model_device.use(monkeypatch)
+    settings = OffloadSettings(host_bytes=SLOTS * BLOCK_BYTES - 1)
+    worker = OffloadWorker(settings, SLOTS, lambda cache, on_evicted: None)
+    layers = {f"layer.{n}": torch.zeros(BLOCKS, 2, 4, 8) for n in range(LAYERS)}
+    with pytest.raises(ConfigError, match=f"{SLOTS} slots of {BLOCK_BYTES} bytes do not fit"):
+        worker.register(kv_cache_layout.block_cache(layers))
+    worker.shutdown()
 
 
 def test_a_load_that_comes_too_late_touches_nothing(make: Callable[..., Rig]) -> None:

@@ -26,6 +26,7 @@ from unit.connector.offload.test_modelless import (
 )
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, KVCacheEvent
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.request import Request
 
 from disagg.connector.offload import setup
@@ -192,11 +193,22 @@ def test_caches_of_other_groups_are_kept_apart(start: Start) -> None:
     assert len({each["groups"] for each in (one, *others)}) == 3
 
 
-@pytest.mark.parametrize("way", ["allocated", "new", "cached"])
-def test_blocks_of_any_group_are_copied_before_they_are_written(way: str) -> None:
-    """Block 7, which a store has not copied yet, becomes one of the second group's."""
-    chunks, tables = Chunks([Group(), Group(window=BLOCK)], 1, BLOCK), ([5, 6], [0, 7])
-    scheduler = OffloadScheduler(OffloadSettings(), HostIndex(4), None, chunks, world_size=1)
+@pytest.mark.parametrize("second_runner", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("way", ["allocated", "new", "cached", "zeroed", "copied"])
+def test_blocks_of_any_group_are_copied_before_they_are_written(
+    way: str, stateful: bool, second_runner: bool
+) -> None:
+    """Block 7, which a store has not copied yet, becomes one of the second group's.
+
+    The second runner zeroes and copies blocks, and copies states into new ones, before it calls
+    the connector: then it is too late to wait for the store.
+    """
+    second = Group(state=True) if stateful else Group(window=BLOCK)
+    chunks, tables = Chunks([Group(), second], 1, BLOCK), ([5, 6], [0, 7])
+    scheduler = OffloadScheduler(
+        OffloadSettings(), HostIndex(4), None, chunks, world_size=1, second_runner=second_runner
+    )
     scheduler._copying[7] = {3}
     if way == "allocated":
         blocks = tuple([SimpleNamespace(block_id=n, block_hash=None) for n in t] for t in tables)
@@ -206,11 +218,14 @@ def test_blocks_of_any_group_are_copied_before_they_are_written(way: str) -> Non
     output: Any = SimpleNamespace(
         scheduled_new_reqs=[new] if way == "new" else [],
         scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, tables] * (way == "cached")),
-        kv_cache_block_copies=None,
+        kv_cache_block_copies=[KVCacheBlockCopy(5, 7)] if way == "copied" else None,
+        new_block_ids_to_zero=[7] if way == "zeroed" else None,
         kv_connector_block_state=None,
         num_scheduled_tokens={},
     )
-    assert scheduler.step_work(output).flush == {3}
+    work = scheduler.step_work(output)
+    first = second_runner and (way in ("zeroed", "copied") or (stateful and way != "allocated"))
+    assert (work.flush, work.overwritten) == ((set(), {3: {7}}) if first else ({3}, {}))
 
 
 def test_what_is_stored_twice_before_it_is_written_is_written_once(
