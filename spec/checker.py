@@ -156,6 +156,8 @@ class _Graph(Generic[S]):
 
     def broken_promise(self, promise: Promise[S]) -> list[str]:
         """A way into a component in which the wait need not end; empty if there is none."""
+        if unknown := promise.relies_on - {action.by for action in self._model.actions}:
+            raise ValueError(f"{promise.name}: no action is by {sorted(unknown)}")
         waits = bytearray(promise.waits(state) for state in self.states)
         needed = {
             number

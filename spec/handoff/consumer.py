@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from spec.handoff.producer import end, is_in_use, is_over, session_ends
 from spec.handoff.state import (
+    ACTIONS,
     ABORTED,
     ACQUIRED,
     ASKED_COPIED,
@@ -27,7 +28,6 @@ from spec.handoff.state import (
     Row,
     Setup,
     State,
-    action,
     find,
     for_each_consumer,
     is_connected,
@@ -37,21 +37,21 @@ from spec.handoff.state import (
     with_producer,
 )
 
-_FETCH = "transport.fetch._OneFetch"
-_SESSION = "transport.control.server._Session"
-_LEASES = "transport.control.lease.LeaseTable"
-_SCHEDULER = "connector.handoff.consumer_scheduler.ConsumerScheduler"
-_WORKER = "connector.handoff.consumer_worker.ConsumerWorker"
-_BOARD = "transport.one_sided.lease_board"
-_SLOTS = "transport.one_sided.hazard_pointers"
-_COPY = "transport.one_sided.process_memory._ProcessCache._copy"
+_FETCH = "disagg.transport.fetch._OneFetch"
+_SESSION = "disagg.transport.control.server._Session"
+_LEASES = "disagg.transport.control.lease.LeaseTable"
+_SCHEDULER = "disagg.connector.handoff.consumer_scheduler.ConsumerScheduler"
+_WORKER = "disagg.connector.handoff.consumer_worker.ConsumerWorker"
+_BOARD = "disagg.transport.one_sided.lease_board"
+_SLOTS = "disagg.transport.one_sided.hazard_pointers"
+_COPY = "disagg.transport.one_sided.process_memory._ProcessCache._copy"
 
 
-@action(
+@ACTIONS.add(
     "a consumer connects",
     "consumer",
     f"{_WORKER}._load",
-    "transport.control.client.Peers.connection",
+    "disagg.transport.control.client.Peers.connection",
     f"{_SESSION}._hello",
     f"{_SLOTS}.HazardPointers.take",
 )
@@ -80,14 +80,15 @@ def _reads_directly(setup: Setup, state: State, i: int) -> bool:
     return setup.transport == "direct" and known and consumer.slot != NONE
 
 
-@action("a consumer names the lease in its hazard slot", "consumer", f"{_FETCH}.read_directly",
+@ACTIONS.add("a consumer names the lease in its hazard slot", "consumer", f"{_FETCH}.read_directly",
         f"{_SLOTS}.RemoteHazardPointers.naming")
 @for_each_consumer
 def name_lease(setup: Setup, state: State, i: int) -> Iterator[State]:
     late = setup.mutant == "the slot is written after the look-up"
-    phase, following = (NAMED, LOOKED_UP) if late else (CONNECTED, NAMED)
+    phase = NAMED if late else CONNECTED
     if state.consumers[i].phase == phase and _reads_directly(setup, state, i):
-        yield with_consumer(_write_slot(setup, state, i, setup.wants[i][1]), i, phase=following)
+        after = _write_slot(setup, state, i, setup.wants[i][1])
+        yield _begins_read(after, i) if late else with_consumer(after, i, phase=NAMED)
 
 
 def _write_slot(setup: Setup, state: State, i: int, number: int) -> State:
@@ -101,8 +102,8 @@ def _write_slot(setup: Setup, state: State, i: int, number: int) -> State:
     return with_producer(state, slots=put(producer.slots, consumer.slot, number))
 
 
-@action("a consumer looks the lease up on the board", "consumer", f"{_BOARD}.look_up",
-        "transport.one_sided.remote_lease_board.RemoteLeaseBoard.reading")
+@ACTIONS.add("a consumer looks the lease up on the board", "consumer", f"{_BOARD}.look_up",
+        "disagg.transport.one_sided.remote_lease_board.RemoteLeaseBoard.reading")
 @for_each_consumer
 def look_up(setup: Setup, state: State, i: int) -> Iterator[State]:
     late = setup.mutant == "the slot is written after the look-up"
@@ -115,9 +116,20 @@ def look_up(setup: Setup, state: State, i: int) -> Iterator[State]:
     right_token = row is not None and row.token == state.consumers[i].life
     right_token = right_token or setup.mutant == "the board's token is not checked"
     if row is not None and row.number == number and right_token:
-        yield with_consumer(state, i, phase=NAMED if late else LOOKED_UP, row=row)
+        after = with_consumer(state, i, phase=NAMED, row=row)
+        yield after if late else _begins_read(after, i)
     else:
         yield _asks_instead(setup, state, i)
+
+
+def _begins_read(state: State, i: int) -> State:
+    """The lease is named, and was on the board."""
+    row = state.consumers[i].row
+    assert row is not None
+    state = with_consumer(state, i, phase=LOOKED_UP)
+    if state.producer.alive and state.producer.blocks[row.block].owner != row.number:
+        return state._replace(wrong="no direct read overlaps a free, within the limit")
+    return state
 
 
 def _asks_instead(setup: Setup, state: State, i: int) -> State:
@@ -125,8 +137,8 @@ def _asks_instead(setup: Setup, state: State, i: int) -> State:
     return with_consumer(state, i, phase=ASKING, row=None, seen=())
 
 
-@action("a consumer copies one half of the block", "consumer", _COPY,
-        "transport.one_sided.remote_lease_board.BoardCache.read")
+@ACTIONS.add("a consumer copies one half of the block", "consumer", _COPY,
+        "disagg.transport.one_sided.remote_lease_board.BoardCache.read")
 @for_each_consumer
 def copy_half(setup: Setup, state: State, i: int) -> Iterator[State]:
     following = {LOOKED_UP: HALF, HALF: COPIED}.get(state.consumers[i].phase)
@@ -145,7 +157,7 @@ def _copied(state: State, i: int, following: str) -> State:
     return with_consumer(state, i, phase=following, seen=(*consumer.seen, content))
 
 
-@action("a consumer looks at the row again", "consumer", f"{_BOARD}.still_there",
+@ACTIONS.add("a consumer looks at the row again", "consumer", f"{_BOARD}.still_there",
         f"{_FETCH}.read_directly")
 @for_each_consumer
 def look_again(setup: Setup, state: State, i: int) -> Iterator[State]:
@@ -172,7 +184,7 @@ def _believes(setup: Setup, state: State, i: int, *, directly: bool = False) -> 
     return with_consumer(state, i, phase=BELIEVED, result="loaded")._replace(wrong=wrong)
 
 
-@action(
+@ACTIONS.add(
     "a consumer reports the load, then releases the lease",
     "both",
     f"{_FETCH}._release_fetched",
@@ -199,7 +211,7 @@ def _asks(setup: Setup, state: State, i: int) -> bool:
     return phase == ASKING or (phase == CONNECTED and not _reads_directly(setup, state, i))
 
 
-@action(
+@ACTIONS.add(
     "a consumer acquires the lease, or is refused",
     "both",
     f"{_FETCH}.ask",
@@ -231,8 +243,8 @@ def acquire(setup: Setup, state: State, i: int) -> Iterator[State]:
     yield after
 
 
-@action("a consumer that has acquired the lease copies one half of the block", "consumer", _COPY,
-        "transport.one_sided.remote_lease_board.BoardCache.receive")
+@ACTIONS.add("a consumer that has acquired the lease copies one half of the block", "consumer", _COPY,
+        "disagg.transport.one_sided.remote_lease_board.BoardCache.receive")
 @for_each_consumer
 def copy_acquired(setup: Setup, state: State, i: int) -> Iterator[State]:
     consumer = state.consumers[i]
@@ -245,8 +257,8 @@ def copy_acquired(setup: Setup, state: State, i: int) -> Iterator[State]:
         yield _computes_locally(state, i, keep=False)
 
 
-@action("the producer sends one half of the block", "both",
-        "transport.tcp.tcp.TcpSender.send", "transport.tcp.tcp.TcpSender.finish",
+@ACTIONS.add("the producer sends one half of the block", "both",
+        "disagg.transport.tcp.tcp.TcpSender.send", "disagg.transport.tcp.tcp.TcpSender.finish",
         f"{_FETCH}._receive")
 @for_each_consumer
 def send_half(setup: Setup, state: State, i: int) -> Iterator[State]:
@@ -263,7 +275,7 @@ def send_half(setup: Setup, state: State, i: int) -> Iterator[State]:
         yield _computes_locally(state, i, keep=False)
 
 
-@action(
+@ACTIONS.add(
     "the producer answers the release: the consumer believes what it read",
     "both",
     f"{_FETCH}.release",
@@ -283,7 +295,7 @@ def release_answered(setup: Setup, state: State, i: int) -> Iterator[State]:
         yield with_consumer(after, i, phase=DONE)
 
 
-@action("the producer answers the release, and the answer is lost", "chance", f"{_FETCH}.release")
+@ACTIONS.add("the producer answers the release, and the answer is lost", "chance", f"{_FETCH}.release")
 @for_each_consumer
 def answer_lost(setup: Setup, state: State, i: int) -> Iterator[State]:
     copied = state.consumers[i].phase == ASKED_COPIED
@@ -306,9 +318,9 @@ def _released(setup: Setup, state: State, i: int, outcome: str) -> State:
     return with_consumer(state, i, using=NONE)
 
 
-@action("a copy fails: the consumer releases the lease", "chance", f"{_FETCH}.ask",
-        "transport.control.client.Connection.exchange",
-        "transport.control.client.Peers._put_back")
+@ACTIONS.add("a copy fails: the consumer releases the lease", "chance", f"{_FETCH}.ask",
+        "disagg.transport.control.client.Connection.exchange",
+        "disagg.transport.control.client.Peers._put_back")
 @for_each_consumer
 def copy_fails(setup: Setup, state: State, i: int) -> Iterator[State]:
     if "copy fails" not in setup.can or state.consumers[i].phase not in (ACQUIRED, ASKED_HALF):
@@ -321,8 +333,8 @@ def copy_fails(setup: Setup, state: State, i: int) -> Iterator[State]:
         yield _computes_locally(_released(setup, state, i, ABORTED), i)
 
 
-@action("the load's deadline passes: the consumer closes the connection", "time",
-        "transport.deadline.Deadline.left", f"{_WORKER}._start_loads")
+@ACTIONS.add("the load's deadline passes: the consumer closes the connection", "time",
+        "disagg.transport.deadline.Deadline.left", f"{_WORKER}._start_loads")
 @for_each_consumer
 def give_up(setup: Setup, state: State, i: int) -> Iterator[State]:
     phase = state.consumers[i].phase
@@ -349,12 +361,12 @@ def _computes_locally(state: State, i: int, *, keep: bool = True, seen: bool = F
 # ---- messages about leases, and death ------------------------------------------------------------
 
 
-@action(
+@ACTIONS.add(
     "a renewal arrives",
     "chance",
     f"{_SCHEDULER}._renew_queued",
     f"{_WORKER}._renew_share",
-    "transport.fetch.renew",
+    "disagg.transport.fetch.renew",
     f"{_LEASES}.renew",
 )
 @for_each_consumer
@@ -375,18 +387,18 @@ def renew(setup: Setup, state: State, i: int) -> Iterator[State]:
         yield with_lease(state, renewed)
 
 
-@action("a queued request is aborted", "chance", f"{_SCHEDULER}.request_finished")
+@ACTIONS.add("a queued request is aborted", "chance", f"{_SCHEDULER}.request_finished")
 @for_each_consumer
 def cancel(setup: Setup, state: State, i: int) -> Iterator[State]:
     if "cancel" in setup.can and state.consumers[i].phase == QUEUED:
         yield with_consumer(state, i, phase=CANCELLED, result="cancelled")
 
 
-@action(
+@ACTIONS.add(
     "the release of an aborted request arrives",
     "chance",
     f"{_WORKER}._release_share",
-    "transport.fetch.release",
+    "disagg.transport.fetch.release",
     f"{_SESSION}._release",
 )
 @for_each_consumer
@@ -408,7 +420,7 @@ def release_cancelled(setup: Setup, state: State, i: int) -> Iterator[State]:
         yield end(setup, done, lease, ABORTED)
 
 
-@action("a consumer dies", "chance")
+@ACTIONS.add("a consumer dies", "chance")
 @for_each_consumer
 def consumer_dies(setup: Setup, state: State, i: int) -> Iterator[State]:
     """Its end of the connection is closed; its slot still names the lease."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spec.handoff.state import (
+    ACTIONS,
     ABORTED,
     FETCHED,
     HALF,
@@ -23,7 +24,6 @@ from spec.handoff.state import (
     Row,
     Setup,
     State,
-    action,
     find,
     newborn,
     put,
@@ -32,17 +32,19 @@ from spec.handoff.state import (
     with_producer,
 )
 
-_LEASES = "transport.control.lease.LeaseTable"
-_BOARD = "transport.one_sided.lease_board.LeaseBoard"
-_SCHEDULER = "connector.handoff.producer_scheduler.ProducerScheduler"
-_WORKER = "connector.handoff.producer_worker.ProducerWorker"
-_SESSION = "transport.control.server._Session"
+# The rule that takes back a lease is a part of this function.
+TAKE_BACK = "disagg.transport.control.lease.LeaseTable.take_ended"
+_LEASES = "disagg.transport.control.lease.LeaseTable"
+_BOARD = "disagg.transport.one_sided.lease_board.LeaseBoard"
+_SCHEDULER = "disagg.connector.handoff.producer_scheduler.ProducerScheduler"
+_WORKER = "disagg.connector.handoff.producer_worker.ProducerWorker"
+_SESSION = "disagg.transport.control.server._Session"
 
 
 # ---- the scheduler half, and vLLM ----------------------------------------------------------------
 
 
-@action("a prefill ends and is granted a lease", "chance", f"{_SCHEDULER}.request_finished")
+@ACTIONS.add("a prefill ends and is granted a lease", "chance", f"{_SCHEDULER}.request_finished")
 def prefill(setup: Setup, state: State) -> Iterator[State]:
     """vLLM gives a free block to a request and computes it. The ticket overtakes the grant."""
     producer = state.producer
@@ -66,7 +68,11 @@ def prefill(setup: Setup, state: State) -> Iterator[State]:
         yield after
 
 
-@action("vLLM writes another request's KV into a free block", "chance")
+@ACTIONS.add(
+    "vLLM writes another request's KV into a free block",
+    "chance",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots",
+)
 def reuse(setup: Setup, state: State) -> Iterator[State]:
     producer = state.producer
     for at, block in enumerate(producer.blocks):
@@ -74,14 +80,18 @@ def reuse(setup: Setup, state: State) -> Iterator[State]:
             yield with_producer(state, blocks=put(producer.blocks, at, Block()))
 
 
-@action("the producer is asked for a reset", "chance", f"{_SCHEDULER}.revoke_all")
+@ACTIONS.add("the producer is asked for a reset", "chance", f"{_SCHEDULER}.revoke_all")
 def ask_for_reset(setup: Setup, state: State) -> Iterator[State]:
     producer = state.producer
     if "reset" in setup.can and producer.alive and producer.next and not producer.reset:
         yield with_producer(state, reset=1, revoking=producer.next)
 
 
-@action("the reset succeeds, as no block is held", "chance")
+@ACTIONS.add(
+    "the reset succeeds, as no block is held",
+    "chance",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.reset_prefix_cache",
+)
 def reset_succeeds(setup: Setup, state: State) -> Iterator[State]:
     producer = state.producer
     free = all(block.owner == NONE for block in producer.blocks)
@@ -92,7 +102,7 @@ def reset_succeeds(setup: Setup, state: State) -> Iterator[State]:
 # ---- the worker's lease table --------------------------------------------------------------------
 
 
-@action(
+@ACTIONS.add(
     "the worker keeps new leases and executes a reset",
     "producer",
     f"{_WORKER}.start",
@@ -128,6 +138,16 @@ def _revoke(setup: Setup, state: State) -> State:
         if lease.number < bound and not lease.outcome and setup.mutant != "a reset ends no lease":
             state = end(setup, state, lease, ABORTED)
     return with_producer(state, revoking=0, revoked=bound)
+
+
+@ACTIONS.add("a stuck producer takes back a lease", "chance", TAKE_BACK, f"{_LEASES}._end")
+def take_back(setup: Setup, state: State) -> Iterator[State]:
+    """`spec/engines` says when. Safety does not depend on it, so here it may happen at any time."""
+    if "take back" not in setup.can or state.producer.taking != NONE:
+        return
+    for lease in state.producer.leases:
+        if not lease.outcome:
+            yield end(setup, state, lease, ABORTED)
 
 
 def end(setup: Setup, state: State, lease: Lease, outcome: str) -> State:
@@ -179,12 +199,12 @@ def _is_unused(setup: Setup, state: State, lease: Lease) -> bool:
     )
 
 
-@action(
+@ACTIONS.add(
     "the producer keeps an ended lease for its direct reader",
     "producer",
     f"{_LEASES}._is_over",
     f"{_BOARD}.is_read",
-    "transport.one_sided.hazard_pointers.HazardPointers.names",
+    "disagg.transport.one_sided.hazard_pointers.HazardPointers.names",
 )
 def keep_for_reader(setup: Setup, state: State) -> Iterator[State]:
     for lease in state.producer.leases if state.producer.taking == NONE else ():
@@ -193,35 +213,48 @@ def keep_for_reader(setup: Setup, state: State) -> Iterator[State]:
                 yield with_lease(state, lease._replace(kept=READ))
 
 
-@action(
+@ACTIONS.add("the producer finds an ended lease", "producer", f"{_LEASES}.take_ended")
+def find_ended(setup: Setup, state: State) -> Iterator[State]:
+    for lease in state.producer.leases if state.producer.taking == NONE else ():
+        if is_over(setup, state, lease):
+            yield with_producer(state, taking=lease.number)
+
+
+@ACTIONS.add(
     "the producer takes an ended lease off the board",
     "producer",
     f"{_LEASES}.take_ended",
     f"{_BOARD}.remove",
 )
 def take_off_board(setup: Setup, state: State) -> Iterator[State]:
-    for lease in state.producer.leases if state.producer.taking == NONE else ():
-        if is_over(setup, state, lease):
-            after = with_producer(state, taking=lease.number)
-            if setup.mutant == "blocks go back before the row is removed":
-                yield after
-            else:
-                yield remove_row(setup, after, lease.number)
-
-
-@action("the producer looks at the slots again, and gives the blocks back", "producer",
-        f"{_LEASES}.take_ended", f"{_WORKER}.take_ended")
-def give_back_blocks(setup: Setup, state: State) -> Iterator[State]:
     producer = state.producer
-    if producer.taking == NONE:
+    if producer.taking == NONE or producer.off_board:
         return
     lease = find(producer, producer.taking)
-    if lease is None:  # of the mutant that frees first
-        yield with_producer(remove_row(setup, state, producer.taking), taking=NONE)
-    elif is_over(setup, state, lease) or setup.mutant == "slots are looked at once":
+    if setup.mutant == "blocks go back before the row is removed" and lease is not None:
         yield _free(setup, state, lease)
+    elif lease is None:  # of that mutant, too
+        yield with_producer(remove_row(setup, state, producer.taking), taking=NONE)
     else:
-        yield with_producer(state, taking=NONE)
+        yield with_producer(remove_row(setup, state, producer.taking), off_board=True)
+
+
+@ACTIONS.add(
+    "the producer looks at the slots again, and gives the blocks back",
+    "producer",
+    f"{_LEASES}.take_ended",
+    f"{_BOARD}.is_read",
+    f"{_WORKER}.take_ended",
+)
+def give_back_blocks(setup: Setup, state: State) -> Iterator[State]:
+    producer = state.producer
+    lease = find(producer, producer.taking)
+    if not producer.off_board or lease is None:
+        return
+    after = with_producer(state, taking=NONE, off_board=False)
+    if is_over(setup, state, lease) or setup.mutant == "slots are looked at once":
+        after = _free(setup, after, lease)
+    yield after
 
 
 def _free(setup: Setup, state: State, lease: Lease) -> State:
@@ -235,13 +268,11 @@ def _free(setup: Setup, state: State, lease: Lease) -> State:
         for consumer, wants in zip(state.consumers, setup.wants, strict=True):
             reads = wants == (producer.life, lease.number) and consumer.session
             if reads and consumer.alive and consumer.phase in (LOOKED_UP, HALF):
-                wrong = "no block is freed while it is read directly, within the limit"
-    late = setup.mutant == "blocks go back before the row is removed"
+                wrong = "no direct read overlaps a free, within the limit"
     after = with_producer(
         state,
         blocks=put(producer.blocks, lease.block, producer.blocks[lease.block]._replace(owner=NONE)),
         leases=tuple(other for other in producer.leases if other is not lease),
-        taking=lease.number if late else NONE,
     )
     return after._replace(wrong=wrong)
 
@@ -249,14 +280,14 @@ def _free(setup: Setup, state: State, lease: Lease) -> State:
 # ---- time ----------------------------------------------------------------------------------------
 
 
-@action("a lease's deadline passes", "time", f"{_LEASES}._is_over")
+@ACTIONS.add("a lease's deadline passes", "time", f"{_LEASES}._is_over")
 def deadline_passes(setup: Setup, state: State) -> Iterator[State]:
     for lease in state.producer.leases:
         if not lease.passed:
             yield with_lease(state, lease._replace(passed=True))
 
 
-@action("a lease's total life passes", "time", f"{_LEASES}.renew")
+@ACTIONS.add("a lease's total life passes", "time", f"{_LEASES}.renew")
 def life_passes(setup: Setup, state: State) -> Iterator[State]:
     for lease in state.producer.leases:
         if not lease.old and "renew" in setup.can:
@@ -264,7 +295,7 @@ def life_passes(setup: Setup, state: State) -> Iterator[State]:
                 yield with_lease(state, lease._replace(old=True))
 
 
-@action("an ended lease was kept for its reader long enough", "time", f"{_LEASES}._is_over")
+@ACTIONS.add("an ended lease was kept for its reader long enough", "time", f"{_LEASES}._is_over")
 def read_limit_passes(setup: Setup, state: State) -> Iterator[State]:
     for lease in state.producer.leases:
         if lease.kept == READ and setup.mutant != "direct reads have no limit":
@@ -274,7 +305,7 @@ def read_limit_passes(setup: Setup, state: State) -> Iterator[State]:
 # ---- connections ---------------------------------------------------------------------------------
 
 
-@action(
+@ACTIONS.add(
     "the producer notices that a consumer closed its connection",
     "producer",
     f"{_SESSION}.run",
@@ -282,7 +313,7 @@ def read_limit_passes(setup: Setup, state: State) -> Iterator[State]:
     f"{_SESSION}._give_back_slot",
     f"{_LEASES}.done_using",
     f"{_LEASES}.lost_reader",
-    "transport.one_sided.hazard_pointers.HazardPointers.give_back",
+    "disagg.transport.one_sided.hazard_pointers.HazardPointers.give_back",
 )
 def notice_closed(setup: Setup, state: State) -> Iterator[State]:
     for i, consumer in enumerate(state.consumers):
@@ -290,8 +321,8 @@ def notice_closed(setup: Setup, state: State) -> Iterator[State]:
             yield session_ends(state, i)
 
 
-@action("a consumer uses a lease for too long: its connection is closed", "time",
-        "transport.control.server._Session._next")
+@ACTIONS.add("a consumer uses a lease for too long: its connection is closed", "time",
+        "disagg.transport.control.server._Session._next")
 def use_limit_passes(setup: Setup, state: State) -> Iterator[State]:
     for i, consumer in enumerate(state.consumers):
         if consumer.using != NONE and state.producer.taking == NONE:
@@ -299,8 +330,8 @@ def use_limit_passes(setup: Setup, state: State) -> Iterator[State]:
                 yield session_ends(state, i)
 
 
-@action("a connection is cut, and the producer notices it first", "chance",
-        "transport.control.listener.Listener._cut_resting", f"{_SESSION}.run")
+@ACTIONS.add("a connection is cut, and the producer notices it first", "chance",
+        "disagg.transport.control.listener.Listener._cut_resting", f"{_SESSION}.run")
 def cut(setup: Setup, state: State) -> Iterator[State]:
     for i, consumer in enumerate(state.consumers):
         if "cut" in setup.can and consumer.session and state.producer.taking == NONE:
@@ -318,7 +349,7 @@ def session_ends(state: State, i: int) -> State:
 # ---- death and restart ---------------------------------------------------------------------------
 
 
-@action("the producer dies", "chance")
+@ACTIONS.add("the producer dies", "chance")
 def die(setup: Setup, state: State) -> Iterator[State]:
     if "producer dies" in setup.can and state.producer.alive:
         dead: Producer = newborn(setup, state.producer.life)._replace(alive=False)
@@ -328,7 +359,7 @@ def die(setup: Setup, state: State) -> Iterator[State]:
         yield State(dead, ended, state.wrong)
 
 
-@action("the producer starts again, on its old port and pid", "chance", f"{_WORKER}.__init__")
+@ACTIONS.add("the producer starts again, on its old port and pid", "chance", f"{_WORKER}.__init__")
 def start_again(setup: Setup, state: State) -> Iterator[State]:
     """The worst case: the new process also has its cache and its board at the old addresses."""
     if not state.producer.alive and state.producer.life + 1 < len(setup.grants):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, TypeVar
 
-from spec.checker import Action
+from spec.actions import Actions
 
 NONE = -1
 OTHER = (NONE, NONE)
@@ -83,7 +82,8 @@ class Block(NamedTuple):
 class Producer(NamedTuple):
     """granting: (number, block) of leases that the scheduler half has granted and the worker does
     not keep yet. slots: the lease that each hazard slot names. taking: the lease that `take_ended`
-    is looking at; it holds the table's lock. revoking, revoked: the bound of a reset that is under
+    has found ended; until it is done it holds the table's lock. off_board: it has removed the
+    lease's row. revoking, revoked: the bound of a reset that is under
     way to the worker, and that the worker has executed. reset: 0 none, 1 asked, 2 succeeded."""
 
     life: int
@@ -95,6 +95,7 @@ class Producer(NamedTuple):
     granting: tuple[tuple[int, int], ...] = ()
     leases: tuple[Lease, ...] = ()
     taking: int = NONE
+    off_board: bool = False
     revoking: int = 0
     revoked: int = 0
     reset: int = 0
@@ -177,32 +178,9 @@ def is_connected(state: State, i: int) -> bool:
 Step = Callable[[Setup, State], Iterator[State]]
 ConsumerStep = Callable[[Setup, State, int], Iterator[State]]
 
-
-@dataclass(frozen=True)
-class Named:
-    """An action before it is bound to a setup."""
-
-    name: str
-    by: str
-    implements: tuple[str, ...]
-    step: Step
-
-    def bound(self, setup: Setup) -> Action[State]:
-        return Action(self.name, self.by, self.implements, partial(self.step, setup))
-
-
-ACTIONS: list[Named] = []
-
-
-def action(name: str, by: str, *implements: str) -> Callable[[Step], Step]:
-    """Register an action. by: producer, consumer, both (a message and its answer), time (it
-    happens in the end), or chance (it need not happen)."""
-
-    def register(step: Step) -> Step:
-        ACTIONS.append(Named(name, by, tuple(f"disagg.{one}" for one in implements), step))
-        return step
-
-    return register
+ACTIONS: Actions[Setup, State] = Actions()
+"""Each is by the producer, by the consumer, by both (a message and its answer), by time (it happens
+in the end), or by chance (it need not happen)."""
 
 
 def for_each_consumer(step: ConsumerStep) -> Step:
