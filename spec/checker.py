@@ -164,10 +164,12 @@ class _Graph(Generic[S]):
             for number, action in enumerate(self._model.actions)
             if action.by in promise.relies_on
         }
-        for component in self._components(waits):
-            if not needed - self._taken_or_disabled(component):
-                return self._lasso(component)
-        return []
+        bad = [
+            component
+            for component in self._components(waits)
+            if not needed - self._taken_or_disabled(component)
+        ]
+        return self._lasso(min(bad, key=min)) if bad else []
 
     def _edges(self, state: int) -> Iterator[tuple[int, int]]:
         for edge in range(self._begins[state], self._begins[state + 1]):

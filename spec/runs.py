@@ -38,11 +38,8 @@ class Run:
     breaks: str
     start: Callable[[], Result]
 
-    @property
-    def name(self) -> str:
-        return self.mutant or self.setup
-
     def is_right(self, result: Result) -> bool:
+        """Whether the protocol holds, or the mutant is caught by the rule that it has to break."""
         return result.problem == self.breaks
 
 
@@ -60,7 +57,7 @@ ACTIONS = (*HANDOFF_ACTIONS.written, *ENGINE_ACTIONS.written)
 PROTOCOL = (*map(_handoff, handoff.SETUPS), *map(_engines, engines.SETUPS))
 MUTANTS = (
     _handoff(handoff.TWICE, "no second look at the row", CONTENT),
-    _handoff(handoff.DIRECT, "blocks go back before the row is removed", CONTENT),
+    _handoff(handoff.DIRECT, "blocks go back before the row is removed", UNREAD),
     _handoff(handoff.DIRECT, "hazard slots are not looked at", UNREAD),
     _handoff(handoff.DIRECT, "slots are looked at once", UNREAD),
     _handoff(handoff.DIRECT, "the slot is written after the look-up", UNREAD),
@@ -82,10 +79,11 @@ MUTANTS = (
     _handoff(handoff.DIRECT, "direct reads have no limit", LEASE_ENDS),
     _handoff(handoff.ASKED, "the use of a lease has no limit", LEASE_ENDS),
     _handoff(handoff.ASKED, "a fetch has no deadline", FETCH_ENDS),
-    _engines(engines.CIRCLE, "no lease is taken back", ANSWERED),
+    _engines(engines.SMALL, "no lease is taken back", ANSWERED),
     _engines(engines.SIZES, "one lease is taken back, and never another", ANSWERED),
-    _engines(engines.CIRCLE, "leases are taken back for loads only", ANSWERED),
-    _engines(engines.CIRCLE, "leases that are read are taken back", NOT_WHILE_READ),
+    _engines(engines.SMALL, "leases are taken back for loads only", ANSWERED),
+    _engines(engines.PARTLY, "leases are not taken back for loaded requests", ANSWERED),
+    _engines(engines.SMALL, "leases that are read are taken back", NOT_WHILE_READ),
     _engines(engines.BUSY, "leases are taken back while a request runs", NOT_TWICE),
     _engines(engines.BUSY, "leases are taken back while a load is under way", NOT_TWICE),
     _engines(engines.STALLED, "renewals have no limit", PREFILLED),

@@ -14,6 +14,7 @@ from spec.engines.state import (
     AT_PREFILL,
     DONE,
     GROWN,
+    LOADED,
     LOADING,
     LOCAL,
     NEW,
@@ -68,7 +69,9 @@ def arrive(setup: Setup, state: State) -> Iterator[State]:
 def schedule(setup: Setup, state: State) -> Iterator[State]:
     following = {AT_PREFILL: PREFILLING, LOCAL: RUNNING, PREEMPTED: GROWN}
     for _, request, room in heads(setup, state):
-        if room and request.phase in following:
+        if room and request.phase == LOADED:
+            yield moved(state, request, request._replace(phase=RUNNING))
+        elif room and request.phase in following:
             yield leaves_queue(setup, state, request, following[request.phase])
 
 
@@ -156,9 +159,8 @@ def fail_load(setup: Setup, state: State) -> Iterator[State]:
 def end_load(setup: Setup, state: State) -> Iterator[State]:
     for request in set(state.requests):
         if request.phase == READING:
-            after = moved(
-                state, request, request._replace(phase=RUNNING, lease=False, old=False)
-            )
+            phase = LOADED if setup.rest else RUNNING
+            after = moved(state, request, request._replace(phase=phase, lease=False, old=False))
             lost = "no blocks are taken back while they are read"
             yield after if request.lease else after._replace(wrong=lost)
 
@@ -168,7 +170,7 @@ def end_load(setup: Setup, state: State) -> Iterator[State]:
 
 @ACTIONS.add("a stuck engine takes back a lease", "patience", TAKE_BACK)
 def take_back(setup: Setup, state: State) -> Iterator[State]:
-    """An engine that produces and consumes, runs nothing and loads nothing, and whose first request
+    """An engine that produces and consumes, runs nothing and loads nothing, and whose next request
     finds no room, takes back one lease that nobody reads. The code takes the oldest; here it may be
     any one."""
     if setup.mutant == "no lease is taken back":
@@ -177,6 +179,8 @@ def take_back(setup: Setup, state: State) -> Iterator[State]:
         if room or not setup.hands_off_both_ways(engine) or not is_idle(setup, state, engine):
             continue
         if setup.mutant == "leases are taken back for loads only" and head.phase != AT_DECODE:
+            continue
+        if setup.mutant == "leases are not taken back for loaded requests" and head.phase == LOADED:
             continue
         once = setup.mutant == "one lease is taken back, and never another"
         if once and engine in state.yielded:

@@ -13,13 +13,14 @@ from typing import NamedTuple
 NONE = -1
 NEW, AT_PREFILL, PREFILLING = "new", "waits for its prefill", "prefilling"
 AT_DECODE, LOADING, READING = "waits for its load", "load has begun", "reads the lease"
+LOADED = "loaded, waits to be scheduled"
 LOCAL, RUNNING, GROWN = "waits to be computed locally", "running", "running, with one block more"
 PREEMPTED, DONE = "preempted", "answered"
 
 
 class Kind(NamedTuple):
-    """Which engines prefill and decode a request, and its prompt's blocks. prefill: `NONE` if the
-    decode engine computes the prompt itself."""
+    """Which engines prefill and decode a request, and the blocks of its lease. prefill: `NONE` if
+    the decode engine computes the prompt itself."""
 
     prefill: int
     decode: int
@@ -50,8 +51,9 @@ class State(NamedTuple):
 class Setup:
     """Bounds of one run, and the rule that is missing from it.
 
-    blocks: of each engine. requests: how many of each kind. grows: whether an answer needs one
-    block more than its prompt. lives_pass: whether a lease's total life may pass. promise: which
+    blocks: of each engine. requests: how many of each kind. rest: blocks of each prompt
+    that no lease covers, and decode computes. grows: whether an answer needs one block more than
+    its prompt. lives_pass: whether a lease's total life may pass. promise: which
     promise is checked. twice: whether a prompt may be computed twice. mutant: the missing rule, ""
     for the protocol as it is.
     """
@@ -59,6 +61,7 @@ class Setup:
     name: str
     blocks: int
     requests: tuple[tuple[Kind, int], ...]
+    rest: int = 0
     grows: bool = False
     lives_pass: bool = True
     promise: str = "answered"
@@ -98,18 +101,36 @@ def free(setup: Setup, state: State, engine: int) -> int:
         kind = setup.kind(request)
         if kind.prefill == engine and (request.lease or request.phase == PREFILLING):
             used += kind.blocks
-        if kind.decode == engine and request.phase in (LOADING, READING, RUNNING, GROWN):
-            used += kind.blocks + (request.phase == GROWN)
+        if kind.decode == engine and request.phase in (LOADING, READING, LOADED):
+            used += kind.blocks
+        if kind.decode == engine and request.phase in (RUNNING, GROWN):
+            used += kind.blocks + setup.rest + (request.phase == GROWN)
     return setup.blocks - used
 
 
 def heads(setup: Setup, state: State) -> Iterator[tuple[int, Request, bool]]:
-    """Of each engine with a queue: its first request, and whether that finds room."""
+    """Of each engine: the request that vLLM tries first, and whether that finds room. Loaded
+    requests come before the queue."""
+    loaded = {setup.kind(one).decode for one in state.requests if one.phase == LOADED}
     for request in state.requests:
-        if request.place == 0:
-            engine = queued_at(setup, request)
-            needs = setup.kind(request).blocks + (request.phase == PREEMPTED)
-            yield engine, request, needs <= free(setup, state, engine)
+        if request.phase == LOADED:
+            engine = setup.kind(request).decode
+            yield engine, request, setup.rest <= free(setup, state, engine)
+        elif request.place == 0 and (engine := queued_at(setup, request)) not in loaded:
+            yield engine, request, _finds_room(setup, state, request, engine)
+
+
+def _finds_room(setup: Setup, state: State, request: Request, engine: int) -> bool:
+    blocks, room = setup.kind(request).blocks, free(setup, state, engine)
+    if request.phase == AT_PREFILL:
+        return blocks <= room
+    if request.phase == PREEMPTED:
+        return blocks + setup.rest + 1 <= room
+    if request.phase == LOCAL:
+        return blocks + setup.rest <= room
+    # A load leaves the blocks that loads before it still need.
+    others = sum(loads(setup, one, engine) for one in state.requests) * setup.rest
+    return blocks + max(setup.rest, others) <= room
 
 
 def runs(setup: Setup, request: Request, engine: int) -> bool:
