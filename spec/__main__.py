@@ -63,7 +63,10 @@ def _report(run: Run, result: Result, trace: bool) -> None:
     if is_mutant not in _headed:
         _headed.add(is_mutant)
         title = "without the rule: the mutant" if is_mutant else "the protocol, in each setup"
-        print(("\n" if len(_headed) > 1 else "") + _ROW.format(title, "states", "depth", "s", "verdict"))
+        print(
+            ("\n" if len(_headed) > 1 else "")
+            + _ROW.format(title, "states", "depth", "s", "verdict")
+        )
     if not is_mutant:
         verdict = f"BROKEN: {result.problem}" if result.problem else "holds"
     elif run.is_right(result):
@@ -71,7 +74,9 @@ def _report(run: Run, result: Result, trace: bool) -> None:
     else:
         verdict = f"NOT CAUGHT by {run.breaks!r}, but: {result.problem or 'nothing is broken'}"
     name = run.mutant or run.setup
-    print(_ROW.format(name, result.states, result.depth, f"{result.seconds:.1f}", verdict), flush=True)
+    print(
+        _ROW.format(name, result.states, result.depth, f"{result.seconds:.1f}", verdict), flush=True
+    )
     if trace or not run.is_right(result):
         print("\n".join(f"    {line}" for line in result.trace))
 

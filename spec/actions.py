@@ -14,10 +14,16 @@ S = TypeVar("S", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class _Written(Generic[SetupT, S]):
+class Description:
+    """As in `checker.Action`."""
+
     name: str
     by: str
     implements: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Written(Description, Generic[SetupT, S]):
     step: Callable[[SetupT, S], Iterator[S]]
 
 
@@ -33,7 +39,9 @@ class Actions(Generic[SetupT, S]):
         """Register a function. by: whose step it is; `chance` for one that need not happen.
         implements: the full names of functions that do it."""
 
-        def register(step: Callable[[SetupT, S], Iterator[S]]) -> Callable[[SetupT, S], Iterator[S]]:
+        def register(
+            step: Callable[[SetupT, S], Iterator[S]],
+        ) -> Callable[[SetupT, S], Iterator[S]]:
             self.written.append(_Written(name, by, implements, step))
             return step
 

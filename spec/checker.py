@@ -220,7 +220,7 @@ class _Graph(Generic[S]):
                     if work:
                         low[work[-1][0]] = min(low[work[-1][0]], low[state])
                     if low[state] == order[state]:
-                        component = []
+                        component: list[int] = []
                         while not component or component[-1] != state:
                             component.append(path.pop())
                             done[component[-1]] = 1
@@ -252,7 +252,12 @@ class _Graph(Generic[S]):
         first, inside = min(component), set(component)
         lines = self._trace(first)
         used = sorted(
-            {self._name(a) for state in component for a, after in self._edges(state) if after in inside}
+            {
+                self._name(a)
+                for state in component
+                for a, after in self._edges(state)
+                if after in inside
+            }
         )
         if not used:
             return [*lines, "    then nothing that the promise relies on can happen"]
@@ -270,7 +275,8 @@ class _Graph(Generic[S]):
                 if after in inside and after not in came:
                     came[after] = state, action
                     waiting.append(after)
-        steps, state = [], first
+        steps: list[tuple[str, int]] = []
+        state = first
         while not steps or state != first:
             previous, action = came[state]
             steps.append((self._name(action), state))

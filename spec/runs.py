@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from spec.actions import Description
 from spec.checker import Result, check
+from spec.engines import actions as engine_actions
 from spec.engines import model as engines
-from spec.engines.actions import ACTIONS as ENGINE_ACTIONS
+from spec.engines import state as engine_state
 from spec.handoff import model as handoff
-from spec.handoff.state import ACTIONS as HANDOFF_ACTIONS
+from spec.handoff import state as handoff_state
 
 CONTENT = "a believed fetch holds its own prompt's content"
 UNREAD = "no direct read overlaps a free, within the limit"
@@ -23,6 +25,7 @@ POOLED = "a connection in the pool has no lease in use"
 LEASE_ENDS = "every lease ends, and its blocks go back"
 FETCH_ENDS = "every fetch ends"
 ANSWERED = engines.PROMISES["answered"].name
+LATE = engines.PROMISES["answered late"].name
 PREFILLED = engines.PROMISES["prefilled"].name
 NOT_TWICE = "no prompt is computed twice where no engine is stuck"
 NOT_WHILE_READ = "no blocks are taken back while they are read"
@@ -43,17 +46,20 @@ class Run:
         return result.problem == self.breaks
 
 
-def _handoff(setup: handoff.Setup, mutant: str = "", breaks: str = "") -> Run:
+def _handoff(setup: handoff_state.Setup, mutant: str = "", breaks: str = "") -> Run:
     model = handoff.model(replace(setup, mutant=mutant))
     return Run(setup.name, mutant, breaks, lambda: check(model))
 
 
-def _engines(setup: engines.Setup, mutant: str = "", breaks: str = "") -> Run:
+def _engines(setup: engine_state.Setup, mutant: str = "", breaks: str = "") -> Run:
     model = engines.model(replace(setup, mutant=mutant))
     return Run(setup.name, mutant, breaks, lambda: check(model))
 
 
-ACTIONS = (*HANDOFF_ACTIONS.written, *ENGINE_ACTIONS.written)
+ACTIONS: tuple[Description, ...] = (
+    *handoff_state.ACTIONS.written,
+    *engine_actions.ACTIONS.written,
+)
 PROTOCOL = (*map(_handoff, handoff.SETUPS), *map(_engines, engines.SETUPS))
 MUTANTS = (
     _handoff(handoff.TWICE, "no second look at the row", CONTENT),
@@ -86,6 +92,7 @@ MUTANTS = (
     _engines(engines.SMALL, "leases that are read are taken back", NOT_WHILE_READ),
     _engines(engines.BUSY, "leases are taken back while a request runs", NOT_TWICE),
     _engines(engines.BUSY, "leases are taken back while a load is under way", NOT_TWICE),
+    _engines(engines.LATE, "renewals have no limit", LATE),
     _engines(engines.STALLED, "renewals have no limit", PREFILLED),
 )
 RUNS = (*PROTOCOL, *MUTANTS)

@@ -187,7 +187,9 @@ def take_back(setup: Setup, state: State) -> Iterator[State]:
             continue
         for request in set(state.requests):
             held = request.lease and setup.kind(request).prefill == engine
-            read = request.phase == READING and setup.mutant != "leases that are read are taken back"
+            read = (
+                request.phase == READING and setup.mutant != "leases that are read are taken back"
+            )
             if held and not read:
                 after = moved(state, request, request._replace(lease=False, old=False))
                 yielded = tuple(sorted({*state.yielded, engine})) if once else ()

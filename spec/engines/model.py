@@ -8,6 +8,7 @@ that come free.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from spec.checker import Model, Promise
@@ -28,14 +29,13 @@ from spec.engines.state import (
 
 CIRCLE = Setup("two engines, a circle", 2, ((Kind(0, 1, 1), 3), (Kind(1, 0, 1), 3)))
 SMALL = Setup("two engines of one block", 1, ((Kind(0, 1, 1), 2), (Kind(1, 0, 1), 2)))
+LATE = replace(SMALL, name="two engines without patience", promise="answered late")
 SIZES = Setup(
     "two engines, two sizes",
     3,
     ((Kind(0, 1, 2), 1), (Kind(0, 1, 1), 1), (Kind(1, 0, 2), 1), (Kind(1, 0, 1), 1)),
 )
-GROWING = Setup(
-    "two engines that preempt", 2, ((Kind(0, 1, 1), 2), (Kind(1, 0, 1), 2)), grows=True
-)
+GROWING = Setup("two engines that preempt", 2, ((Kind(0, 1, 1), 2), (Kind(1, 0, 1), 2)), grows=True)
 PARTLY = Setup(
     "two engines, prompts loaded in part",
     2,
@@ -56,7 +56,7 @@ BUSY = Setup(
     twice=False,
 )
 STALLED = Setup("a stalled decode engine", 2, ((Kind(0, 1, 1), 4),), promise="prefilled")
-SETUPS = (CIRCLE, SMALL, SIZES, GROWING, PARTLY, RING, TAIL, BUSY, STALLED)
+SETUPS = (CIRCLE, SMALL, LATE, SIZES, GROWING, PARTLY, RING, TAIL, BUSY, STALLED)
 
 
 def _waits(state: State) -> bool:
@@ -72,6 +72,12 @@ PROMISES = {
         "every request is answered, before any lease's total life has passed",
         _waits,
         frozenset({"engine", "queue", "load", "patience"}),
+    ),
+    # Patience is not relied on: the total life alone ends each circle too, but only then.
+    "answered late": Promise(
+        "every request is answered, once total lives have passed",
+        _waits,
+        frozenset({"engine", "queue", "load", "life"}),
     ),
     # The decode engine's queue is not relied on.
     "prefilled": Promise(

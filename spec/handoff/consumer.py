@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from spec.handoff.producer import end, is_in_use, is_over, session_ends
 from spec.handoff.state import (
-    ACTIONS,
     ABORTED,
     ACQUIRED,
+    ACTIONS,
     ASKED_COPIED,
     ASKED_HALF,
     ASKING,
@@ -80,8 +80,12 @@ def _reads_directly(setup: Setup, state: State, i: int) -> bool:
     return setup.transport == "direct" and known and consumer.slot != NONE
 
 
-@ACTIONS.add("a consumer names the lease in its hazard slot", "consumer", f"{_FETCH}.read_directly",
-        f"{_SLOTS}.RemoteHazardPointers.naming")
+@ACTIONS.add(
+    "a consumer names the lease in its hazard slot",
+    "consumer",
+    f"{_FETCH}.read_directly",
+    f"{_SLOTS}.RemoteHazardPointers.naming",
+)
 @for_each_consumer
 def name_lease(setup: Setup, state: State, i: int) -> Iterator[State]:
     late = setup.mutant == "the slot is written after the look-up"
@@ -102,8 +106,12 @@ def _write_slot(setup: Setup, state: State, i: int, number: int) -> State:
     return with_producer(state, slots=put(producer.slots, consumer.slot, number))
 
 
-@ACTIONS.add("a consumer looks the lease up on the board", "consumer", f"{_BOARD}.look_up",
-        "disagg.transport.one_sided.remote_lease_board.RemoteLeaseBoard.reading")
+@ACTIONS.add(
+    "a consumer looks the lease up on the board",
+    "consumer",
+    f"{_BOARD}.look_up",
+    "disagg.transport.one_sided.remote_lease_board.RemoteLeaseBoard.reading",
+)
 @for_each_consumer
 def look_up(setup: Setup, state: State, i: int) -> Iterator[State]:
     late = setup.mutant == "the slot is written after the look-up"
@@ -137,8 +145,12 @@ def _asks_instead(setup: Setup, state: State, i: int) -> State:
     return with_consumer(state, i, phase=ASKING, row=None, seen=())
 
 
-@ACTIONS.add("a consumer copies one half of the block", "consumer", _COPY,
-        "disagg.transport.one_sided.remote_lease_board.BoardCache.read")
+@ACTIONS.add(
+    "a consumer copies one half of the block",
+    "consumer",
+    _COPY,
+    "disagg.transport.one_sided.remote_lease_board.BoardCache.read",
+)
 @for_each_consumer
 def copy_half(setup: Setup, state: State, i: int) -> Iterator[State]:
     following = {LOOKED_UP: HALF, HALF: COPIED}.get(state.consumers[i].phase)
@@ -157,8 +169,12 @@ def _copied(state: State, i: int, following: str) -> State:
     return with_consumer(state, i, phase=following, seen=(*consumer.seen, content))
 
 
-@ACTIONS.add("a consumer looks at the row again", "consumer", f"{_BOARD}.still_there",
-        f"{_FETCH}.read_directly")
+@ACTIONS.add(
+    "a consumer looks at the row again",
+    "consumer",
+    f"{_BOARD}.still_there",
+    f"{_FETCH}.read_directly",
+)
 @for_each_consumer
 def look_again(setup: Setup, state: State, i: int) -> Iterator[State]:
     consumer, producer = state.consumers[i], state.producer
@@ -243,8 +259,12 @@ def acquire(setup: Setup, state: State, i: int) -> Iterator[State]:
     yield after
 
 
-@ACTIONS.add("a consumer that has acquired the lease copies one half of the block", "consumer", _COPY,
-        "disagg.transport.one_sided.remote_lease_board.BoardCache.receive")
+@ACTIONS.add(
+    "a consumer that has acquired the lease copies one half of the block",
+    "consumer",
+    _COPY,
+    "disagg.transport.one_sided.remote_lease_board.BoardCache.receive",
+)
 @for_each_consumer
 def copy_acquired(setup: Setup, state: State, i: int) -> Iterator[State]:
     consumer = state.consumers[i]
@@ -257,9 +277,13 @@ def copy_acquired(setup: Setup, state: State, i: int) -> Iterator[State]:
         yield _computes_locally(state, i, keep=False)
 
 
-@ACTIONS.add("the producer sends one half of the block", "both",
-        "disagg.transport.tcp.tcp.TcpSender.send", "disagg.transport.tcp.tcp.TcpSender.finish",
-        f"{_FETCH}._receive")
+@ACTIONS.add(
+    "the producer sends one half of the block",
+    "both",
+    "disagg.transport.tcp.tcp.TcpSender.send",
+    "disagg.transport.tcp.tcp.TcpSender.finish",
+    f"{_FETCH}._receive",
+)
 @for_each_consumer
 def send_half(setup: Setup, state: State, i: int) -> Iterator[State]:
     """The session ends only after its sender has left the cache, so no session, no sender."""
@@ -295,7 +319,9 @@ def release_answered(setup: Setup, state: State, i: int) -> Iterator[State]:
         yield with_consumer(after, i, phase=DONE)
 
 
-@ACTIONS.add("the producer answers the release, and the answer is lost", "chance", f"{_FETCH}.release")
+@ACTIONS.add(
+    "the producer answers the release, and the answer is lost", "chance", f"{_FETCH}.release"
+)
 @for_each_consumer
 def answer_lost(setup: Setup, state: State, i: int) -> Iterator[State]:
     copied = state.consumers[i].phase == ASKED_COPIED
@@ -318,9 +344,13 @@ def _released(setup: Setup, state: State, i: int, outcome: str) -> State:
     return with_consumer(state, i, using=NONE)
 
 
-@ACTIONS.add("a copy fails: the consumer releases the lease", "chance", f"{_FETCH}.ask",
-        "disagg.transport.control.client.Connection.exchange",
-        "disagg.transport.control.client.Peers._put_back")
+@ACTIONS.add(
+    "a copy fails: the consumer releases the lease",
+    "chance",
+    f"{_FETCH}.ask",
+    "disagg.transport.control.client.Connection.exchange",
+    "disagg.transport.control.client.Peers._put_back",
+)
 @for_each_consumer
 def copy_fails(setup: Setup, state: State, i: int) -> Iterator[State]:
     if "copy fails" not in setup.can or state.consumers[i].phase not in (ACQUIRED, ASKED_HALF):
@@ -333,8 +363,12 @@ def copy_fails(setup: Setup, state: State, i: int) -> Iterator[State]:
         yield _computes_locally(_released(setup, state, i, ABORTED), i)
 
 
-@ACTIONS.add("the load's deadline passes: the consumer closes the connection", "time",
-        "disagg.transport.deadline.Deadline.left", f"{_WORKER}._start_loads")
+@ACTIONS.add(
+    "the load's deadline passes: the consumer closes the connection",
+    "time",
+    "disagg.transport.deadline.Deadline.left",
+    f"{_WORKER}._start_loads",
+)
 @for_each_consumer
 def give_up(setup: Setup, state: State, i: int) -> Iterator[State]:
     phase = state.consumers[i].phase
@@ -426,6 +460,4 @@ def consumer_dies(setup: Setup, state: State, i: int) -> Iterator[State]:
     """Its end of the connection is closed; its slot still names the lease."""
     consumer = state.consumers[i]
     if "consumer dies" in setup.can and consumer.phase not in (IDLE, DONE):
-        yield with_consumer(
-            state, i, alive=False, phase=DONE, life=NONE, row=None, result="dead"
-        )
+        yield with_consumer(state, i, alive=False, phase=DONE, life=NONE, row=None, result="dead")

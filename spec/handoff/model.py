@@ -16,17 +16,45 @@ SENT = Setup("one fetch, sent", ((0, 0),), _ALL, transport="sent")
 TWICE = Setup("a ticket used twice", ((0, 0), (0, 0)), _FEW | {"consumer dies"})
 READERS = Setup("two readers of a lease", ((0, 0), (0, 0)), _FEW | {"copy fails"}, readers=2)
 REUSED = Setup("two leases, one block", ((0, 0), (0, 1)), _FEW, grants=(2,))
-ROWS = Setup("two leases, two blocks, one row", ((0, 0), (0, 1)), frozenset({"cut"}), grants=(2,),
-             blocks=2, rows=1)
+ROWS = Setup(
+    "two leases, two blocks, one row",
+    ((0, 0), (0, 1)),
+    frozenset({"cut"}),
+    grants=(2,),
+    blocks=2,
+    rows=1,
+)
 SLOT = Setup("two consumers, one slot", ((0, 0), (0, 0)), _FEW, one_slot=True)
-RESET = Setup("a reset between two leases", ((0, 0), (0, 1)), frozenset({"cut", "reset"}), grants=(2,))
-ASKED_RESET = Setup("a reset between two leases, asked", ((0, 0), (0, 1)), _MORE | {"reset"},
-                    grants=(2,), transport="asked")
+RESET = Setup(
+    "a reset between two leases", ((0, 0), (0, 1)), frozenset({"cut", "reset"}), grants=(2,)
+)
+ASKED_RESET = Setup(
+    "a reset between two leases, asked",
+    ((0, 0), (0, 1)),
+    _MORE | {"reset"},
+    grants=(2,),
+    transport="asked",
+)
 RESTART = Setup("a restart", ((0, 0), (1, 0)), _FEW | {"cancel", "producer dies"}, grants=(1, 1))
-ASKED_RESTART = Setup("a restart, asked", ((0, 0), (1, 0)), _MORE | {"producer dies"},
-                      grants=(1, 1), transport="asked")
+ASKED_RESTART = Setup(
+    "a restart, asked",
+    ((0, 0), (1, 0)),
+    _MORE | {"producer dies"},
+    grants=(1, 1),
+    transport="asked",
+)
 SETUPS = (
-    DIRECT, ASKED, SENT, TWICE, READERS, REUSED, ROWS, SLOT, RESET, ASKED_RESET, RESTART,
+    DIRECT,
+    ASKED,
+    SENT,
+    TWICE,
+    READERS,
+    REUSED,
+    ROWS,
+    SLOT,
+    RESET,
+    ASKED_RESET,
+    RESTART,
     ASKED_RESTART,
 )
 
@@ -79,12 +107,20 @@ def show(state: State) -> list[str]:
     p = state.producer
     lines = [f"producer: life {p.life}{'' if p.alive else ', dead'}"]
     if p.reset:
-        lines.append(f"reset: {('asked', 'succeeded')[p.reset - 1]}, leases below {p.revoked} ended")
+        lines.append(
+            f"reset: {('asked', 'succeeded')[p.reset - 1]}, leases below {p.revoked} ended"
+        )
     for at, block in enumerate(p.blocks):
         owner = "free" if block.owner == NONE else f"of lease {block.owner}"
-        content = "another request" if block.content[0] == NONE else "life {}, lease {}".format(*block.content)
+        content = (
+            "another request"
+            if block.content[0] == NONE
+            else "life {}, lease {}".format(*block.content)
+        )
         lines.append(f"block {at}: {owner}, content of {content}")
-    lines += [f"granted, not kept yet: lease {number}, block {block}" for number, block in p.granting]
+    lines += [
+        f"granted, not kept yet: lease {number}, block {block}" for number, block in p.granting
+    ]
     for lease in p.leases:
         facts = [f"block {lease.block}", lease.outcome]
         facts += ["deadline passed"] * lease.passed + ["total life passed"] * lease.old

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spec.handoff.state import (
-    ACTIONS,
     ABORTED,
+    ACTIONS,
     FETCHED,
     HALF,
     IDLE,
@@ -194,9 +194,7 @@ def is_over(setup: Setup, state: State, lease: Lease) -> bool:
 def _is_unused(setup: Setup, state: State, lease: Lease) -> bool:
     """Whether it has ended or expired, and no connection has acquired it."""
     ended = bool(lease.outcome) or lease.passed
-    return ended and (
-        setup.mutant == "leases expire in use" or not is_in_use(state, lease.number)
-    )
+    return ended and (setup.mutant == "leases expire in use" or not is_in_use(state, lease.number))
 
 
 @ACTIONS.add(
@@ -321,8 +319,11 @@ def notice_closed(setup: Setup, state: State) -> Iterator[State]:
             yield session_ends(state, i)
 
 
-@ACTIONS.add("a consumer uses a lease for too long: its connection is closed", "time",
-        "disagg.transport.control.server._Session._next")
+@ACTIONS.add(
+    "a consumer uses a lease for too long: its connection is closed",
+    "time",
+    "disagg.transport.control.server._Session._next",
+)
 def use_limit_passes(setup: Setup, state: State) -> Iterator[State]:
     for i, consumer in enumerate(state.consumers):
         if consumer.using != NONE and state.producer.taking == NONE:
@@ -330,8 +331,12 @@ def use_limit_passes(setup: Setup, state: State) -> Iterator[State]:
                 yield session_ends(state, i)
 
 
-@ACTIONS.add("a connection is cut, and the producer notices it first", "chance",
-        "disagg.transport.control.listener.Listener._cut_resting", f"{_SESSION}.run")
+@ACTIONS.add(
+    "a connection is cut, and the producer notices it first",
+    "chance",
+    "disagg.transport.control.listener.Listener._cut_resting",
+    f"{_SESSION}.run",
+)
 def cut(setup: Setup, state: State) -> Iterator[State]:
     for i, consumer in enumerate(state.consumers):
         if "cut" in setup.can and consumer.session and state.producer.taking == NONE:

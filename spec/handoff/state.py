@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from spec.actions import Actions
 
@@ -148,11 +148,11 @@ def put(all_: tuple[T, ...], at: int, one: T) -> tuple[T, ...]:
     return (*all_[:at], one, *all_[at + 1 :])
 
 
-def with_producer(state: State, **changes: object) -> State:
+def with_producer(state: State, **changes: Any) -> State:
     return state._replace(producer=state.producer._replace(**changes))
 
 
-def with_consumer(state: State, i: int, **changes: object) -> State:
+def with_consumer(state: State, i: int, **changes: Any) -> State:
     consumer = state.consumers[i]._replace(**changes)
     return state._replace(consumers=put(state.consumers, i, consumer))
 
