@@ -108,7 +108,7 @@ class _Graph(Generic[S]):
         self._model, self._most = model, most
         self.states: list[S] = []
         self.taken: set[int] = set()
-        self.depth = 0
+        self.depth = -1
         self._numbers: dict[S, int] = {}
         # Of each state but the first: from which state, and by which action, it was found.
         self._parents, self._found_by = array("q"), array("b")
@@ -121,12 +121,12 @@ class _Graph(Generic[S]):
         """Visit all states. Returns a broken invariant and the shortest way to it, if any."""
         model, actions = self._model, list(enumerate(self._model.actions))
         self._number(model.initial, -1, -1)
-        levels = [0]
-        current = 0
+        next_level = current = 0
         while current < len(self.states):
             state = self.states[current]
-            if current == levels[-1]:
-                levels.append(len(self.states))
+            if current == next_level:
+                self.depth += 1
+                next_level = len(self.states)
             problem = model.broken(state)
             if problem:
                 return problem, self._trace(current)
@@ -139,7 +139,6 @@ class _Graph(Generic[S]):
             if self._begins[current] == len(self._actions) and not model.may_rest(state):
                 return "no dead end", self._trace(current)
             current += 1
-            self.depth = len(levels) - 1
         return "", []
 
     def _number(self, state: S, parent: int, action: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from spec.checker import Model, Promise
-from spec.handoff import consumer, producer  # noqa: F401 - they register their actions
+
+# They register their actions.
+from spec.handoff import asked, connections, direct, messages, producer  # noqa: F401
 from spec.handoff.state import ACTIONS, DONE, IDLE, NONE, Setup, State, initial
 
 _FEW = frozenset({"renew", "cut"})

@@ -18,14 +18,11 @@ from spec.handoff.state import (
     READ,
     READ_TOO_LONG,
     Block,
-    Consumer,
     Lease,
-    Producer,
     Row,
     Setup,
     State,
     find,
-    newborn,
     put,
     with_consumer,
     with_lease,
@@ -298,74 +295,3 @@ def read_limit_passes(setup: Setup, state: State) -> Iterator[State]:
     for lease in state.producer.leases:
         if lease.kept == READ and setup.mutant != "direct reads have no limit":
             yield with_lease(state, lease._replace(kept=READ_TOO_LONG))
-
-
-# ---- connections ---------------------------------------------------------------------------------
-
-
-@ACTIONS.add(
-    "the producer notices that a consumer closed its connection",
-    "producer",
-    f"{_SESSION}.run",
-    f"{_SESSION}._give_back",
-    f"{_SESSION}._give_back_slot",
-    f"{_LEASES}.done_using",
-    f"{_LEASES}.lost_reader",
-    "disagg.transport.one_sided.hazard_pointers.HazardPointers.give_back",
-)
-def notice_closed(setup: Setup, state: State) -> Iterator[State]:
-    for i, consumer in enumerate(state.consumers):
-        if consumer.session and consumer.life == NONE and state.producer.taking == NONE:
-            yield session_ends(state, i)
-
-
-@ACTIONS.add(
-    "a consumer uses a lease for too long: its connection is closed",
-    "time",
-    "disagg.transport.control.server._Session._next",
-)
-def use_limit_passes(setup: Setup, state: State) -> Iterator[State]:
-    for i, consumer in enumerate(state.consumers):
-        if consumer.using != NONE and state.producer.taking == NONE:
-            if setup.mutant != "the use of a lease has no limit":
-                yield session_ends(state, i)
-
-
-@ACTIONS.add(
-    "a connection is cut, and the producer notices it first",
-    "chance",
-    "disagg.transport.control.listener.Listener._cut_resting",
-    f"{_SESSION}.run",
-)
-def cut(setup: Setup, state: State) -> Iterator[State]:
-    for i, consumer in enumerate(state.consumers):
-        if "cut" in setup.can and consumer.session and state.producer.taking == NONE:
-            yield session_ends(state, i)
-
-
-def session_ends(state: State, i: int) -> State:
-    """The producer's end of a connection ends. The consumer may not know it yet."""
-    slot = state.consumers[i].slot
-    if slot != NONE:
-        state = with_producer(state, slots=put(state.producer.slots, slot, NONE))
-    return with_consumer(state, i, session=False, using=NONE)
-
-
-# ---- death and restart ---------------------------------------------------------------------------
-
-
-@ACTIONS.add("the producer dies", "chance")
-def die(setup: Setup, state: State) -> Iterator[State]:
-    if "producer dies" in setup.can and state.producer.alive:
-        dead: Producer = newborn(setup, state.producer.life)._replace(alive=False)
-        ended: tuple[Consumer, ...] = tuple(
-            consumer._replace(session=False, using=NONE) for consumer in state.consumers
-        )
-        yield State(dead, ended, state.wrong)
-
-
-@ACTIONS.add("the producer starts again, on its old port and pid", "chance", f"{_WORKER}.__init__")
-def start_again(setup: Setup, state: State) -> Iterator[State]:
-    """The worst case: the new process also has its cache and its board at the old addresses."""
-    if not state.producer.alive and state.producer.life + 1 < len(setup.grants):
-        yield state._replace(producer=newborn(setup, state.producer.life + 1))
