@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spec.actions import Actions
+from spec.actions import TAKE_BACK, Actions
 from spec.engines.state import (
     AT_DECODE,
     AT_PREFILL,
@@ -41,8 +41,6 @@ _CONSUMER = "disagg.connector.handoff.consumer_scheduler.ConsumerScheduler"
 _WORKER = "disagg.connector.handoff.consumer_worker.ConsumerWorker"
 _LEASES = "disagg.transport.control.lease.LeaseTable"
 _VLLM = "vllm.v1.core.sched.scheduler.Scheduler"
-# The rule that takes back a lease is a part of this function.
-TAKE_BACK = "disagg.transport.control.lease.LeaseTable.take_ended"
 
 ACTIONS: Actions[Setup, State] = Actions()
 """Each is by an engine (it computes), by queue (it begins a load), by load (a load that has begun),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from spec.actions import TAKE_BACK
 from spec.handoff.state import (
     ABORTED,
     ACTIONS,
@@ -29,8 +30,6 @@ from spec.handoff.state import (
     with_producer,
 )
 
-# The rule that takes back a lease is a part of this function.
-TAKE_BACK = "disagg.transport.control.lease.LeaseTable.take_ended"
 _LEASES = "disagg.transport.control.lease.LeaseTable"
 _BOARD = "disagg.transport.one_sided.lease_board.LeaseBoard"
 _SCHEDULER = "disagg.connector.handoff.producer_scheduler.ProducerScheduler"

@@ -33,6 +33,7 @@ FEATURES = {
     "router/test_other_engines.py": "engines that change while the router serves",
     "router/test_process.py": "`disagg router` as real processes",
     "router/test_router.py": "the whole router over HTTP, with fake engines",
+    "spec/test_conformance.py": "the model of leases beside the code's lease table",
     "store/test_directory_model.py": "directory and index together, against a model",
     "store/test_processes.py": "several processes on one directory",
     "test_docs.py": "the documentation",
