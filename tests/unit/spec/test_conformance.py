@@ -15,6 +15,7 @@ from collections.abc import Callable
 import pytest
 
 from disagg.errors import LeaseGone
+from disagg.transport.base import LeaseEntry
 from disagg.transport.control.lease import LeaseTable
 from disagg.transport.deadline import Deadline
 from disagg.transport.host.process_vm import peek
@@ -46,7 +47,7 @@ class Code:
         self.slots = RemoteHazardPointers(self.pid, board.hazards.fd, board.token)
         self.slot: dict[int, int] = {}
         self.naming = [contextlib.ExitStack() for _ in setup.wants]
-        self.entries: dict[int, lease_board.LeaseEntry] = {}
+        self.entries: dict[int, LeaseEntry] = {}
         self.steps: dict[str, Callable[[int, State, State], None]] = {
             "the worker keeps new leases and executes a reset": self.start_step,
             "the producer looks at the slots again, and gives the blocks back": self.take_ended,
