@@ -211,6 +211,13 @@ class TransferSection(Section):
     lease_s: float = Field(
         30.0, gt=0, le=3600, description="Seconds that prefill keeps a prompt's blocks for decode"
     )
+    lease_limit_s: float = Field(
+        600.0,
+        gt=0,
+        le=86400,
+        description="Seconds that prefill keeps a prompt's blocks at most, while decode's queue "
+        "renews their lease",
+    )
     load_deadline_s: float = Field(
         30.0, gt=0, le=3600, description="Seconds after which a load of KV blocks fails"
     )

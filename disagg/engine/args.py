@@ -92,6 +92,7 @@ def _handoff(spec: EngineSpec, host: str) -> dict[str, Any]:
             "storage_checksum": transfer.storage.checksum,
             "staging_bytes": transfer.staging_bytes,
             "lease_s": transfer.lease_s,
+            "lease_limit_s": transfer.lease_limit_s,
             "load_deadline_s": transfer.load_deadline_s,
             "host": transfer.host or (None if on_each_node else host),
             "engine_name": spec.name,

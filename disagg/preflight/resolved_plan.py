@@ -35,6 +35,7 @@ def resolve(deployment: Deployment) -> dict[str, Any]:
             "storage_checksum": transfer.storage.checksum,
             "staging_bytes": transfer.staging_bytes,
             "lease_s": transfer.lease_s,
+            "lease_limit_s": transfer.lease_limit_s,
             "load_deadline_s": transfer.load_deadline_s,
             "strict": transfer.strict,
             "control_channel": f"{transfer.host or '<address of the node>'}:{_ANY_PORT}",

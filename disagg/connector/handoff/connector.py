@@ -20,6 +20,7 @@ from disagg.connector.handoff.metrics import ConnectorPromMetrics, ConnectorStat
 from disagg.connector.handoff.rank import WorkerRank
 from disagg.connector.handoff.scheduler import SchedulerHalf
 from disagg.connector.handoff.settings import read_settings
+from disagg.connector.handoff.stall import StallWatch, has_room
 from disagg.connector.handoff.worker import WorkerHalf
 from disagg.connector.kv_cache_layout import (
     HANDED_OFF,
@@ -35,6 +36,7 @@ from disagg.transport.control.secret import read_secret
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -82,6 +84,11 @@ class DisaggConnector(LoadConnector[SchedulerHalf, WorkerHalf]):
 
     # ---- scheduler side --------------------------------------------------------------------
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        room = has_room(kv_cache_manager, self._vllm_config, self._kv_cache_config)
+        self.scheduler.watch(StallWatch(str(self._kv_transfer_config.engine_id), room))
+
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -102,7 +109,7 @@ class DisaggConnector(LoadConnector[SchedulerHalf, WorkerHalf]):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._loads_end(scheduler_output.num_scheduled_tokens)
-        return self.scheduler.step_work()
+        return self.scheduler.step_work(scheduler_output.total_num_scheduled_tokens)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

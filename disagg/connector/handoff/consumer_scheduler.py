@@ -36,23 +36,29 @@ logger = logging.getLogger(__name__)
 
 
 class PendingLoadState(enum.Enum):
-    """Where a load stands. QUEUED -> LOADING -> DONE, or QUEUED -> DONE."""
+    """Where a load stands. QUEUED -> LOADING -> DONE, QUEUED -> SHARED -> DONE, or QUEUED -> DONE.
+
+    SHARED: another request (n > 1) has fetched the lease; this one looks into the prefix cache.
+    """
 
     QUEUED = "queued"
     LOADING = "loading"
+    SHARED = "shared"
     DONE = "done"
 
 
 @dataclass
 class PendingLoad:
     """One request's load. tokens: prompt tokens that are present when it has ended. problem: why it
-    is refused (strict mode). renewed: when the lease was last renewed, monotonic seconds."""
+    is refused (strict mode). renewed: when the lease was last renewed, monotonic seconds. cached:
+    prompt tokens that vLLM found in its prefix cache."""
 
     handoff: Handoff
     tokens: int
     state: PendingLoadState = PendingLoadState.QUEUED
     problem: str | None = None
     renewed: float = 0.0
+    cached: int = 0
     cancelled: bool = False
 
 
@@ -60,7 +66,7 @@ class ConsumerScheduler:
     """Checks tickets, starts loads, releases and renews the leases of other engines."""
 
     def __init__(self, engine: EngineFacts, settings: ConnectorSettings, *, consumes: bool) -> None:
-        self._engine, self._settings, self._consumes = engine, settings, consumes
+        self._engine, self._settings, self.consumes = engine, settings, consumes
         self._layers: list[int] = []
         self._loads: dict[str, PendingLoad] = {}
         self._reports: dict[str, list[LoadReport]] = {}
@@ -92,13 +98,17 @@ class ConsumerScheduler:
             # vLLM computes the last token again. If all tokens counted as loaded, it would allocate
             # the window without that token: one block too few where the window begins with one.
             tokens = min(tokens, request.num_prompt_tokens - 1)
+        if self._engine.speculates:
+            # Where one token is left, vLLM adds empty guesses to it, and samples the next token by
+            # its rejection sampler: not as an engine does that computed the whole prompt.
+            tokens = min(tokens, request.num_prompt_tokens - 2)
         load = PendingLoad(asked.handoff, tokens, renewed=time.monotonic())
         self._loads[request.request_id] = load
 
     def _servable(self, request: Request, handoff: Handoff) -> tuple[int, str | None]:
         """How many leading tokens the lease can serve, or the reason why it can serve none."""
         engine = self._engine
-        if not self._consumes:
+        if not self.consumes:
             return 0, "role"
         if not self._block_sizes_fit(handoff.block_size):
             return 0, "block_size"
@@ -148,7 +158,10 @@ class ConsumerScheduler:
     def num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Tokens to load beyond `computed`. Without side effects; vLLM may ask again."""
         load = self._loads.get(request.request_id)
-        if load is None or load.state is not PendingLoadState.QUEUED:
+        if load is None:
+            return 0, False
+        load.cached = computed
+        if load.state is not PendingLoadState.QUEUED:
             return 0, False
         if load.tokens - computed <= 0 or computed >= request.num_tokens - 1:
             return 0, False  # the last token is computed in any case
@@ -166,15 +179,26 @@ class ConsumerScheduler:
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM allocated the blocks: start the load, or release the lease if it is not needed."""
         load = self._loads.get(request.request_id)
-        if load is None or load.state is not PendingLoadState.QUEUED:
+        if load is None:
+            return
+        if load.state is PendingLoadState.SHARED:
+            self._not_needed(request, load)
+        if load.state is not PendingLoadState.QUEUED:
             return
         if external == 0:
-            load.state = PendingLoadState.DONE
-            self._stats.count("handoffs", "none|local_hit")
+            self._not_needed(request, load)
             self._release(load.handoff)
             return
         load.state = PendingLoadState.LOADING
         self._work.loads.append(self._handoff_load(request.request_id, load, blocks, external))
+
+    def _not_needed(self, request: Request, load: PendingLoad) -> None:
+        """The prefix cache has the lease's whole blocks, or the request computes them."""
+        load.state = PendingLoadState.DONE
+        tokens = min(load.tokens, request.num_tokens - 1)
+        whole = tokens - tokens % self._engine.block_size
+        found = "local_hit" if 0 < whole <= load.cached else "computed"
+        self._stats.count("handoffs", f"none|{found}")
 
     def _handoff_load(
         self, request_id: str, load: PendingLoad, blocks: KVCacheBlocks, external: int
@@ -207,6 +231,10 @@ class ConsumerScheduler:
             load.problem,
         )
 
+    def is_loading(self) -> bool:
+        """Whether a load is under way. It ends at its deadline at the latest."""
+        return any(load.state is PendingLoadState.LOADING for load in self._loads.values())
+
     # ---- its end ---------------------------------------------------------------------------
 
     def request_finished(self, request_id: str) -> None:
@@ -219,14 +247,15 @@ class ConsumerScheduler:
             load.cancelled = True
             self._work.cancels.append(request_id)
             return
-        if load.state is PendingLoadState.QUEUED:
+        if load.state in (PendingLoadState.QUEUED, PendingLoadState.SHARED):
             self._stats.count("handoffs", "none|aborted")
+        if load.state is PendingLoadState.QUEUED:
             self._release(load.handoff)
         del self._loads[request_id]
 
     def _release(self, handoff: Handoff) -> None:
         # A pure producer has no connections to other producers; there the lease expires.
-        if handoff.endpoints and self._consumes:
+        if handoff.endpoints and self.consumes:
             self._work.releases.append(LeaseMessage(handoff.lease, handoff.endpoints))
 
     def reset(self) -> None:
@@ -279,8 +308,7 @@ class ConsumerScheduler:
             if other.problem is not None:
                 continue  # strict mode: it has to fail, whatever happens to the lease
             if other.state is PendingLoadState.QUEUED and other.handoff == handoff:
-                other.state = PendingLoadState.DONE
-                self._stats.count("handoffs", "none|local_hit")
+                other.state = PendingLoadState.SHARED
 
     def _count_load(self, reports: list[LoadReport], load: PendingLoad) -> None:
         worst = next((r for r in reports if r.outcome != "loaded"), reports[0])

@@ -28,6 +28,7 @@ class EngineFacts:
     tensor parallel ranks. kv_heads: of the whole model. windows: some layers have a sliding window.
     state_groups: KV cache group -> tokens per page, for groups of recurrent state. splits_blocks:
     a part of a block's tokens is a part of its bytes, so the two engines' block sizes may differ.
+    speculates: it guesses tokens, with a draft model or without.
     """
 
     engine_id: str
@@ -38,6 +39,7 @@ class EngineFacts:
     windows: bool
     state_groups: Mapping[int, int]
     splits_blocks: bool
+    speculates: bool
     digests: PromptDigests
 
     @classmethod
@@ -54,5 +56,6 @@ class EngineFacts:
             windows=has_windows(kv_cache),
             state_groups=state_groups(kv_cache),
             splits_blocks=splits_blocks(config),
+            speculates=config.speculative_config is not None,
             digests=PromptDigests(hashed, config.cache_config.prefix_caching_hash_algo),
         )

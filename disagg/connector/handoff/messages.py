@@ -58,7 +58,7 @@ class LeaseMessage:
 @dataclass
 class StepWork(KVConnectorMetadata):
     """Scheduler -> worker: everything to do in this step. cancels: request ids. revoked: end all
-    leases with a lower number, even if a consumer still wants them."""
+    leases with a lower number, even if a consumer still wants them. taken_back: end these."""
 
     grants: list[Grant] = field(default_factory=list)
     loads: list[HandoffLoad] = field(default_factory=list)
@@ -66,6 +66,7 @@ class StepWork(KVConnectorMetadata):
     releases: list[LeaseMessage] = field(default_factory=list)
     renewals: list[LeaseMessage] = field(default_factory=list)
     revoked: int = 0
+    taken_back: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LeaseReport:
-    """Worker -> scheduler: one rank's lease ended. outcome: fetched, aborted or expired."""
+    """Worker -> scheduler: one rank's lease ended, with its outcome (`LeaseTable`)."""
 
     request_id: str
     outcome: str

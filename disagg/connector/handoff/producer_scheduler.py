@@ -37,8 +37,10 @@ class ProducerScheduler:
         self._without_last_token: set[str] = set()  # request ids, see `recurrent_state`
         self._next_lease = 0
         self._revoked = 0
+        self._taken_back: list[int] = []
         self._grants: list[Grant] = []
         self._leases: dict[str, str] = {}  # request id -> outcome, "held" until a rank reports one
+        self._numbers: dict[str, int] = {}  # request id -> lease, oldest first, unless taken back
         self._stats = ConnectorStats()
 
     def set_workers(self, endpoints: list[Endpoint], layers: list[int]) -> None:
@@ -86,6 +88,7 @@ class ProducerScheduler:
             leased = [_FREED if id_ == NULL_BLOCK else id_ for ids in groups for id_ in ids]
         self._grants.append(Grant(lease, request.request_id, leased, self._lease_s))
         self._leases[request.request_id] = "held"
+        self._numbers[request.request_id] = lease
         self._stats.set_leases_held(len(self._leases))
         handoff = Handoff(
             engine.engine_id,
@@ -102,10 +105,17 @@ class ProducerScheduler:
         """End every lease granted so far: the weights may have changed."""
         self._revoked = self._next_lease
 
+    def take_back_oldest(self) -> None:
+        """End the lease that was granted first, as this engine needs its blocks itself."""
+        oldest = next(iter(self._numbers), None)
+        if oldest is not None:
+            self._taken_back.append(self._numbers.pop(oldest))
+
     def add_step_work(self, work: StepWork) -> None:
-        """Add the grants and the revocation of this step."""
+        """Add the grants of this step, and what it revokes or takes back."""
         work.grants, self._grants = self._grants, []
         work.revoked, self._revoked = self._revoked, 0
+        work.taken_back, self._taken_back = self._taken_back, []
 
     def update(self, ended: Iterable[LeaseReport], sent: Iterable[str]) -> None:
         """ended: reports of single ranks. sent: request ids whose lease ended on all ranks."""
@@ -113,6 +123,7 @@ class ProducerScheduler:
         for request_id in sent:
             if request_id in self._leases:
                 self._stats.count("leases", self._leases.pop(request_id))
+                self._numbers.pop(request_id, None)
                 self._stats.set_leases_held(len(self._leases))
 
     def take_stats(self) -> ConnectorStats:

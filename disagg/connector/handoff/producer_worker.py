@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets as random
-from collections.abc import Sequence
 from dataclasses import replace
 
-from disagg.connector.handoff.messages import Grant
+from disagg.connector.handoff.messages import StepWork
 from disagg.connector.handoff.rank import RankCache, WorkerRank
 from disagg.connector.handoff.settings import ConnectorSettings
 from disagg.transport.control.client import Endpoint
@@ -30,7 +29,7 @@ class ProducerWorker:
         self, settings: ConnectorSettings, rank: WorkerRank, cache: RankCache, means: Means
     ) -> None:
         use_limit_s = settings.load_deadline_s + _USE_SLACK_S
-        self._leases = LeaseTable(use_limit_s)
+        self._leases = LeaseTable(use_limit_s, settings.lease_limit_s)
         means = replace(means, board=self._leases.board)
         self._senders = make_senders(settings.transports, cache.blocks, means)
         offers = {sender.name: sender.offer() for sender in self._senders}
@@ -53,12 +52,14 @@ class ProducerWorker:
         self.endpoint = Endpoint(self._server.host, self._server.port, welcome.generation)
         logger.info("%s rank %d: control channel on %s", rank.name, rank.number, self.endpoint)
 
-    def start(self, grants: Sequence[Grant], revoked: int) -> None:
-        """Keep these leases; end those with a lower number than `revoked`."""
-        for grant in grants:
+    def start(self, work: StepWork) -> None:
+        """Keep the leases that were granted; end those that were revoked or taken back."""
+        for grant in work.grants:
             self._leases.grant(grant.lease, grant.request_id, grant.block_ids, grant.seconds)
-        if revoked:
-            self._leases.revoke(revoked)
+        if work.revoked:
+            self._leases.revoke(work.revoked)
+        if work.taken_back:
+            self._leases.take_back(work.taken_back)
 
     def take_ended(self) -> list[EndedLease]:
         """Leases that ended since the last call; vLLM may free their blocks."""

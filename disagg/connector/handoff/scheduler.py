@@ -15,6 +15,7 @@ from disagg.connector.handoff.messages import StepReport, StepWork
 from disagg.connector.handoff.metrics import ConnectorStats
 from disagg.connector.handoff.producer_scheduler import ProducerScheduler
 from disagg.connector.handoff.settings import ConnectorSettings
+from disagg.connector.handoff.stall import StallWatch
 from disagg.transport.control.client import Endpoint
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class SchedulerHalf:
         consumes: bool,
     ) -> None:
         self._secret = secret
+        self._stall: StallWatch | None = None
         self.consumer = ConsumerScheduler(engine, settings, consumes=consumes)
         self.producer: ProducerScheduler | None = None
         if produces:
@@ -48,8 +50,18 @@ class SchedulerHalf:
         if self.producer is not None:
             self.producer.set_workers(endpoints, layers)
 
+    def watch(self, stall: StallWatch) -> None:
+        """Take back leases while this engine stands still for want of blocks.
+
+        A producer that loads nothing waits for nobody's blocks; its leases stay.
+        """
+        if self.producer is not None and self.consumer.consumes:
+            self._stall = stall
+
     def on_new_request(self, request: Request) -> None:
         """Read the params of a request, once."""
+        if self._stall is not None:
+            self._stall.arrived(request.request_id)
         asked = wire.read(request.kv_transfer_params, self._secret)
         if not isinstance(request.kv_transfer_params, dict):
             # Clients may send any JSON here, and vLLM's scheduler calls .get() on it.
@@ -74,6 +86,8 @@ class SchedulerHalf:
         block_ids: per KV cache group, in prompt order. Returns whether vLLM has to keep the blocks,
         and the params of the answer.
         """
+        if self._stall is not None:
+            self._stall.finished(request.request_id)
         self.consumer.request_finished(request.request_id)
         if self.producer is None:
             return False, None
@@ -90,10 +104,13 @@ class SchedulerHalf:
         self.consumer.reset()
         return True
 
-    def step_work(self) -> StepWork:
-        """What the workers have to do in this step."""
+    def step_work(self, scheduled_tokens: int) -> StepWork:
+        """What the workers have to do in this step, which computes so many tokens."""
         work = self.consumer.step_work()
         if self.producer is not None:
+            works = scheduled_tokens > 0 or self.consumer.is_loading()
+            if self._stall is not None and self._stall.stands_still(works=works):
+                self.producer.take_back_oldest()
             self.producer.add_step_work(work)
         return work
 

@@ -40,6 +40,9 @@ class ConnectorSettings(BaseModel):
         64 << 20, gt=0, description="On GPUs: device memory for transfers; as much is pinned"
     )
     lease_s: float = Field(30.0, gt=0)
+    lease_limit_s: float = Field(
+        600.0, gt=0, description="A lease's total life, however often its consumer renews it"
+    )
     load_deadline_s: float = Field(30.0, gt=0)
     load_threads: int = Field(8, ge=1, le=256, description="Loads at once from one producer")
     strict: bool = False

@@ -129,7 +129,7 @@ class WorkerHalf:
     def start(self, work: StepWork) -> None:
         """Begin the work of this step."""
         if self.producer is not None:
-            self.producer.start(work.grants, work.revoked)
+            self.producer.start(work)
         if self.consumer is not None:
             self.consumer.start(work)
 

@@ -6,9 +6,11 @@ from disagg.engine.vllm_patches import (
     busy_poll,
     fork_workers,
     kv_memory_headroom,
+    load_failure_policy,
     mamba_block_size,
     mla_rotary,
     patching,
+    rejection_sampler,
     seeded_chunked_prefill,
     worker_shutdown,
 )
@@ -16,7 +18,7 @@ from disagg.engine.vllm_patches import (
 # Switches that `disagg serve` sets in the environment.
 SWITCHES = (busy_poll.PATCH, fork_workers.PATCH)
 # Functions that our connector needs and for which vLLM has no setting.
-EXTENSIONS = (kv_memory_headroom.PATCH,)
+EXTENSIONS = (kv_memory_headroom.PATCH, load_failure_policy.PATCH)
 # Faults of vLLM.
 MENDS = (
     worker_shutdown.PATCH,
@@ -24,6 +26,8 @@ MENDS = (
     mamba_block_size.BLOCK_SIZE,
     mamba_block_size.CHECKPOINTS,
     mla_rotary.PATCH,
+    rejection_sampler.EXPAND,
+    rejection_sampler.NO_GUESSES,
 )
 ALL = (*SWITCHES, *EXTENSIONS, *MENDS)
 

@@ -1,9 +1,10 @@
 """Leases: the producer's promise to keep a finished request's blocks.
 
 The scheduler half grants a lease, and each worker rank keeps it here. It ends once: its consumer
-releases it, or its deadline passes while no connection uses it. vLLM gets the blocks back only
-through `take_ended`, and never while the lease is in use. Lease numbers ascend within one life of
-the worker, so a lease that is not granted yet differs from one that is gone.
+releases it, its own engine takes it back, or its deadline passes while no connection uses it. A
+consumer may renew it, up to a total life: no wait for blocks is without an end. vLLM gets the
+blocks back only through `take_ended`, and never while the lease is in use. Lease numbers ascend
+within one life of the worker, so a lease that is not granted yet differs from one that is gone.
 
 All leases that can be acquired are also on the lease board (`one_sided/lease_board.py`), where
 consumers on this host read them without asking. Such a reader names the lease in its hazard slot,
@@ -13,9 +14,10 @@ and counts as a user of the lease while it does.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,20 +27,21 @@ from disagg.transport.one_sided.lease_board import LeaseBoard
 
 logger = logging.getLogger(__name__)
 
-FETCHED, ABORTED = "fetched", "aborted"
+FETCHED, ABORTED, TAKEN_BACK = "fetched", "aborted", "taken_back"
 _AFTER_LOSS_S = 2.0
 
 
 @dataclass
 class Lease:
     """Blocks of one finished request, group by group in prompt order; -1 for one that was freed
-    while the request ran (a sliding window passed it)."""
+    while the request ran (a sliding window passed it). last: the latest deadline it may have."""
 
     id: int
     request_id: str
     block_ids: Sequence[int]
     seconds: float
     deadline: float
+    last: float
     users: int = 0
     fetched: int = 0
     outcome: str | None = None
@@ -46,7 +49,7 @@ class Lease:
 
 
 class EndedLease(NamedTuple):
-    """A lease whose blocks vLLM may free. outcome: fetched, aborted or expired."""
+    """A lease whose blocks vLLM may free. outcome: fetched, aborted, taken_back or expired."""
 
     request_id: str
     outcome: str
@@ -54,10 +57,16 @@ class EndedLease(NamedTuple):
 
 class LeaseTable:
     """All leases of one worker rank. Safe for use from any thread. read_limit_s: how long an ended
-    lease is kept for a consumer that reads it directly."""
+    lease is kept for a consumer that reads it directly. limit_s: the total life of a lease, however
+    often it is renewed."""
 
-    def __init__(self, read_limit_s: float) -> None:
-        self._read_limit_s = read_limit_s
+    def __init__(
+        self,
+        read_limit_s: float,
+        limit_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read_limit_s, self._limit_s, self._clock = read_limit_s, limit_s, clock
         self.board = LeaseBoard()
         self._leases: dict[int, Lease] = {}
         self._highest = -1
@@ -66,8 +75,9 @@ class LeaseTable:
     def grant(self, lease: int, request_id: str, block_ids: Sequence[int], seconds: float) -> None:
         """Keep these blocks for `seconds` from now, or until released."""
         with self._changed:
-            deadline = time.monotonic() + seconds
-            self._leases[lease] = Lease(lease, request_id, block_ids, seconds, deadline)
+            now = self._clock()
+            last = now + max(seconds, self._limit_s)
+            self._leases[lease] = Lease(lease, request_id, block_ids, seconds, now + seconds, last)
             self._highest = max(self._highest, lease)
             self.board.post(lease, block_ids)
             self._changed.notify_all()
@@ -90,7 +100,7 @@ class LeaseTable:
             self._changed.wait_for(lambda: self._highest >= lease, timeout=deadline.left())
             held = self._leases.get(lease)
             if held is None or held.outcome or self._is_over(held):
-                raise LeaseGone(f"lease {lease} was released, has expired or never existed")
+                raise LeaseGone(f"lease {lease} has ended or never existed")
             held.users += 1
             return held
 
@@ -133,14 +143,23 @@ class LeaseTable:
                 if held.id < below and held.outcome is None:
                     self._end(held, ABORTED)
 
+    def take_back(self, leases: Sequence[int]) -> None:
+        """End these leases for the good of their own engine. Who reads one now may finish."""
+        with self._changed:
+            for number in leases:
+                held = self._leases.get(number)
+                if held is not None and held.outcome is None:
+                    self._end(held, TAKEN_BACK)
+
     def renew(self, leases: Sequence[int]) -> None:
-        """Restart the leases' time; ended ones stay ended."""
+        """Restart the leases' time, up to their total life; ended ones stay ended."""
         asked = set(leases)
         with self._changed:
             # Few are held, however many a peer names.
             for held in [held for held in self._leases.values() if held.id in asked]:
                 if not held.outcome and not self._is_over(held):
-                    held.deadline, held.kept_until = time.monotonic() + held.seconds, None
+                    held.deadline = min(self._clock() + held.seconds, held.last)
+                    held.kept_until = None
 
     def take_ended(self) -> list[EndedLease]:
         """Remove and return the leases that have ended and are not in use."""
@@ -181,13 +200,12 @@ class LeaseTable:
         held.outcome = outcome
         self.board.remove(held.id)
 
-    @staticmethod
-    def _lost(held: Lease) -> None:
-        held.deadline = min(held.deadline, time.monotonic() + _AFTER_LOSS_S)
+    def _lost(self, held: Lease) -> None:
+        held.deadline = min(held.deadline, self._clock() + _AFTER_LOSS_S)
 
     def _is_over(self, held: Lease) -> bool:
         """Whether it ended or expired, and is not in use."""
-        now = time.monotonic()
+        now = self._clock()
         if held.users or (held.outcome is None and now <= held.deadline):
             return False
         if not self.board.is_read(held.id):

@@ -11,6 +11,7 @@ import itertools
 import os
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -196,9 +197,10 @@ class Engine:
         max_seqs: int = 8,
         events: bool = False,
         groups: Sequence[Layers] = PLAIN,
+        prefix_caching: bool = True,
     ) -> None:
         self.groups = groups
-        self.config = _engine_config(model, transfer, max_seqs)
+        self.config = _engine_config(model, transfer, max_seqs, prefix_caching)
         if events:
             self.config.kv_events_config = KVEventsConfig(
                 enable_kv_cache_events=True, publisher="null"
@@ -238,6 +240,7 @@ class Engine:
         self.finished: dict[str, str] = {}
         self.scheduled: list[Any] = []
         self.seen: list[KVConnectorOutput] = []
+        self.counts: Counter[str] = Counter()  # "family|label": what the connector counted
         algorithm = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(algorithm)
         self._hasher = get_request_block_hasher(BLOCK, algorithm)
@@ -292,7 +295,14 @@ class Engine:
         for outputs in self.scheduler.update_from_output(scheduled, ran).values():
             for output in outputs.outputs:
                 self._take(output)
+            if outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats:
+                self._count(outputs.scheduler_stats.kv_connector_stats)
         return True
+
+    def _count(self, stats: dict[str, Any]) -> None:
+        for family, counts in stats.items():
+            if isinstance(counts, dict):
+                self.counts.update({f"{family}|{label}": n for label, n in counts.items()})
 
     def _take(self, output: EngineCoreOutput) -> None:
         self.answers[output.request_id] += output.new_token_ids
@@ -419,7 +429,9 @@ def _slots(table: Sequence[int], start: int, stop: int) -> tuple[npt.NDArray[np.
     return np.array(table, dtype=np.int64)[positions // BLOCK], positions % BLOCK
 
 
-def _engine_config(model: Path, transfer: dict[str, Any], max_seqs: int) -> VllmConfig:
+def _engine_config(
+    model: Path, transfer: dict[str, Any], max_seqs: int, prefix_caching: bool
+) -> VllmConfig:
     return EngineArgs(
         model=str(model),
         dtype="float32",
@@ -429,6 +441,7 @@ def _engine_config(model: Path, transfer: dict[str, Any], max_seqs: int) -> Vllm
         max_num_batched_tokens=128,
         enforce_eager=True,
         async_scheduling=False,
+        enable_prefix_caching=prefix_caching,
         kv_transfer_config=KVTransferConfig(**transfer),
     ).create_engine_config()
 

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         blocks: int = 48,
         layout: str = "LBHNC",
         groups: Sequence[Layers] = PLAIN,
+        prefix_caching: bool = True,
         **extra: Any,
     ) -> Engine:
         config = {
@@ -57,7 +59,16 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
             "kv_connector_extra_config": {"storage_path": str(storage), "lease_s": 20.0, **extra},
         }
         layout_ = KVCacheLayout[layout]
-        started.append(Engine(model, config, blocks=blocks, layout=layout_, groups=groups))
+        started.append(
+            Engine(
+                model,
+                config,
+                blocks=blocks,
+                layout=layout_,
+                groups=groups,
+                prefix_caching=prefix_caching,
+            )
+        )
         return started[-1]
 
     yield start
@@ -253,6 +264,49 @@ def test_a_lease_that_ran_out(start: Start) -> None:
     run([producer, consumer], lambda: at_rest(producer, consumer))
     assert consumer.answers[second] == answer(prompt, 2)
     assert [o.failed_recving for o in consumer.seen if o.failed_recving] == [{second}]
+
+
+def finished(asked: Sequence[tuple[Engine, str]]) -> bool:
+    return all(name in engine.finished for engine, name in asked)
+
+
+def test_engines_that_wait_for_each_others_blocks(start: Start) -> None:
+    """Each keeps blocks that the other's loads need. One of them has to yield, and loses little."""
+    left, right = engines = [start("kv_both", blocks=33) for _ in range(2)]
+    for turn in range(2):
+        prompts = [prompt_of(320, seed=50 + 6 * turn + number) for number in range(6)]
+        legs = [(left, right, prompt) for prompt in prompts[:3]]
+        legs += [(right, left, prompt) for prompt in prompts[3:]]
+        first = [(engine, engine.add(prompt, 1, PREFILL)) for engine, _, prompt in legs]
+        run(engines, partial(finished, first))
+        run(engines, lambda: [held(engine) for engine in engines] == [3, 3])
+        second = [
+            (decode, decode.add(prompt, 2, engine.params[name]))
+            for (engine, decode, prompt), (_, name) in zip(legs, first, strict=True)
+        ]
+        run(engines, partial(finished, second))
+        run(engines, lambda: at_rest(*engines))
+        for (engine, name), prompt in zip(second, prompts, strict=True):
+            assert engine.answers[name] == answer(prompt, 2)
+    taken_back = sum(engine.counts["leases|taken_back"] for engine in engines)
+    assert 2 <= taken_back <= 4, "one of a turn's six prompts is computed twice, or two"
+    assert sum(engine.counts["failures|lease_gone"] for engine in engines) == taken_back
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_several_answers_to_one_prompt(start: Start, prefix_caching: bool) -> None:
+    """n > 1: one request fetches; the others find its blocks, or are counted as computed."""
+    producer, consumer = start("kv_producer"), start("kv_consumer", prefix_caching=prefix_caching)
+    prompt = prompt_of(100, seed=8)
+    first = producer.add(prompt, 1, PREFILL)
+    run([producer], lambda: first in producer.finished)
+    names = [consumer.add(prompt, 2, producer.params[first]) for _ in range(3)]
+    run([producer, consumer], lambda: all(name in consumer.finished for name in names))
+    run([producer, consumer], lambda: at_rest(producer, consumer))
+    assert [consumer.answers[name] for name in names] == [answer(prompt, 2)] * 3
+    others = "handoffs|none|local_hit" if prefix_caching else "handoffs|none|computed"
+    counted = {name: count for name, count in consumer.counts.items() if "handoffs" in name}
+    assert counted == {"handoffs|process_memory|loaded": 1, others: 2}
 
 
 def test_what_strict_refuses_stays_refused(start: Start) -> None:

@@ -26,16 +26,73 @@ def test_released_in_use_ends_when_unused() -> None:
     assert table.held() == 0
 
 
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def outcomes(table: LeaseTable) -> list[str]:
+    return [ended.outcome for ended in table.take_ended()]
+
+
 def test_renewed_lease_lives_on() -> None:
-    table = LeaseTable(20)
-    table.grant(0, "r", [1], 0.2)
-    for _ in range(4):
-        time.sleep(0.1)
+    clock = Clock()
+    table = LeaseTable(20, clock=clock)
+    table.grant(0, "r", [1], 30)
+    for _ in range(400):
+        clock.now += 29
         table.renew([0, 99])
-        assert table.take_ended() == []
-    time.sleep(0.3)
+        assert outcomes(table) == []
+    clock.now += 31
     table.renew([0])
-    assert table.take_ended()[0].outcome == "expired"
+    assert outcomes(table) == ["expired"]
+
+
+def test_no_renewal_goes_beyond_the_total_life() -> None:
+    clock = Clock()
+    table = LeaseTable(20, limit_s=100, clock=clock)
+    table.grant(0, "r", [1], 30)
+    granted, ended = clock.now, list[str]()
+    while not ended:
+        clock.now += 1
+        table.renew([0])
+        ended = outcomes(table)
+    assert (ended, clock.now - granted) == (["expired"], 101)
+
+
+def test_the_first_time_may_be_longer_than_the_total_life() -> None:
+    clock = Clock()
+    table = LeaseTable(20, limit_s=10, clock=clock)
+    table.grant(0, "r", [1], 30)
+    clock.now += 29
+    assert outcomes(table) == []
+    table.renew([0])
+    clock.now += 2
+    assert outcomes(table) == ["expired"]
+
+
+def test_what_is_taken_back_ends_for_everybody_but_its_reader() -> None:
+    table = LeaseTable(20)
+    for lease in range(3):
+        table.grant(lease, str(lease), [lease], 30)
+    table.acquire(1, Deadline.after(1))
+    table.take_back([0, 1, 7])
+    assert [tuple(ended) for ended in table.take_ended()] == [("0", "taken_back")]
+    for lease in (0, 1):
+        with pytest.raises(LeaseGone):
+            table.acquire(lease, Deadline.after(1))
+    table.release(1, "fetched")
+    table.done_using(1)
+    assert outcomes(table) == ["taken_back"]
+    assert table.held() == 1
+    table.take_back([2])
+    table.take_back([2])
+    assert outcomes(table) == ["taken_back"]
 
 
 def test_unknown_is_told_from_gone_without_waiting() -> None:
