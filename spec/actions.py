@@ -9,9 +9,6 @@ from typing import Generic, TypeVar
 
 from spec.checker import Action
 
-# The function that takes back a lease of a stuck engine.
-TAKE_BACK = "disagg.transport.control.lease.LeaseTable.take_ended"
-
 SetupT = TypeVar("SetupT")
 S = TypeVar("S", bound=Hashable)
 

@@ -82,6 +82,7 @@ MUTANTS = (
     _handoff(handoff.DIRECT, "a reset comes before the step's grants", RESET),
     _handoff(handoff.DIRECT, "an ended lease stays on the board", RESET),
     _handoff(handoff.DIRECT, "renewals have no limit", LEASE_ENDS),
+    _handoff(handoff.DIRECT, "a renewal past the total life extends a direct read", LEASE_ENDS),
     _handoff(handoff.DIRECT, "direct reads have no limit", LEASE_ENDS),
     _handoff(handoff.ASKED, "the use of a lease has no limit", LEASE_ENDS),
     _handoff(handoff.ASKED, "a fetch has no deadline", FETCH_ENDS),

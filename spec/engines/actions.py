@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spec.actions import TAKE_BACK, Actions
+from spec.actions import Actions
 from spec.engines.state import (
     AT_DECODE,
     AT_PREFILL,
@@ -166,11 +166,18 @@ def end_load(setup: Setup, state: State) -> Iterator[State]:
 # ---- the two rules that end a wait ---------------------------------------------------------------
 
 
-@ACTIONS.add("a stuck engine takes back a lease", "patience", TAKE_BACK)
+@ACTIONS.add(
+    "a stuck engine takes back a lease",
+    "patience",
+    "disagg.connector.handoff.stall.StallWatch.stands_still",
+    "disagg.connector.handoff.scheduler.SchedulerHalf.step_work",
+    f"{_PRODUCER}.take_back_oldest",
+    f"{_LEASES}.take_back",
+)
 def take_back(setup: Setup, state: State) -> Iterator[State]:
     """An engine that produces and consumes, runs nothing and loads nothing, and whose next request
-    finds no room, takes back one lease that nobody reads. The code takes the oldest; here it may be
-    any one."""
+    finds no room, takes back a lease. The code takes the oldest; here it may be any one. A lease
+    that is read keeps its blocks until the read ends, as if it were not taken back."""
     if setup.mutant == "no lease is taken back":
         return
     for engine, head, room in heads(setup, state):

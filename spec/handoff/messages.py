@@ -45,9 +45,13 @@ def renew(setup: Setup, state: State, i: int) -> Iterator[State]:
     if not producer.alive or producer.life != life or producer.taking != NONE:
         return
     lease = find(producer, number)
-    if lease is None or lease.old or not (lease.passed or lease.kept):
+    if lease is None or not (lease.passed or lease.kept):
         return
     renewed = lease._replace(passed=False, kept=NOT_READ)
+    if lease.old:
+        if setup.mutant != "a renewal past the total life extends a direct read":
+            return
+        renewed = lease._replace(kept=NOT_READ)
     if setup.mutant == "a renewal revives an ended lease" and lease.outcome:
         yield with_lease(state, renewed._replace(outcome=""))._replace(wrong="a lease ends once")
     elif not lease.outcome and not is_over(setup, state, lease):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spec.actions import TAKE_BACK
 from spec.handoff.state import (
     ABORTED,
     ACTIONS,
@@ -18,6 +17,7 @@ from spec.handoff.state import (
     QUEUED,
     READ,
     READ_TOO_LONG,
+    TAKEN_BACK,
     Block,
     Lease,
     Row,
@@ -136,14 +136,20 @@ def _revoke(setup: Setup, state: State) -> State:
     return with_producer(state, revoking=0, revoked=bound)
 
 
-@ACTIONS.add("a stuck producer takes back a lease", "chance", TAKE_BACK, f"{_LEASES}._end")
+@ACTIONS.add(
+    "a stuck producer takes back a lease",
+    "chance",
+    f"{_WORKER}.start",
+    f"{_LEASES}.take_back",
+)
 def take_back(setup: Setup, state: State) -> Iterator[State]:
-    """`spec/engines` says when. Safety does not depend on it, so here it may happen at any time."""
+    """`spec/engines` says when. Safety does not depend on it, so here it may happen at any time,
+    also to a lease that is read."""
     if "take back" not in setup.can or state.producer.taking != NONE:
         return
     for lease in state.producer.leases:
         if not lease.outcome:
-            yield end(setup, state, lease, ABORTED)
+            yield end(setup, state, lease, TAKEN_BACK)
 
 
 def end(setup: Setup, state: State, lease: Lease, outcome: str) -> State:

@@ -16,7 +16,7 @@ NONE = -1
 OTHER = (NONE, NONE)
 """The content of a block that belongs to a request without a lease."""
 
-FETCHED, ABORTED = "fetched", "aborted"
+FETCHED, ABORTED, TAKEN_BACK = "fetched", "aborted", "taken_back"
 NOT_READ, READ, READ_TOO_LONG = range(3)
 
 # Where a consumer's fetch stands. First the direct way, then the way that asks.
