@@ -4,6 +4,7 @@
 #   make serve    serve a small model on 127.0.0.1:8000, until Ctrl-C
 #   make check    lint, format, types
 #   make test     all tests
+#   make verify   check a model of the lease protocol: all interleavings, in 1 to 2 minutes
 #   make bench    measure a handoff
 #   make gpu      what only a GPU can show: tests of transports, and how fast they are
 #   make soak     many requests for a long time, faults and pressure all the while
@@ -35,7 +36,7 @@ ifeq (,$(findstring gpu,$(EXTRAS)))
 CONSTRAINTS := --constraints $(LOCK)
 endif
 
-.PHONY: install demo serve check test bench gpu soak lock audit clean
+.PHONY: install demo serve check test verify bench gpu soak lock audit clean
 
 install: $(INSTALLED)
 
@@ -71,6 +72,10 @@ test: $(INSTALLED)
 		tests/engine tests/cluster || failed=1; \
 	$(BIN)/python tests/coverage_by_folder.py; \
 	exit $$failed
+
+# Needs nothing but Python.
+verify:
+	@$(PYTHON) -m spec
 
 bench: $(INSTALLED)
 	@$(BIN)/disagg bench handoff --results benchmarks/results

@@ -9,6 +9,12 @@ import pytest
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parents[1] / "disagg"
 
+
+def mirrored(path: Path) -> Path:
+    """What a path of the tests mirrors: `spec/` is beside the package."""
+    return (PACKAGE.parent if path.parts[:1] == ("spec",) else PACKAGE) / path
+
+
 # Tests of a feature that is more than one module, or of something outside the package.
 FEATURES = {
     "bench/first_token/test_results.py": "what the commands keep in their results files",
@@ -27,6 +33,7 @@ FEATURES = {
     "router/test_other_engines.py": "engines that change while the router serves",
     "router/test_process.py": "`disagg router` as real processes",
     "router/test_router.py": "the whole router over HTTP, with fake engines",
+    "spec/test_conformance.py": "the model of leases beside the code's lease table",
     "store/test_directory_model.py": "directory and index together, against a model",
     "store/test_processes.py": "several processes on one directory",
     "test_docs.py": "the documentation",
@@ -45,7 +52,7 @@ FOUND = {str(file.relative_to(TESTS)) for file in TESTS.rglob("test_*.py")}
 def test_a_test_mirrors_a_module_or_is_a_named_feature(test: str) -> None:
     assert test in FOUND, "no such test; remove its line from FEATURES"
     path = Path(test)
-    module = PACKAGE / path.with_name(path.name.removeprefix("test_"))
+    module = mirrored(path.with_name(path.name.removeprefix("test_")))
     if test in FEATURES:
         assert not module.exists(), f"mirrors {module.name}; remove its line from FEATURES"
     else:
@@ -54,4 +61,4 @@ def test_a_test_mirrors_a_module_or_is_a_named_feature(test: str) -> None:
 
 def test_each_folder_is_a_folder_of_the_package() -> None:
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py")}
-    assert [str(one) for one in sorted(folders) if not (PACKAGE / one).is_dir()] == []
+    assert [str(one) for one in sorted(folders) if not mirrored(one).is_dir()] == []
