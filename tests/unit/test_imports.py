@@ -130,7 +130,7 @@ ALLOWED = {
     },
     "bench": {
         *LEAVES, "options", "testing", "transport.names", "bench.first_token", "bench.router",
-        "bench.serve", "bench.speeds", "bench.transfer", "chaos",
+        "bench.serve", "bench.speeds", "bench.transfer", "chaos", "chaos.faults",
     },
     "bench.first_token": {
         *LEAVES, "testing", "bench.results", "bench.transfer.nixl", "transport.names",
@@ -152,9 +152,11 @@ ALLOWED = {
         *LEAVES, "testing", "bench.results", "cluster", "preflight", "router", "router.server",
         "transport.names",
     },
+    "chaos.faults": {*LEAVES, "testing", "bench.results", "router.api.bodies"},
 }  # fmt: skip
 HEAVY = {
-    "vllm": {"connector", "engine", "identity"},  # there for its types alone
+    # In identity for its types alone; in testing for the process that servers are forks of.
+    "vllm": {"connector", "engine", "identity", "testing"},
     "ray": {"engine", "cluster"},
     "cupy": {"transport"},
     "torch": {"bench", "connector", "engine", "testing", "transport"},

@@ -74,5 +74,7 @@ def has_room(
     length = config.model_config.max_model_len
     sizes = [group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups]
     most = sum(-(-length // size) for size in sizes)
+    if config.speculative_config is not None:
+        most += len(sizes)  # vLLM wants room for a step of guesses besides
     pool = manager.block_pool
     return lambda: pool.get_num_free_blocks() > most

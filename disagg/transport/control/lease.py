@@ -155,10 +155,11 @@ class LeaseTable:
         """Restart the leases' time, up to their total life; ended ones stay ended."""
         asked = set(leases)
         with self._changed:
+            now = self._clock()
             # Few are held, however many a peer names.
             for held in [held for held in self._leases.values() if held.id in asked]:
-                if not held.outcome and not self._is_over(held):
-                    held.deadline = min(self._clock() + held.seconds, held.last)
+                if not held.outcome and now < held.last and not self._is_over(held):
+                    held.deadline = min(now + held.seconds, held.last)
                     held.kept_until = None
 
     def take_ended(self) -> list[EndedLease]:

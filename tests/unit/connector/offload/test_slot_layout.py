@@ -137,7 +137,7 @@ def layout(request: pytest.FixtureRequest) -> KVCacheLayout:
 @pytest.fixture
 def config(model: Path, tmp_path: Path, layout: KVCacheLayout) -> VllmConfig:
     extra = {"host_bytes": HOST_BYTES, "directory": str(tmp_path / "files")}
-    made = modelless._engine_config(model, tiers(1, **extra), 8)
+    made = modelless._engine_config(model, tiers(1, **extra), 8, True)
     record_kv_cache_layout(made.cache_config, layout.name)
     made.cache_config.mamba_cache_mode = "align"
     return made

@@ -65,6 +65,23 @@ def test_no_renewal_goes_beyond_the_total_life() -> None:
     assert (ended, clock.now - granted) == (["expired"], 101)
 
 
+def test_a_silent_reader_keeps_no_lease_beyond_its_total_life() -> None:
+    """It names the lease in its slot, and another consumer renews the lease."""
+    clock = Clock()
+    table = LeaseTable(read_limit_s=35, limit_s=100, clock=clock)
+    assert table.board.hazards is not None
+    slot = table.board.take_slot()
+    table.grant(0, "r", [1], 30)
+    table.board.hazards._slots[slot] = 1
+    granted, ended = clock.now, list[str]()
+    while not ended and clock.now < granted + 1000:
+        clock.now += 5
+        table.renew([0])
+        ended = outcomes(table)
+    assert ended == ["expired"]
+    assert clock.now - granted <= 100 + 35 + 10
+
+
 def test_the_first_time_may_be_longer_than_the_total_life() -> None:
     clock = Clock()
     table = LeaseTable(20, limit_s=10, clock=clock)
