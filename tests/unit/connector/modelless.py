@@ -306,7 +306,8 @@ class Engine:
     def _count(self, stats: dict[str, Any]) -> None:
         for family, counts in stats.items():
             if isinstance(counts, dict):
-                self.counts.update({f"{family}|{label}": n for label, n in counts.items()})
+                found = {f"{family}|{label}": n for label, n in counts.items()}
+                self.counts.update({name: n for name, n in found.items() if isinstance(n, int)})
 
     def _take(self, output: EngineCoreOutput) -> None:
         self.answers[output.request_id] += output.new_token_ids
