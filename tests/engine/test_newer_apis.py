@@ -16,14 +16,12 @@ ENGINES = ("producer", "consumer", "single")
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TEXT = "Where do the blocks go when the prompt was read? " * 30
 TOOL = {"name": "weather", "description": "x", "input_schema": {"type": "object"}}
-LOGPROBS = {"input": TEXT, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-LOGPROBS |= {"max_output_tokens": 8}  # no two of these tokens are about as likely
 ASKED: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": TEXT}),
     (RESPONSES, {"input": TEXT, "instructions": "Be short.", "max_output_tokens": 1}),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": TEXT}]}]}),
     (RESPONSES, {"input": TEXT, "text": {"format": {"type": "json_object"}}}),
-    (RESPONSES, LOGPROBS),
+    (RESPONSES, {"input": TEXT, "include": ["message.output_text.logprobs"], "top_logprobs": 2}),
     (RESPONSES, {"input": TEXT, "temperature": 1.4, "seed": 3, "stop": ["a"]}),
     (RESPONSES, {"input": TEXT, "temperature": -4}),
     (RESPONSES, {"input": 5}),
@@ -54,12 +52,7 @@ def moved(fleet: Fleet) -> float:
 
 def without_own(content: Any) -> Any:
     if isinstance(content, dict):
-        content = {key: without_own(value) for key, value in content.items() if key not in OWN}
-        if isinstance(
-            content.get("top_logprobs"), list
-        ):  # which of two unlikely tokens comes first is rounding
-            content["top_logprobs"] = [each["logprob"] for each in content["top_logprobs"]]
-        return content
+        return {key: without_own(value) for key, value in content.items() if key not in OWN}
     return [without_own(each) for each in content] if isinstance(content, list) else content
 
 
@@ -82,7 +75,18 @@ def streamed(url: str, path: str, body: dict[str, Any]) -> Any:
                 last = json.loads(line.removeprefix("data: "))
                 delta = last.get("delta") or ""
                 text += delta if isinstance(delta, str) else delta.get("text") or ""
-    return names, text, without_own(last)
+    return names, text, without_empty(without_own(last))
+
+
+def without_empty(content: Any) -> Any:
+    """A stream has the log probability of a token without text only if the engine sends the token
+    together with the next one: a matter of time."""
+    if isinstance(content, list):
+        kept = [one for one in content if not (isinstance(one, dict) and one.get("token") == "")]
+        return [without_empty(one) for one in kept]
+    if isinstance(content, dict):
+        return {key: without_empty(value) for key, value in content.items()}
+    return content
 
 
 def nearly(content: Any) -> Any:
@@ -92,7 +96,7 @@ def nearly(content: Any) -> Any:
         return {key: nearly(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return type(content)(nearly(each) for each in content)
-    return pytest.approx(content, abs=0.02) if isinstance(content, float) else content
+    return pytest.approx(content, abs=1e-3) if isinstance(content, float) else content
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
