@@ -99,6 +99,7 @@ soak: $(INSTALLED)
 	@$(BIN)/disagg bench router-faults --first-token prefill
 	@$(BIN)/disagg bench heal --nodes 3 --clients 1
 	@$(BIN)/disagg bench scale
+	@$(BIN)/disagg bench faults --connectors disagg --fresh
 	@DISAGG_TEST_PRESSURE=500 $(BIN)/pytest -m "slow or soak" tests
 
 lock: $(INSTALLED)

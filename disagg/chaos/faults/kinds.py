@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -336,27 +337,38 @@ def mixed_batch(engines: Engines, times: int) -> list[Outcome]:
     return found
 
 
-KINDS: Mapping[str, Play] = {
-    "handoffs, one by one": handoffs,
-    "handoffs, sixteen at once": handoffs_at_once,
-    "unknown reference": unknown_reference,
-    "consumed reference": consumed_reference,
-    "stale reference, blocks reused": stale_reference,
-    "expired lease, blocks reused": expired_lease,
-    "block ids out of range": ids_out_of_range,
-    "another prompt's reference": anothers_reference,
-    "swapped references": swapped_references,
-    "incomplete params": incomplete_params,
-    "mistyped params": mistyped_params,
-    "several prompts in a request": several_prompts,
-    "decode's cache full": full_cache,
-    "a preempted consumer": preempted_consumer,
-    "a mixed batch": mixed_batch,
-    "both directions at once": both_directions,
-    "producer restarted between legs": producer_restarted,
-    "producer killed before the decode leg": producer_killed_before,
-    "producer killed during the decode leg": producer_killed_during,
-    "producer killed after the first token": producer_killed_after,
-    "consumer killed during its leg": consumer_killed,
-    "prefill on another checkpoint": rolled_checkpoint,
+LEFT = frozenset({"left"})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """kills: the engines that it leaves dead itself."""
+
+    play: Play
+    kills: frozenset[str] = frozenset()
+
+
+KINDS: Mapping[str, Kind] = {
+    "handoffs, one by one": Kind(handoffs),
+    "handoffs, sixteen at once": Kind(handoffs_at_once),
+    "unknown reference": Kind(unknown_reference),
+    "consumed reference": Kind(consumed_reference),
+    "stale reference, blocks reused": Kind(stale_reference),
+    "expired lease, blocks reused": Kind(expired_lease),
+    "block ids out of range": Kind(ids_out_of_range),
+    "another prompt's reference": Kind(anothers_reference),
+    "swapped references": Kind(swapped_references),
+    "incomplete params": Kind(incomplete_params),
+    "mistyped params": Kind(mistyped_params),
+    "several prompts in a request": Kind(several_prompts),
+    "decode's cache full": Kind(full_cache),
+    "a preempted consumer": Kind(preempted_consumer),
+    "a mixed batch": Kind(mixed_batch),
+    "both directions at once": Kind(both_directions),
+    "producer restarted between legs": Kind(producer_restarted),
+    "producer killed before the decode leg": Kind(producer_killed_before, LEFT),
+    "producer killed during the decode leg": Kind(producer_killed_during, LEFT),
+    "producer killed after the first token": Kind(producer_killed_after, LEFT),
+    "consumer killed during its leg": Kind(consumer_killed),
+    "prefill on another checkpoint": Kind(rolled_checkpoint),
 }

@@ -22,6 +22,7 @@ from disagg.bench.results import Table as ResultTable
 from disagg.chaos.faults.connectors import CONNECTORS, Connector
 from disagg.chaos.faults.engines import Engines, Outcome
 from disagg.chaos.faults.kinds import KINDS, NotPlayed
+from disagg.engine.vllm_patches.patching import vllm_version
 from disagg.errors import ConfigError, StartupError
 from disagg.testing.checkpoint import make_model
 from disagg.testing.forked_servers import ForkServer
@@ -32,30 +33,31 @@ STATE = Path(".cache/bench-faults.json")
 _BAD = (Outcome.WRONG, Outcome.HUNG, Outcome.DIED)
 _COLORS = {Outcome.RIGHT: "green", Outcome.WRONG: "red", Outcome.HUNG: "red", Outcome.DIED: "red"}
 Cell = dict[str, Any]
-"""{"outcomes": {outcome: count}, "note": why it was not played, or what ended}."""
+"""{"outcomes": {outcome: count}, "note": why it was not played, or what did not start}."""
 
 
 def run(
     names: Sequence[str], kinds: Sequence[str], times: int, *, fresh: bool, output: Output
 ) -> int:
-    """Play and print. Returns the exit status: 1 if ours gave a wrong token, hung or died."""
+    """Play and print. Returns the exit status: 1 if ours gave a wrong token, hung, died, or was not
+    played to the end."""
     console = Console(highlight=False, soft_wrap=True)
     chosen, played = _connectors(names), _kinds(kinds)
-    cells: dict[str, dict[str, Cell]] = {}
-    if not fresh and STATE.is_file():
-        cells = json.loads(STATE.read_text())
+    state = State(STATE, fresh=fresh)
     for seed, model in enumerate(MODELS):
         make_model(model, layers=2, hidden=256, kv_heads=2, head_dim=64, seed=seed)
     servers = ForkServer()
     try:
         for connector in chosen:
-            _of_connector(connector, played, times, cells, servers, console)
+            _of_connector(connector, played, times, state, servers, console)
     finally:
         servers.stop()
+    cells = {c.name: state.cells_of(c, times) for c in chosen if not c.missing}
     _report(chosen, played, cells, console, output)
-    ours = cells.get(OURS, {})
-    bad = sum(_count(cell, outcome) for cell in ours.values() for outcome in _BAD)
-    return 1 if bad else 0
+    if OURS not in cells:
+        return 0
+    ours = [cells[OURS].get(kind) for kind in played]
+    return 0 if all(cell and not _bad(cell) for cell in ours) else 1
 
 
 def _connectors(names: Sequence[str]) -> list[Connector]:
@@ -77,16 +79,21 @@ def _of_connector(
     connector: Connector,
     kinds: Sequence[str],
     times: int,
-    cells: dict[str, dict[str, Cell]],
+    state: State,
     servers: ForkServer,
     console: Console,
 ) -> None:
-    mine = cells.setdefault(connector.name, {})
-    left = [kind for kind in kinds if kind not in mine]
-    if not left:
-        return
     if connector.missing:
         console.print(f"{connector.name}: {connector.missing}")
+        return
+    mine = state.cells_of(connector, times)
+    left = [kind for kind in kinds if kind not in mine]
+    if len(left) < len(kinds):
+        console.print(
+            f"{connector.name}: {len(kinds) - len(left)} of {len(kinds)} faults are of an earlier "
+            "run; --fresh plays them again"
+        )
+    if not left:
         return
     console.print(f"{connector.name} ({connector.version}): starting three engines")
     with tempfile.TemporaryDirectory(prefix="disagg-faults-", dir="/dev/shm") as name:
@@ -96,37 +103,68 @@ def _of_connector(
             with engines:
                 for number, kind in enumerate(left, 1):
                     began = time.monotonic()
-                    mine[kind] = _play(engines, kind, times)
-                    _save(cells)
+                    mine[kind] = play(engines, kind, times)
+                    state.save()
                     console.print(
                         f"  {number}/{len(left)} {kind}: {_words(mine[kind])} "
                         f"({time.monotonic() - began:.0f} s)"
                     )
         except StartupError as error:
-            console.print(f"{connector.name} does not run here: {error}")
-            for kind in left:
-                mine.setdefault(kind, {"outcomes": {}, "note": "does not start here"})
-            _save(cells)
+            console.print(f"{connector.name}: an engine does not start: {error}")
 
 
-def _play(engines: Engines, kind: str, times: int) -> Cell:
+def play(engines: Engines, kind: str, times: int) -> Cell:
+    """Play one kind. Afterwards the engines serve again; raises `StartupError` if they do not. An
+    engine that the kind did not kill, and that does not serve, has died."""
+    chosen, note = KINDS[kind], ""
     try:
-        outcomes = Counter(KINDS[kind](engines, times))
+        outcomes = Counter(chosen.play(engines, times))
     except NotPlayed as reason:
         return {"outcomes": {}, "note": str(reason)}
-    if "killed" not in kind:
-        for dead in engines.revive():
-            outcomes[Outcome.DIED] += 1 if dead else 0
-    else:
-        engines.revive()
-    return {"outcomes": {str(outcome): count for outcome, count in outcomes.items()}, "note": ""}
+    except StartupError as error:
+        outcomes, note = Counter({Outcome.DIED: 1}), f"an engine did not start again: {error}"
+    died = set(engines.revive()) - chosen.kills
+    if died:
+        outcomes[Outcome.DIED] += len(died)
+    return {"outcomes": {str(outcome): count for outcome, count in outcomes.items()}, "note": note}
 
 
-def _save(cells: Mapping[str, Any]) -> None:
-    STATE.parent.mkdir(parents=True, exist_ok=True)
-    new = STATE.with_suffix(".new")
-    new.write_text(json.dumps(cells, indent=1))
-    new.replace(STATE)
+class State:
+    """The cells that were played so far, in a file. Those of other versions are not used."""
+
+    def __init__(self, path: Path, *, fresh: bool) -> None:
+        self._path = path
+        self._all: dict[str, dict[str, Any]] = {}
+        if not fresh and path.is_file():
+            self._all = json.loads(path.read_text())
+
+    def cells_of(self, connector: Connector, times: int) -> dict[str, Cell]:
+        """This connector's, by the kind's name. Add to them, and then `save`."""
+        made_with = f"{connector.version}, vLLM {vllm_version()}, {times} times"
+        if connector.name == OURS:
+            made_with += f", source of {_changed_at():.0f}"
+        known = self._all.setdefault(connector.name, {"made_with": made_with, "cells": {}})
+        if known["made_with"] != made_with:
+            known.update(made_with=made_with, cells={})
+        cells: dict[str, Cell] = known["cells"]
+        return cells
+
+    def save(self) -> None:
+        """Write the file."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(self._all, indent=1))
+        new.replace(self._path)
+
+
+def _changed_at() -> float:
+    """When our source changed last, in seconds since the epoch."""
+    package = Path(__file__).parents[2]
+    return max(file.stat().st_mtime for file in package.rglob("*.py"))
+
+
+def _bad(cell: Cell) -> int:
+    return sum(_count(cell, outcome) for outcome in _BAD)
 
 
 def _count(cell: Cell, outcome: Outcome) -> int:

@@ -79,6 +79,8 @@ class DisaggConnector(LoadConnector[SchedulerHalf, WorkerHalf]):
                 stage=get_pp_group().rank_in_group,
                 stages=vllm_config.parallel_config.pipeline_parallel_size,
                 kv_heads=kv_heads(vllm_config),
+                # vLLM sets `data_parallel_rank` to 0 for models that are not mixtures of experts.
+                data_parallel_rank=vllm_config.parallel_config.data_parallel_index,
             )
             self._worker = WorkerHalf(vllm_config, kv_cache_config, settings, secret, rank)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,9 +48,7 @@ class WorkerHalf:
         assert config.kv_transfer_config is not None
         self._config, self._kv_cache, self._settings = config, kv_cache, settings
         self._transfer = config.kv_transfer_config
-        # vLLM resets `data_parallel_rank` to 0 for models that are not mixtures of experts.
-        index = config.parallel_config.data_parallel_index
-        self._secret, self._rank = secret, replace(rank, data_parallel_rank=index)
+        self._secret, self._rank = secret, rank
         self._report = StepReport()
         self._staging: Staging | None = None
         self._num_layers = 0

@@ -1,0 +1,61 @@
+"""`disagg bench faults` in short: ours under some kinds, and that the judge sees what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from disagg.chaos.faults.connectors import CONNECTORS
+from disagg.chaos.faults.engines import Engines, Outcome
+from disagg.chaos.faults.run import play
+from disagg.testing.checkpoint import make_model
+from disagg.testing.vllm_server import VllmServer
+
+
+@pytest.fixture(scope="module")
+def engines(
+    vllm_server: Callable[..., VllmServer], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    folder = tmp_path_factory.mktemp("faults")
+    models = (folder / "model-0", folder / "model-1")
+    for seed, model in enumerate(models):
+        make_model(model, layers=2, hidden=256, kv_heads=2, head_dim=64, seed=seed)
+    start = vllm_server("unused", models[0], None).start
+    with Engines(CONNECTORS[0], models, folder, start) as engines:
+        yield engines
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcomes"),
+    [
+        ("handoffs, one by one", {Outcome.RIGHT: 2}),
+        ("consumed reference", {Outcome.COMPUTED: 2}),
+        ("another prompt's reference", {Outcome.COMPUTED: 2}),
+        ("several prompts in a request", {Outcome.RIGHT: 2}),
+        ("both directions at once", None),
+        ("producer killed before the decode leg", {Outcome.COMPUTED: 2}),
+    ],
+)
+def test_ours(engines: Engines, kind: str, outcomes: dict[Outcome, int] | None) -> None:
+    found = play(engines, kind, 2)["outcomes"]
+    if outcomes is None:  # which of the six have to be computed is a matter of time
+        assert set(found) <= {Outcome.RIGHT, Outcome.COMPUTED}
+        assert sum(found.values()) == 6
+    else:
+        assert found == {str(outcome): count for outcome, count in outcomes.items()}
+
+
+def test_the_judge_sees_what_is_wrong(engines: Engines) -> None:
+    prompt = engines.prompts(200)
+    (right,) = expected = engines.expected(prompt)
+    wrong = [[*right[:-1], right[-1] + 1]]
+    assert engines.decode(prompt, engines.prefill(prompt), expected) == [Outcome.RIGHT]
+    assert engines.decode(prompt, engines.prefill(prompt), wrong) == [Outcome.WRONG]
+    refused: dict[str, Any] = {"temperature": -1}
+    assert engines.decode(prompt, None, expected, **refused) == [Outcome.REFUSED]
+    engines.kill(engines.right)
+    assert engines.decode(prompt, None, expected) == [Outcome.DIED]
+    assert engines.revive() == ["right"]
+    assert engines.decode(prompt, engines.prefill(prompt), expected) == [Outcome.RIGHT]
