@@ -4,7 +4,7 @@
 #   make serve    serve a small model on 127.0.0.1:8000, until Ctrl-C
 #   make check    lint, format, types
 #   make test     all tests
-#   make verify   check a model of the lease protocol: all interleavings, in 1 to 2 minutes
+#   make verify   check a model of the lease protocol: all interleavings, in about a minute
 #   make bench    measure a handoff
 #   make gpu      what only a GPU can show: tests of transports, and how fast they are
 #   make soak     many requests for a long time, faults and pressure all the while

@@ -2,7 +2,7 @@
 
 Why every wait ends: an engine that runs nothing and loads nothing keeps blocks for leases and for
 loaded requests only. If it is a consumer too, it takes back leases until its next request finds
-room, whatever other engines do. So no circle lasts. An engine that only produces waits for engines
+room, whatever other engines do. So no cycle lasts. An engine that only produces waits for engines
 that come free.
 """
 
@@ -27,7 +27,7 @@ from spec.engines.state import (
     initial,
 )
 
-CIRCLE = Setup("two engines, a circle", 2, ((Kind(0, 1, 1), 3), (Kind(1, 0, 1), 3)))
+CYCLE = Setup("two engines, a cycle", 2, ((Kind(0, 1, 1), 3), (Kind(1, 0, 1), 3)))
 SMALL = Setup("two engines of one block", 1, ((Kind(0, 1, 1), 2), (Kind(1, 0, 1), 2)))
 LATE = replace(SMALL, name="two engines without patience", promise="answered late")
 SIZES = Setup(
@@ -46,7 +46,7 @@ RING = Setup(
     "three engines, a ring", 1, ((Kind(0, 1, 1), 2), (Kind(1, 2, 1), 2), (Kind(2, 0, 1), 2))
 )
 TAIL = Setup(
-    "a producer before a circle", 1, ((Kind(0, 1, 1), 1), (Kind(1, 0, 1), 1), (Kind(2, 0, 1), 2))
+    "a producer before a cycle", 1, ((Kind(0, 1, 1), 1), (Kind(1, 0, 1), 1), (Kind(2, 0, 1), 2))
 )
 BUSY = Setup(
     "two busy engines",
@@ -56,7 +56,7 @@ BUSY = Setup(
     twice=False,
 )
 STALLED = Setup("a stalled decode engine", 2, ((Kind(0, 1, 1), 4),), promise="prefilled")
-SETUPS = (CIRCLE, SMALL, LATE, SIZES, GROWING, PARTLY, RING, TAIL, BUSY, STALLED)
+SETUPS = (CYCLE, SMALL, LATE, SIZES, GROWING, PARTLY, RING, TAIL, BUSY, STALLED)
 
 
 def _waits(state: State) -> bool:
@@ -73,7 +73,7 @@ PROMISES = {
         _waits,
         frozenset({"engine", "queue", "load", "patience"}),
     ),
-    # Patience is not relied on: the total life alone ends each circle too, but only then.
+    # Patience is not relied on: the total life alone ends each cycle too, but only then.
     "answered late": Promise(
         "every request is answered, once total lives have passed",
         _waits,

@@ -21,7 +21,7 @@ SMALL = {
     "two engines of one block",
     "two engines without patience",
     "two engines that preempt",
-    "a producer before a circle",
+    "a producer before a cycle",
     "two busy engines",
     "a stalled decode engine",
 }

@@ -445,8 +445,8 @@ def handed(producer: Engine, consumer: Engine, prompt: list[int], count: int) ->
     return consumer.add(prompt, count, producer.params[first])
 
 
-def test_beside_the_handoff(pair: tuple[Engine, Engine]) -> None:
-    """One connector loads, the other takes note; either may be the one."""
+def three_turns(pair: tuple[Engine, Engine]) -> list[int]:
+    """Of one conversation, each handed off. Returns the prompt of the turn after them."""
     producer, consumer = pair
     prompt = prompt_of(5 * BLOCK + 3, seed=11)
     for turn in range(3):
@@ -456,6 +456,13 @@ def test_beside_the_handoff(pair: tuple[Engine, Engine]) -> None:
         prompt = [*prompt, *consumer.answers[name], turn]
         check(consumer)
         check(producer)
+    return prompt
+
+
+def test_beside_the_handoff(pair: tuple[Engine, Engine]) -> None:
+    """One connector loads, the other takes note; either may be the one."""
+    _, consumer = pair
+    prompt = three_turns(pair)
     forget(consumer)
     since = len(consumer.scheduled)
     ask(consumer, prompt)

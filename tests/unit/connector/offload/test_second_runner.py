@@ -7,25 +7,21 @@ to spare, nothing is lost (`test_what_was_computed_is_loaded`).
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from unit.connector import modelless
-from unit.connector.modelless import BLOCK, PLAIN, Engine, Layers, answer, run
+from unit.connector.modelless import BLOCK, PLAIN, Engine, Layers
 from unit.connector.offload.test_groups import test_what_was_computed_is_loaded
 from unit.connector.offload.test_modelless import (
     Start,
     any_order,
-    check,
     half,
-    handed,
-    is_over,
     pair,
-    prompt_of,
     start,
+    three_turns,
 )
 from vllm.config import VllmConfig
 
@@ -74,16 +70,8 @@ def test_any_order(start: Start, tmp_path: Path, name: str, seed: int) -> None:
 
 
 def test_beside_the_handoff(pair: tuple[Engine, Engine]) -> None:
-    producer, consumer = pair
-    prompt = prompt_of(5 * BLOCK + 3, seed=11)
-    for turn in range(3):
-        name = handed(producer, consumer, prompt, 40)
-        run(pair, partial(is_over, pair, name))
-        assert consumer.answers[name] == answer(prompt, 40, consumer.groups)
-        prompt = [*prompt, *consumer.answers[name], turn]
-        check(consumer)
-        check(producer)
-    assert producer.config.use_v2_model_runner
+    three_turns(pair)
+    assert all(engine.config.use_v2_model_runner for engine in pair)
 
 
 @pytest.mark.parametrize("reported", [False, True])
