@@ -85,7 +85,6 @@ def tiers(**extra: object) -> dict[str, object]:
         "kv_connector": "DisaggOffloadConnector",
         "kv_connector_module_path": "disagg.connector.offload",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
 
@@ -95,7 +94,6 @@ def beside(handoff: dict[str, object], tier: dict[str, object]) -> dict[str, obj
     return {
         "kv_connector": "MultiConnector",
         "kv_role": handoff["kv_role"],
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [handoff, tier]},
     }
 

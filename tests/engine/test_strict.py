@@ -6,9 +6,12 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from disagg.testing.vllm_server import completion, token_ids
-from engine.conftest import Fleet
+import pytest
+
+from disagg.testing.vllm_server import VllmServer, completion, token_ids
+from engine.conftest import Fleet, beside, running, tiers, transfer
 from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "strict", "single")
@@ -27,6 +30,37 @@ def test_strict_refuses_what_could_not_be_loaded(fleet: Fleet, prompt: Prompt) -
     assert "error" in refused.json()
     assert fleet.strict.metric("disagg_kv_load_failures_total", reason="malformed") >= 1
     assert token_ids(fleet.strict.complete(ids)) == token_ids(fleet.single.complete(ids))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_inside_multi_connector(
+    fleet: Fleet,
+    vllm_server: Callable[..., VllmServer],
+    model: Path,
+    prompt: Prompt,
+    tmp_path: Path,
+    strict: bool,
+) -> None:
+    """A lost lease ends there as it does outside. Without us, vLLM reads the outer config, whose
+    default is an error."""
+    config = beside(transfer("kv_consumer", strict=strict), tiers(host_bytes=1 << 24))
+    assert "kv_load_failure_policy" not in config
+    env = {"TMPDIR": str(fleet.storage.parents[1]), "VLLM_SERVER_DEV_MODE": "1"}
+    args = ("--num-gpu-blocks-override", "64", "--max-model-len", "4096")
+    server = vllm_server("multi", model, tmp_path / "log", config, args, env=env)
+    with running([server]):
+        ids = prompt(300)
+        params, right = fleet.producer.prefill(ids), token_ids(fleet.single.complete(ids))
+        assert token_ids(server.complete(ids, kv_transfer_params=params)) == right
+        server.post("/reset_prefix_cache?reset_external=true", {}).raise_for_status()
+        body = {**completion(ids), "kv_transfer_params": params}  # a consumed reference
+        again = server.post("/v1/completions", body)
+        assert server.metric("disagg_kv_load_failures_total", reason="lease_gone") == 1
+        if strict:
+            assert again.status_code >= 500
+            assert "error" in again.json()
+        else:
+            assert token_ids(again.json()) == right
 
 
 def test_several_answers_of_one_prompt(fleet: Fleet, prompt: Prompt) -> None:
