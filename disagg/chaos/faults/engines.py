@@ -65,6 +65,7 @@ class Engines:
         self.left, self.right = self._engine("left", _ARGS), self._engine("right", _DECODE_ARGS)
         self.plain = VllmServer("plain", models[0], folder / "plain.log", None, _ARGS, start=start)
         self._at_once = False
+        self._plain: list[int] = []  # tokens of prompts that are not handed off
 
     def _engine(self, name: str, args: Sequence[str], model: int = 0) -> VllmServer:
         config = {**self.connector.config(self._folder), "kv_role": "kv_both"}
@@ -179,6 +180,13 @@ class Engines:
                     found[source] += int(server.metric(name, source=source))
         return found
 
+    def without_handoff(self, prompt: list[int]) -> list[Outcome]:
+        """A plain request to `right`. Empty if it ends well, as that says nothing of handoffs."""
+        expected = self.expected(prompt)
+        self._plain.append(len(prompt))
+        good = (Outcome.RIGHT, Outcome.COMPUTED)
+        return [one for one in self.decode(prompt, None, expected) if one not in good]
+
     def alone(self, tasks: Sequence[Task]) -> list[Outcome]:
         """Run one after the other."""
         return [one for task in tasks for one in _outcomes(task)]
@@ -188,12 +196,14 @@ class Engines:
         computed follows from how many of all tokens were."""
         servers = servers or (self.right,)
         before, self._at_once = self._sources(*servers), True
+        self._plain.clear()
         try:
             with ThreadPoolExecutor(len(tasks)) as pool:
                 found = [one for each in pool.map(_outcomes, tasks) for one in each]
         finally:
             self._at_once = False
         moved = self._sources(*servers) - before
+        moved["local_compute"] = max(0, moved["local_compute"] - sum(self._plain))
         right = [place for place, one in enumerate(found) if one is Outcome.RIGHT]
         share = moved["local_compute"] / max(1, moved.total())
         for place in right[: round(share * len(right))]:

@@ -228,8 +228,7 @@ def producer_killed_after(engines: Engines, times: int) -> list[Outcome]:
     legs = [_leg(engines, max_tokens=400) for _ in range(min(times, 3))]
     with _later(0.7, partial(engines.kill, engines.left)):
         found = engines.together([partial(engines.decode, *leg, max_tokens=400) for leg in legs])
-    prompt = engines.prompts(_MIDDLE)
-    return [*found, *engines.decode(prompt, None, engines.expected(prompt))]
+    return [*found, *engines.without_handoff(engines.prompts(_MIDDLE))]
 
 
 def consumer_killed(engines: Engines, times: int) -> list[Outcome]:
@@ -322,14 +321,9 @@ def mixed_batch(engines: Engines, times: int) -> list[Outcome]:
     lengths = (5, 31, 32, 33, _SHORT, _LONG)
     draw = random.Random(3)
 
-    def plain(prompt: list[int]) -> list[Outcome]:
-        """It may end well, and then says nothing of handoffs."""
-        found = engines.decode(prompt, None, engines.expected(prompt))
-        return [one for one in found if one is not Outcome.RIGHT]
-
     asked = [(engines.prompts(length), one) for length in lengths for one in more]
     tasks: list[Task] = [partial(engines.handoff, prompt, **one) for prompt, one in asked]
-    tasks += [partial(plain, engines.prompts(_MIDDLE)) for _ in range(4)]
+    tasks += [partial(engines.without_handoff, engines.prompts(_MIDDLE)) for _ in range(4)]
     draw.shuffle(tasks)
     found = list[Outcome]()
     for first in range(0, len(tasks), 10):
