@@ -17,16 +17,17 @@ def kv_events(**config: Any) -> dict[str, Any]:
 
 
 def test_the_plan_shows_the_endpoint_of_each_engine() -> None:
-    given = kv_events(endpoint="tcp://*:45557", replay_endpoint="tcp://*:45558")
+    # Below the range from which the system takes free ports for others.
+    given = kv_events(endpoint="tcp://*:15557", replay_endpoint="tcp://*:15558")
     made = deployment_with(engine=given, prefill={"replicas": 2})
     checks.check(made)
     plan = resolve(made)
     assert plan["prefill"]["kv_events"] == {
-        "prefill-0": {"endpoint": "tcp://*:45557", "replay_endpoint": "tcp://*:45558"},
-        "prefill-1": {"endpoint": "tcp://*:45561", "replay_endpoint": "tcp://*:45562"},
+        "prefill-0": {"endpoint": "tcp://*:15557", "replay_endpoint": "tcp://*:15558"},
+        "prefill-1": {"endpoint": "tcp://*:15561", "replay_endpoint": "tcp://*:15562"},
     }
     assert plan["decode"]["kv_events"] == {
-        "decode-0": {"endpoint": "tcp://*:45559", "replay_endpoint": "tcp://*:45560"}
+        "decode-0": {"endpoint": "tcp://*:15559", "replay_endpoint": "tcp://*:15560"}
     }
     assert "kv_events" not in resolve(deployment_with())["prefill"]
 
@@ -35,16 +36,16 @@ def test_the_plan_shows_the_endpoint_of_each_engine() -> None:
     ("prefill", "decode", "words"),
     [
         (
-            kv_events(endpoint="tcp://*:45557"),
-            kv_events(endpoint="tcp://*:45561"),
-            "decode.args.kv_events_config.endpoint: 'tcp://*:45561' — decode-0 and prefill-1 would "
-            "both listen on tcp://*:45561; set an address further away",
+            kv_events(endpoint="tcp://*:15557"),
+            kv_events(endpoint="tcp://*:15561"),
+            "decode.args.kv_events_config.endpoint: 'tcp://*:15561' — decode-0 and prefill-1 would "
+            "both listen on tcp://*:15561; set an address further away",
         ),
         (
-            kv_events(endpoint="tcp://*:45557", replay_endpoint="tcp://*:45561"),
+            kv_events(endpoint="tcp://*:15557", replay_endpoint="tcp://*:15561"),
             {},
-            "prefill.args.kv_events_config.endpoint: 'tcp://*:45557' — prefill-1 and prefill-0 "
-            "would both listen on tcp://*:45561; set an address further away",
+            "prefill.args.kv_events_config.endpoint: 'tcp://*:15557' — prefill-1 and prefill-0 "
+            "would both listen on tcp://*:15561; set an address further away",
         ),
         (
             kv_events(endpoint="tcp://*:65533"),
@@ -86,7 +87,7 @@ def test_the_ports_must_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["tcp://*:0", "tcp://10.0.0.1:45557", "inproc://cache", "ipc:///tmp/kv-events"]
+    "endpoint", ["tcp://*:0", "tcp://10.0.0.1:15557", "inproc://cache", "ipc:///tmp/kv-events"]
 )
 def test_addresses_that_are_not_shared_pass(endpoint: str) -> None:
     checks.check(deployment_with(engine=kv_events(endpoint=endpoint), prefill={"replicas": 3}))
