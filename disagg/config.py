@@ -297,7 +297,9 @@ class LimitsSection(Section):
         "objects",
     )
     max_prompt_tokens: int | None = Field(
-        None, gt=0, description="Longest prompt; in a text, four characters count as one token"
+        None,
+        gt=0,
+        description="Longest prompt. Texts and media are estimated, token ids counted",
     )
     max_in_flight: int = Field(4096, gt=0, description="Running requests; further requests wait")
     max_in_flight_per_engine: int = Field(
@@ -340,6 +342,22 @@ class LimitsSection(Section):
 PolicyName = Literal["round_robin", "least_loaded", "prefix_affinity", "session_affinity"]
 
 
+class MediaSection(Section):
+    """About how many tokens media count in a prompt. It depends on the model."""
+
+    pixels_per_token: int | None = Field(
+        784,
+        gt=0,
+        description="Pixels of an image for each token. null: every image counts image_tokens",
+    )
+    image_tokens: int = Field(1024, ge=0, description="Tokens of an image of unknown size")
+    max_image_tokens: int = Field(16384, gt=0, description="Most tokens of one image")
+    audio_tokens_per_s: float = Field(25.0, ge=0, description="Tokens for each second of sound")
+    audio_tokens: int = Field(750, ge=0, description="Tokens of a recording of unknown length")
+    video_tokens: int = Field(4096, ge=0, description="Tokens of a video")
+    file_tokens: int = Field(2048, ge=0, description="Tokens of a file")
+
+
 class PairingSection(Section):
     """How the router chooses the prefill and the decode engine of a request."""
 
@@ -353,6 +371,7 @@ class PairingSection(Section):
     local_prefill_tokens: int = Field(
         64, ge=0, description="Decode computes prompts of up to this many tokens itself"
     )
+    media: MediaSection = Field(default_factory=MediaSection)
     prefill_wait_share: float | None = Field(
         None,
         ge=0,

@@ -12,7 +12,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -89,9 +89,23 @@ class _Prefilled(msgspec.Struct):
     """What is looked at of a prefill's answer."""
 
     kv_transfer_params: Any = None
+    usage: Any = None
+
+
+class PrefillAnswer(NamedTuple):
+    """What a prefill's answer says. `params`: None if there is nothing to fetch. `prompt_tokens`:
+    None if it does not say."""
+
+    params: dict[str, Any] | None
+    prompt_tokens: int | None
 
 
 _ANSWERS = msgspec.json.Decoder(_Prefilled)
+# The Messages API counts tokens of the cache apart.
+_PROMPT_USAGE = (
+    ("prompt_tokens",),
+    ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
+)
 _BODIES = msgspec.json.Decoder()
 _encode = msgspec.json.Encoder().encode
 
@@ -261,10 +275,22 @@ def detokenize_body(model: Any, tokens: list[int]) -> dict[str, Any]:
     return {"model": model, "tokens": tokens}
 
 
-def params_of(answer: bytes) -> dict[str, Any] | None:
-    """The params in a prefill's answer, if there is something to fetch."""
+def prefill_answer(answer: bytes) -> PrefillAnswer:
+    """What a prefill engine answered."""
     try:
-        params = _ANSWERS.decode(answer).kv_transfer_params
+        read = _ANSWERS.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError):
+        return PrefillAnswer(None, None)
+    params = read.kv_transfer_params
+    is_lease = isinstance(params, dict) and params.get("do_remote_prefill")
+    return PrefillAnswer(params if is_lease else None, _prompt_tokens(read.usage))
+
+
+def _prompt_tokens(usage: Any) -> int | None:
+    if not isinstance(usage, dict):
         return None
-    return params if isinstance(params, dict) and params.get("do_remote_prefill") else None
+    for names in _PROMPT_USAGE:
+        counts = [usage[name] for name in names if isinstance(usage.get(name), int)]
+        if counts:
+            return int(sum(counts))
+    return None

@@ -142,7 +142,7 @@ class Probes:
             async with await upstream.post(
                 self._client, random.choice(prefills), path, data
             ) as first:
-                params = bodies.params_of(await first.read())
+                params = bodies.prefill_answer(await first.read()).params
             data = bodies.encoded(bodies.decode_body(body, params))
             async with await upstream.post(self._client, decode, path, data) as second:
                 await second.read()

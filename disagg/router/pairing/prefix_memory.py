@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from disagg.router.api.prompt_length import CHUNK_TOKENS
-
-_MAX_PREFIXES = 1 << 16
+_MAX_PREFIXES = 1 << 17
 _ENGINES_EACH = 4
 
 
 class PrefixMemory:
-    """A bounded memory. The keys come from `prompt_length.prefix_keys`."""
+    """A bounded memory. The keys come from `prompt_length.prefixes`."""
 
     def __init__(self) -> None:
         self._engines: OrderedDict[int, tuple[str, ...]] = OrderedDict()
@@ -33,11 +31,11 @@ class PrefixMemory:
         """The engines that had the prefix of this key, the latest first."""
         return self._engines.get(key, ())
 
-    def tokens(self, keys: Sequence[int], engine: str) -> int:
-        """The estimated number of leading tokens of the prompt that the engine has."""
+    def known(self, keys: Sequence[int], engine: str) -> int:
+        """How many of these keys, from the first on, the engine is thought to have."""
         known = 0
         for key in keys:
             if engine not in self.engines(key):
                 break
-            known += CHUNK_TOKENS
+            known += 1
         return known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
@@ -18,5 +18,5 @@ class RequestInfo(Protocol):
         """About how many tokens the prompt has."""
 
     @property
-    def prefix_keys(self) -> list[int]:
-        """See `prompt_length.prefix_keys`."""
+    def prefix_keys(self) -> Sequence[int]:
+        """See `prompt_length.prefixes`."""

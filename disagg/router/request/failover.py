@@ -18,7 +18,7 @@ import msgspec
 from starlette.responses import Response
 
 from disagg.config import RouterSection
-from disagg.router.api import bodies, paths
+from disagg.router.api import bodies
 from disagg.router.api.bodies import NOTHING_MORE
 from disagg.router.api.errors import ApiError
 from disagg.router.engines.compatibility import Compatibility
@@ -129,7 +129,7 @@ class Failover:
                 body = stream.rest(back, self._compatibility.said(seat.engine))
                 if body is None:
                     raise ApiError(502, "no other engine can give the rest of this answer")
-                plan, more = RequestPlan(paths.COMPLETION, body, plan.headers), NOTHING_MORE
+                plan, more = plan.rest(body), NOTHING_MORE
                 begins = partial(stream.goes_on, back)
         except BaseException:
             seat.leave()

@@ -19,6 +19,7 @@ from disagg.router.api.bodies import NOTHING_MORE
 from disagg.router.engines.health import Health
 from disagg.router.engines.lease_releases import LeaseReleases, Prefilled
 from disagg.router.pairing.admission import Admission
+from disagg.router.pairing.idle_prefill import IdlePrefill
 from disagg.router.pairing.in_flight import InFlight, Seat
 from disagg.router.pairing.local_prefill import LocalPrefill
 from disagg.router.pairing.policies import Pairer
@@ -67,6 +68,7 @@ class Legs:
         self.decode_leg = DecodeLeg(admission, health, metrics, settings.limits)
         self._releases = LeaseReleases(session, metrics)
         self._known = PrefixMemory()
+        self._idle_prefill = IdlePrefill(metrics)
         share = settings.pairing.prefill_wait_share
         self._local_prefill = None if share is None else LocalPrefill(share)
 
@@ -104,6 +106,7 @@ class Legs:
         """
         try:
             reason = self._why_local(plan, seat)
+            self._idle_prefill.note(reason, is_idle=self._prefill_is_idle())
             if reason is not None:
                 self._prefill.skip(reason, record)
                 seat.reads(self._unknown_tokens(plan, seat))
@@ -156,7 +159,8 @@ class Legs:
         if opened.status >= 400:
             self._releases.give_back(prefilled)
         else:
-            self._known.note(self._prefix_keys(prompt or plan), opened.engine.name)
+            if self._pairing.local_prefill_tokens:
+                self._known.note((prompt or plan).prefix_keys, opened.engine.name)
             if prefilled is not None:
                 self._metrics.paired(prefilled.prefill.name, opened.engine.name)
                 self._metrics.handoff_time.observe(record.elapsed() - prefilled_s)
@@ -186,8 +190,13 @@ class Legs:
 
     def _unknown_tokens(self, plan: RequestPlan, seat: Seat) -> int:
         """About how many of the prompt's tokens the decode engine does not hold."""
-        known = self._known.tokens(self._prefix_keys(plan), seat.engine.name)
-        return max(0, plan.tokens - known)  # what is known comes in whole chunks
+        if not self._pairing.local_prefill_tokens:
+            return plan.tokens
+        known = self._known.known(plan.prefix_keys, seat.engine.name)
+        return round(plan.tokens * (1 - plan.prefixes.known(known)))
+
+    def _prefill_is_idle(self) -> bool:
+        return self._in_flight.of_role("prefill") == 0 and self._pairer.serves("prefill")
 
     def _prefill_is_busy(self, plan: RequestPlan, seat: Seat) -> bool:
         """Whether computing the prompt at decode saves this request more time than it costs all
@@ -200,6 +209,3 @@ class Legs:
             self._in_flight.takes_s(self._unknown_tokens(plan, seat)),
             self._in_flight.requests(seat.engine),
         )
-
-    def _prefix_keys(self, plan: RequestPlan) -> list[int]:
-        return plan.prefix_keys if self._pairing.local_prefill_tokens else []

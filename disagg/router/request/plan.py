@@ -11,17 +11,29 @@ For each thing that the router may do with a request, the plan says why not, or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from disagg.router.api import paths, prompt_length
+from disagg.config import MediaSection
+from disagg.router.api import paths, prompt_length, prompt_parts
 from disagg.router.api.errors import Style
+from disagg.router.api.prompt_length import Length, Prefixes, Scales
+from disagg.router.api.prompt_parts import Part
 from disagg.router.request import resumable
 
 _COMPLETION_TOKENS = 16  # of a completion without max_tokens
 _USAGE_OPTIONS = {"include_usage", "continuous_usage_stats"}
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """How prompts are measured. `media`: what images and the like count. `scales`: learned from
+    the lengths that engines report."""
+
+    media: MediaSection = field(default_factory=MediaSection)
+    scales: Scales = field(default_factory=Scales)
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,11 @@ class RequestPlan:
     path: str
     body: dict[str, Any] = field(repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    estimates: Estimates = field(default_factory=Estimates, repr=False)
+
+    def rest(self, body: dict[str, Any]) -> RequestPlan:
+        """The completion that goes on with this request's answer."""
+        return RequestPlan(paths.COMPLETION, body, self.headers, self.estimates)
 
     # ---- what it is ----------------------------------------------------------------------------
 
@@ -57,15 +74,37 @@ class RequestPlan:
         """How this API's errors look in the middle of a stream."""
         return paths.style(self.path)
 
+    # ---- its prompt ----------------------------------------------------------------------------
+
     @cached_property
     def tokens(self) -> int:
         """About how many tokens the prompt has."""
-        return prompt_length.tokens(self.body)
+        tokens = self.estimates.scales.tokens(self._length, self.model)
+        most = _number(self.body, "truncate_prompt_tokens")
+        return min(tokens, int(most)) if most is not None and most > 0 else tokens
 
     @cached_property
-    def prefix_keys(self) -> list[int]:
-        """See `prompt_length.prefix_keys`."""
-        return prompt_length.prefix_keys(self.body)
+    def prefixes(self) -> Prefixes:
+        """Keys of the prompt's prefixes."""
+        shape = prompt_parts.shape(self.body)
+        return prompt_length.prefixes(shape, self._parts, self.estimates.media)
+
+    @property
+    def prefix_keys(self) -> Sequence[int]:
+        """One key for each leading chunk of the prompt, shortest prefix first."""
+        return self.prefixes.keys
+
+    def has(self, tokens: int) -> None:
+        """An engine counted the prompt's tokens."""
+        self.estimates.scales.learn(self._length, self.model, tokens)
+
+    @cached_property
+    def _parts(self) -> Sequence[Part]:
+        return list(prompt_parts.parts(self.body))
+
+    @cached_property
+    def _length(self) -> Length:
+        return prompt_length.measure(self._parts, self.estimates.media)
 
     # ---- how it draws --------------------------------------------------------------------------
 
@@ -183,7 +222,7 @@ class RequestPlan:
 
 
 def _are_several_prompts(prompt: Any) -> bool:
-    return isinstance(prompt, list) and len(prompt) > 1 and not prompt_length.is_tokens(prompt)
+    return isinstance(prompt, list) and len(prompt) > 1 and not prompt_parts.is_tokens(prompt)
 
 
 def _number(body: Mapping[str, Any], name: str) -> float | None:

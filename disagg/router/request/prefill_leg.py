@@ -122,9 +122,11 @@ class PrefillLeg:
             return refusal
         if answer.status != 200:
             raise _EngineFailed(f"it answered {answer.status}")
+        params, prompt_tokens = bodies.prefill_answer(content)
+        if prompt_tokens is not None:
+            plan.has(prompt_tokens)
         if not self._gives_params:
             return None
-        params = bodies.params_of(content)
         if params is None:
             self._alone("no_params", record)
             return None

@@ -34,7 +34,7 @@ from disagg.router.request.decode_leg import Opened
 from disagg.router.request.failover import Failover
 from disagg.router.request.first_token import Begun
 from disagg.router.request.legs import Legs
-from disagg.router.request.plan import RequestPlan
+from disagg.router.request.plan import Estimates, RequestPlan
 from disagg.router.request.relay import Progress, Relayed
 from disagg.router.request.replay import Replay
 from disagg.router.telemetry.access_log import Record
@@ -85,6 +85,7 @@ class Service:
             settings.pairing.first_token == "prefill" and connector == "disagg"
         )
         self._first_token_hold = FirstTokenHold(settings.pairing.first_token_hold_s)
+        self._estimates = Estimates(settings.pairing.media)
         self.adapters = LoraAdapters(
             client, health, settings.limits.first_byte_timeout_s, self.engines_changed
         )
@@ -96,7 +97,7 @@ class Service:
         self, path: str, body: dict[str, Any], headers: Headers, record: Record
     ) -> Response | Relayed:
         """Serve a request at one of `paths.PAIRED`; raises `ApiError`."""
-        plan = RequestPlan(path, bodies.without_params(body), headers)
+        plan = RequestPlan(path, bodies.without_params(body), headers, self._estimates)
         self._check_length(plan)
         header = upstream.leg_header(upstream.to_engine(headers.raw, record.id, record.trace))
         may_fail_over = self._may_fail_over()
@@ -161,7 +162,7 @@ class Service:
         self._metrics.first_tokens.inc()
 
         async def decode() -> Opened:
-            rest = RequestPlan(paths.COMPLETION, stream.follows(reports), plan.headers)
+            rest = plan.rest(stream.follows(reports))
             opened = await self._legs.decode(rest, seat, prefilled, header, record, prompt=plan)
             if opened.status != 200 or not opened.is_events:
                 opened.close()
@@ -191,7 +192,7 @@ class Service:
             answer = await broadcast.ask(self.client, engines, target, data, sent, limit)
             self.adapters.done(path, data)
             return answer
-        plan = RequestPlan(target, {}, headers)
+        plan = RequestPlan(target, {}, headers, self._estimates)
         seat = await self._seat(plan, record)
 
         def call(engine: EngineEndpoint) -> Awaitable[aiohttp.ClientResponse]:

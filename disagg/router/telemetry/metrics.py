@@ -52,6 +52,11 @@ class RouterMetrics:
             ("reason",),
             registry=self.registry,
         )
+        self.idle_prefill = Gauge(
+            "disagg_router_idle_prefill_ratio",
+            "Of the last 200 requests, those that decode computed while prefill was idle.",
+            registry=self.registry,
+        )
         self.first_tokens = Counter(
             "disagg_router_first_tokens_from_prefill",
             "Streams that began with the prefill engine's first token.",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import agent_bodies
 import httpx
 import pytest
 from unit.router.conftest import PARAMS, Setup
@@ -200,3 +201,44 @@ def test_without_prefill_decode_serves(make: Make) -> None:
             and metric(setup, 'disagg_router_local_total{reason="no_prefill_engine"}') > 0
         )
     )
+
+
+def chat(setup: Setup, body: dict[str, Any]) -> None:
+    answer = client().post(
+        f"{setup.url}/v1/chat/completions", json={**body, "model": "m"}, timeout=20
+    )
+    assert answer.status_code == 200
+
+
+def test_an_agent_is_handed_off(make: Make) -> None:
+    """Its prompt is what its tools said; its words are few."""
+    setup = make(
+        section={"pairing": {"local_prefill_tokens": 4096}}, limits={"max_prompt_tokens": 60_000}
+    )
+    chat(setup, agent_bodies.chat_agent())
+    assert len(setup.prefill.bodies) == 1
+    body = agent_bodies.chat_agent(40)
+    answer = client().post(
+        f"{setup.url}/v1/chat/completions", json={**body, "model": "m"}, timeout=20
+    )
+    assert answer.status_code == 400, "it has more tokens than are allowed"
+
+
+def test_another_image_is_handed_off(make: Make) -> None:
+    setup = make(section={"pairing": {"local_prefill_tokens": 64}})
+    text = {"type": "text", "text": "What is shown here? " * 40}
+    for height in (400, 400, 401):
+        image = {"type": "image_url", "image_url": {"url": agent_bodies.png(600, height)}}
+        chat(setup, {"messages": [{"role": "user", "content": [text, image]}]})
+    assert len(setup.prefill.bodies) == 2
+    assert metric(setup, 'disagg_router_local_total{reason="prefix_known"}') == 1
+
+
+def test_idle_prefill_engines_are_noticed(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    setup = make(section={"pairing": {"local_prefill_tokens": 64}})
+    for number in range(260):
+        complete(setup, list(range(80 if number % 4 == 0 else 8)))
+    assert metric(setup, "disagg_router_idle_prefill_ratio") > 0.7
+    said = [line for line in caplog.messages if "all prefill engines were idle" in line]
+    assert len(said) == 1
+    assert "short_prompt (see router.pairing.local_prefill_tokens)" in said[0]

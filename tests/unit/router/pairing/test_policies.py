@@ -12,12 +12,10 @@ import pytest
 from unit.router.conftest import PARAMS, Setup
 
 from disagg.config import PairingSection
-from disagg.router.api import prompt_length
 from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
 from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.policies import LeastLoaded, Pairer, PrefixAffinity, SessionAffinity
-from disagg.router.pairing.prefix_memory import PrefixMemory
 from disagg.router.request.plan import RequestPlan
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint, Topology
@@ -39,46 +37,6 @@ def health() -> Health:
 
 def ask(prompt: Any, **headers: str) -> RequestPlan:
     return RequestPlan("/v1/completions", {"model": "m", "prompt": prompt}, headers)
-
-
-def test_tokens() -> None:
-    assert prompt_length.tokens({"prompt": list(range(1000))}) == 1000
-    assert prompt_length.tokens({"prompt": "x" * 1000}) == 250
-    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "y" * 400}]}]}
-    assert 100 <= prompt_length.tokens(chat) < 110
-    odds: list[dict[str, Any]] = [{}, {"prompt": 7}, {"prompt": [[]]}]
-    for odd in [*odds, {"messages": [3, {"content": None}]}]:
-        assert prompt_length.tokens(odd) <= 2
-
-
-def test_short_turns_are_not_taken_for_long_ones() -> None:
-    """Chunks go on over the ends of messages: else ten turns of a few words would count as 1,280
-    tokens that an engine has, and whatever is said next as nothing new."""
-    turns = [
-        {"role": role, "content": f"turn {number}: what a day it is"}
-        for number in range(10)
-        for role in ("user", "assistant")
-    ]
-    asked = {"model": "m", "messages": [*turns, {"role": "user", "content": "word " * 2000}]}
-    memory = PrefixMemory()
-    memory.note(prompt_length.prefix_keys({"model": "m", "messages": turns}), "decode-0")
-    known = memory.tokens(prompt_length.prefix_keys(asked), "decode-0")
-    assert 128 <= known <= prompt_length.tokens({"messages": turns})
-    memory.note(prompt_length.prefix_keys(asked), "decode-0")
-    assert memory.tokens(prompt_length.prefix_keys(asked), "decode-0") >= prompt_length.tokens(
-        asked
-    )
-
-
-def test_prefix_keys() -> None:
-    one, other = list(range(1000)), [*range(500), *range(600)]
-    keys, others = (prompt_length.prefix_keys({"model": "m", "prompt": p}) for p in (one, other))
-    assert keys[:3] == others[:3]
-    assert set(keys[3:]).isdisjoint(others)
-    assert set(keys).isdisjoint(prompt_length.prefix_keys({"model": "n", "prompt": one}))
-    assert len(prompt_length.prefix_keys({"prompt": "long" * 100_000})) == 64
-    assert prompt_length.prefix_keys({"prompt": [2**70, -1]})
-    assert prompt_length.prefix_keys({"prompt": "\ud800", "model": "\udfff"})
 
 
 def test_least_loaded(in_flight: InFlight) -> None:
