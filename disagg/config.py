@@ -403,6 +403,28 @@ class PairingSection(Section):
         return self
 
 
+class ShareSection(Section):
+    """What a client is entitled to. A client is known by the name of its key."""
+
+    weight: float = Field(
+        1.0, gt=0, description="Its share of the tokens while requests wait, beside other clients"
+    )
+    priority: int = Field(
+        0,
+        ge=-(1 << 31),
+        lt=1 << 31,
+        description="Lower numbers come first, whatever the shares. Engines that schedule by "
+        "priority get it",
+    )
+    requests_per_minute: int | None = Field(None, gt=0, description="Most requests a minute")
+    prompt_tokens_per_minute: int | None = Field(
+        None, gt=0, description="Most tokens of prompts a minute, as the router estimates them"
+    )
+    output_tokens_per_minute: int | None = Field(
+        None, gt=0, description="Most tokens of answers a minute"
+    )
+
+
 class RouterSection(Section):
     """The OpenAI endpoint."""
 
@@ -445,6 +467,10 @@ class RouterSection(Section):
     )
     access_log: bool = Field(
         True, description="Write one line of JSON per request to standard output"
+    )
+    shares: dict[str, ShareSection] = Field(
+        default_factory=dict,
+        description="What clients are entitled to, by the name of their key; *: all others",
     )
     pairing: PairingSection = PairingSection()
     limits: LimitsSection = LimitsSection()

@@ -151,7 +151,10 @@ class Engine:
         log = _read_log(home)
         if log is None:
             return EngineFailure(f"its node {home.address} does not answer", "")
-        cause = logs.root_cause(log) or f"its process {home.pid} was killed"
+        cause = (
+            logs.root_cause(log, served=self.info is not None)
+            or f"its process {home.pid} was killed"
+        )
         return EngineFailure(cause, "\n".join(log.splitlines()[-TAIL_LINES:]))
 
 

@@ -21,7 +21,7 @@ from disagg.engine.spec import EngineInfo
 from disagg.router.processes.parent import Processes, claim, open_server
 from disagg.router.server.admin_socket import AdminSocket, open_admin_socket
 from disagg.router.server.server import RouterPlan, RouterServer, settle
-from disagg.router.topology import EngineEndpoint
+from disagg.router.topology import Away, EngineEndpoint
 
 
 class RouterActor:
@@ -51,7 +51,7 @@ class RouterActor:
     async def start(
         self,
         engines: Sequence[EngineInfo],
-        down: Mapping[str, str],
+        down: Mapping[str, Away],
         api_keys: Sequence[ApiKey],
         engine_key: str,
         strict: bool,
@@ -72,7 +72,7 @@ class RouterActor:
         settle()
         self._publishing = asyncio.create_task(self._metrics.publish(self._families, self._stopped))
 
-    async def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, str]) -> None:
+    async def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, Away]) -> None:
         """Replace the engines. `down`: the state of each engine that does not serve, by name."""
         assert self._server is not None
         await self._server.replace(_endpoints(engines), down)

@@ -17,6 +17,7 @@ from disagg.credentials import ApiKey
 from disagg.engine.spec import EngineInfo
 from disagg.errors import ConfigError, StartupError
 from disagg.router.server.admin_socket import remove_left
+from disagg.router.topology import Away
 
 START_S = 60.0
 REPLACE_S = 5.0
@@ -69,7 +70,7 @@ class RouterHandle:
         section = self.spec.section.model_copy(update={"port": bound})
         self.spec = replace(self.spec, section=section)
 
-    def start(self, engines: Sequence[EngineInfo], down: Mapping[str, str]) -> None:
+    def start(self, engines: Sequence[EngineInfo], down: Mapping[str, Away]) -> None:
         """Serve with these engines. Raises StartupError."""
         given = (self.spec.api_keys, self.spec.engine_key, self.spec.strict)
         _outcome(self.actor.start.remote(list(engines), dict(down), *given))
@@ -81,7 +82,7 @@ class RouterHandle:
         self.ended = actor.ended.remote()
         self._serves = True
 
-    def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, str]) -> None:
+    def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, Away]) -> None:
         """Replace the router's engines. Waits up to `REPLACE_S`.
 
         A router that does not take the call is ending. It gets the engines when it restarts.

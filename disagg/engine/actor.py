@@ -170,7 +170,11 @@ class EngineActor:
         sys.stdout.flush()
         log = logs.tail(self._log, 10_000)
         own = logs.describe(error)
-        cause = own if not logs.is_relayed(own) else logs.root_cause(log) or own
+        cause = (
+            own
+            if not logs.is_relayed(own)
+            else (logs.root_cause(log, served=self._info is not None) or own)
+        )
         return EngineFailure(cause, logs.tail(self._log, TAIL_LINES))
 
 

@@ -42,6 +42,14 @@ _RELAYED = (
     "vLLM's engine process died",
     "cancelled",
 )
+# What vLLM's processes write when an error ends them. Other errors in the log of an engine that
+# served are of requests.
+_FATAL = (
+    "EngineCore encountered a fatal error",
+    "EngineCore failed to start",
+    "WorkerProc hit an exception",
+    "Fatal Python error",
+)
 _DEATHS = re.compile(
     r"((?:\w+ proc \S+ )?died unexpectedly|exit ?code[:=]? ?-?\d+|Fatal Python error: .*)"
 )
@@ -65,19 +73,33 @@ def stage(log: str) -> str:
     return next(word for word, mark in reversed(STAGES) if mark in log)
 
 
-def root_cause(log: str) -> str | None:
-    """The innermost error in a log, in one line.
+def root_cause(log: str, *, served: bool = False) -> str | None:
+    """The innermost error in the log of an engine that ended, in one line. `served`: whether it had
+    served requests.
 
     vLLM's processes report a failure from the worker to the engine core to the server, each with a
-    trace of its own. The first error that is not such a report is the cause.
+    trace of its own. The first error that is not such a report is the cause; if the engine served,
+    the first one from where a process wrote that it ends.
     """
     lines = [_PREFIX.sub("", line) for line in log.splitlines()]
+    if served:
+        lines = lines[_end_of_service(lines) :]
     for position, line in enumerate(lines):
         match = _ERROR.match(line)
         if match and not is_relayed(line):
             return _one_line(match[1], match[2], lines[position + 1 : position + 4])
     deaths = [match[0] for line in lines if (match := _DEATHS.search(line))]
     return deaths[0] if deaths else None
+
+
+def _end_of_service(lines: list[str]) -> int:
+    """Where the lines about the death begin."""
+    marks = (number for number, line in enumerate(lines) if any(m in line for m in _FATAL))
+    first = next(marks, None)
+    if first is not None:
+        return first
+    deaths = (number for number, line in enumerate(lines) if _DEATHS.search(line))
+    return next(deaths, len(lines))
 
 
 def is_relayed(text: str) -> bool:

@@ -102,6 +102,7 @@ async def fingerprint(request: Request) -> dict[str, str]:
         "kv_cache_dtype": str(cache.cache_dtype),
         "block_size": str(cache.block_size) if is_cpu else "any",
         "max_tokens": str(usual.get("max_tokens") or ""),
+        "scheduling_policy": str(config.scheduler_config.policy),
         "chats": "parsed" if _parses_chats(config) else "plain",
     }
 

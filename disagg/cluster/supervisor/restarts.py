@@ -21,6 +21,7 @@ from disagg.cluster.router_handle import RouterHandle
 from disagg.config import EngineSection, Role
 from disagg.engine.spec import EngineFailure, EngineInfo, EngineSpec
 from disagg.errors import ConfigError, StartupError
+from disagg.router.topology import Away
 
 GRACE_S = 3.0
 STOP_S = 4.0
@@ -41,8 +42,9 @@ class EnginePlace:
     """An engine's place in its pool.
 
     deaths: deaths in a row. up_at: when it began to serve. restart_at: when it starts next; None
-    unless it waits for that. why: why it does not serve; None if it serves. leaving_at: since when
-    it drains. Times are monotonic seconds.
+    unless it waits for that. why: why it does not serve; None if it serves. start_s: how long
+    its last start took; None before the first one. leaving_at: since when it drains. Times are
+    monotonic seconds.
     """
 
     engine: Engine
@@ -51,6 +53,7 @@ class EnginePlace:
     restart_at: float | None = None
     given_up: bool = False
     why: str | None = None
+    start_s: float | None = None
     stage: str = ""
     leaving_at: float | None = None
 
@@ -74,14 +77,17 @@ class EnginePlace:
             return None
         return self.engine.ended if self.engine.info else self.engine.started
 
-    @property
-    def shown(self) -> str:
+    def away(self, now: float) -> Away:
         """Its state in the router's answers. Clients read them, so they do not get `why`."""
         if self.given_up:
-            return "given up"
+            return Away("given up", returns=False)
         if self.leaving_at is not None:
-            return "drains"
-        return "starts again" if self.deaths else "starts"
+            return Away("drains", returns=False)
+        word = "starts again" if self.deaths else "starts"
+        if self.start_s is None:
+            return Away(word)
+        begins = self.restart_at or self.engine.launched_at
+        return Away(word, back_s=max(0.0, begins + self.start_s - now))
 
 
 def pause_s(deaths: int, second_s: float, longest_s: float) -> float:
@@ -137,6 +143,7 @@ class Restarts:
             if isinstance(outcome, EngineInfo):
                 place.engine.serves(outcome)
                 place.why, place.up_at = None, time.monotonic()
+                place.start_s = outcome.startup_s
         self._update_router()
 
     def awaited(self) -> list[Any]:
@@ -212,6 +219,7 @@ class Restarts:
             return
         engine.serves(outcome)
         place.why, place.up_at = None, time.monotonic()
+        place.start_s = outcome.startup_s
         self._update_router()
         what = "is back" if place.deaths else "serves"
         self._tell(f"{place.name} {what}: {outcome.url}, up in {outcome.startup_s:.0f} s", "")
@@ -295,8 +303,9 @@ class Restarts:
     def _update_router(self) -> None:
         self._router.replace(self.engines, self._down())
 
-    def _down(self) -> dict[str, str]:
-        return {place.name: place.shown for place in self.places if not place.serves}
+    def _down(self) -> dict[str, Away]:
+        now = time.monotonic()
+        return {place.name: place.away(now) for place in self.places if not place.serves}
 
     def _restart_router(self) -> str | None:
         """Restart the router, which died. Engines do not notice.

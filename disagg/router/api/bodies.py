@@ -227,6 +227,13 @@ def may_name_params(data: bytes) -> bool:
     return _KEY in data or _ESCAPED in data or b"\0" in data
 
 
+def with_priority(body: dict[str, Any], least: int) -> dict[str, Any]:
+    """The body with a priority: the client's own, but none before `least`. Lower is earlier."""
+    asked = body.get("priority")
+    is_number = isinstance(asked, int) and not isinstance(asked, bool)
+    return {**body, "priority": max(least, asked) if is_number else least}
+
+
 def prefill_body(
     body: dict[str, Any],
     path: str = COMPLETION,

@@ -73,6 +73,13 @@ class ApiError(Exception):
         }
 
 
+class Unreachable(ApiError):
+    """No connection to an engine could be made, so nothing was sent."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(503, f"the {role} engine cannot be reached")
+
+
 class EngineRefusal(ApiError):
     """An engine's own error, passed on unchanged."""
 

@@ -15,8 +15,9 @@ from disagg.router.topology import EngineEndpoint
 logger = logging.getLogger(__name__)
 
 _LONGEST_SHOWN = 200
+SCHEDULING = "scheduling_policy"
 # Fields that may differ between the two engines of a pairing.
-_OWN = {"max_model_len", "max_tokens", "chats"}
+_OWN = {"max_model_len", "max_tokens", "chats", SCHEDULING}
 
 
 class Compatibility:

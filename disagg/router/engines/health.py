@@ -65,6 +65,11 @@ class Health:
         up = [e for e in engines if self._is_up(e, now)]
         return [e for e in up if self._drawn_in_warm_up(e, now)] or up
 
+    def unpaused(self, engines: Sequence[EngineEndpoint]) -> Sequence[EngineEndpoint]:
+        """Those that no failed requests speak against just now, whatever probes say."""
+        now = time.monotonic()
+        return [engine for engine in engines if self._record(engine).paused_until <= now]
+
     def trying(self, engine: EngineEndpoint) -> None:
         """A request is about to be sent. To a failing engine it is the only trial for now."""
         if not self._unwell:

@@ -18,7 +18,7 @@ from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
 
 # The cost of a request besides its prompt, in prompt tokens.
-_REQUEST_TOKENS = 256
+REQUEST_TOKENS = 256
 
 
 OnFree: TypeAlias = Callable[[Role], None]
@@ -88,7 +88,7 @@ class InFlight:
 
     def take(self, engine: EngineEndpoint, tokens: int, on_free: OnFree | None = None) -> Seat:
         """A seat for a request of so many prompt tokens. `on_free` is called when it is left."""
-        cost, load = tokens + _REQUEST_TOKENS, self._of(engine)
+        cost, load = tokens + REQUEST_TOKENS, self._of(engine)
         load.cost += cost
         load.requests += 1
         self._by_role[engine.role] += 1

@@ -138,8 +138,30 @@ class Pairer:
         tried: Collection[EngineEndpoint] = (),
         partner: EngineEndpoint | None = None,
     ) -> bool:
-        """Whether it is worth a wait for an engine of this role that is not among `tried`."""
+        """Whether an engine of this role that is not among `tried` may get a request now."""
         return bool(self._candidates(role, tried, partner))
+
+    def awaits(
+        self,
+        role: Role,
+        tried: Collection[EngineEndpoint] = (),
+        partner: EngineEndpoint | None = None,
+    ) -> bool:
+        """Whether it is worth a wait for an engine of this role that is not among `tried`. Decode
+        engines may be down for a while; without prefill there is still decode."""
+        if self.serves(role, tried, partner):
+            return True
+        is_known = bool(self._known(role, tried, partner) or self._topology.returning(role))
+        return role == "decode" and is_known
+
+    def absence(self, role: Role) -> tuple[str, float | None]:
+        """Which engines of this role are away, for a message, and about how many seconds until the
+        first of them is back."""
+        away = self._topology.returning(role)
+        words = [f"{name} {one.why}" for name, one in away.items()]
+        words += [f"{engine.name} is down" for engine in self._topology.of(role)]
+        times = [one.back_s for one in away.values() if one.back_s is not None]
+        return ", ".join(words), min(times, default=None)
 
     def wait_s(self, role: Role) -> float:
         """About how long the least busy engine of this role reads before it; 0 without one."""
@@ -174,11 +196,18 @@ class Pairer:
         tried: Collection[EngineEndpoint] = (),
         partner: EngineEndpoint | None = None,
     ) -> Sequence[EngineEndpoint]:
+        engines = self._known(role, tried, partner)
+        usable = self._health.usable(engines)
+        # Without prefill there is still decode. Of decode, trying is better than waiting, unless
+        # requests have just failed.
+        return usable or (self._health.unpaused(engines) if role == "decode" else ())
+
+    def _known(
+        self, role: Role, tried: Collection[EngineEndpoint], partner: EngineEndpoint | None
+    ) -> Sequence[EngineEndpoint]:
         engines = self._topology.of(role)
         if tried:
             engines = [engine for engine in engines if engine not in tried]
         if partner is not None:
             engines = [engine for engine in engines if self._compatibility.fit(engine, partner)]
-        usable = self._health.usable(engines)
-        # Without prefill there is still decode; without decode, trying is better than refusing.
-        return usable or (engines if role == "decode" else ())
+        return engines

@@ -14,6 +14,10 @@ class RequestInfo(Protocol):
         """The client's."""
 
     @property
+    def client(self) -> str | None:
+        """The name of the client's key."""
+
+    @property
     def tokens(self) -> int:
         """About how many tokens the prompt has."""
 

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from disagg.router.processes.rpc import ASK_S, RpcChannel, RpcClosed, open_channel
 from disagg.router.server.peer_processes import SingleProcess, merged_metrics
 from disagg.router.server.server import RouterPlan, RouterServer, bind, settle
-from disagg.router.topology import EngineEndpoint
+from disagg.router.topology import Away, EngineEndpoint
 
 
 class Child:
@@ -62,7 +62,8 @@ class Child:
 
     async def _replace(self, given: Any) -> None:
         engines = [EngineEndpoint(**engine) for engine in given["engines"]]
-        await self._server.replace(engines, given["down"])
+        down = {name: Away(*away) for name, away in given["down"].items()}
+        await self._server.replace(engines, down)
 
     async def _figures(self, _: Any) -> str:
         return (await self._own.figures()).decode()

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from disagg.router.processes.rpc import ASK_S, RpcChannel, RpcClosed, open_channel
 from disagg.router.server.peer_processes import merged_metrics
 from disagg.router.server.server import RouterPlan, RouterServer, bind
-from disagg.router.topology import EngineEndpoint
+from disagg.router.topology import Away, EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Processes:
             await self.stop(0)
             raise RuntimeError("a router process exited while starting; see its last log lines")
 
-    async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
+    async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
         """Use these engines from now on, in later children too; see `Topology.replace`."""
         self._plan = replace(self._plan, engines=engines, down=down)
         given = {"engines": [asdict(engine) for engine in engines], "down": dict(down)}

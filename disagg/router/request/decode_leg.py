@@ -1,7 +1,8 @@
 """The decode leg: an engine's answer whose first bytes have come.
 
 Until then nothing was passed on, so a leg that fails is sent to another engine, with the same
-params. Only a time-out is not: whoever waited so long shall hear of it.
+params; if there is no other, it waits until the engine is back. Only a time-out is not: whoever
+waited so long shall hear of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TypeAlias
 import aiohttp
 
 from disagg.config import LimitsSection
-from disagg.router.api.errors import ApiError, EngineRefusal
+from disagg.router.api.errors import ApiError, EngineRefusal, Unreachable
 from disagg.router.engines.health import Health
 from disagg.router.pairing.admission import Admission
 from disagg.router.pairing.in_flight import Seat
@@ -139,10 +140,12 @@ class DecodeLeg:
         """The answer of the seat's engine, or of another one; never a 5xx. Gives the seat up if
         there is none. Raises `ApiError`, an engine's own words among them.
 
-        `call` gives an answer whose head has come, in time, or raises `ApiError`. `partner`: the
-        prefill engine that holds the prompt's KV, if any.
+        `attempts`: how often the request may be sent; a request may be what ends an engine. `call`
+        gives an answer whose head has come, in time, or raises `ApiError`. `partner`: the prefill
+        engine that holds the prompt's KV, if any.
         """
         tried: list[EngineEndpoint] = []
+        sent, gives_up_at = 0, time.monotonic() + self._limits.queue_timeout_s
         while True:
             tried.append(seat.engine)
             record.decode = seat.engine.name
@@ -155,7 +158,9 @@ class DecodeLeg:
             except ApiError as error:
                 failure = error
             other: Seat | None = None
-            if len(tried) < attempts and (failure is None or failure.status != 504):
+            sent += not isinstance(failure, Unreachable)
+            is_late = failure is not None and failure.status == 504
+            if sent < attempts and not is_late and time.monotonic() < gives_up_at:
                 other = await self._elsewhere(plan, tried, partner, opened)
             if other is None:
                 if opened is not None:
@@ -178,9 +183,16 @@ class DecodeLeg:
     ) -> Seat | None:
         if refused is not None:
             refused.seat.leave()  # else it might wait for its own
+        seat = self._admission.seat
         try:
-            return await self._admission.seat("decode", plan, tried, partner)
-        except ApiError:
+            other = await seat("decode", plan, tried, partner, is_admitted=True)
+            if other is None and refused is None:
+                tried.clear()
+                other = await seat("decode", plan, tried, partner, is_admitted=True)
+            return other
+        except ApiError as error:
+            if refused is None and error.status == 503:
+                raise  # it says which engines are away
             return None  # why it was refused tells more than that others have no room
         except BaseException:
             if refused is not None:

@@ -119,7 +119,7 @@ class Failover:
         record: Record,
         more: Mapping[str, Any],
     ) -> Opened:
-        seat = await self._admission.seat("decode", plan, [dead])
+        seat = await self._admission.seat("decode", plan, [dead], is_admitted=True)
         if seat is None:
             raise ApiError(503, "there is no other decode engine")
         begins: Callable[[], None] = stream.begins_anew

@@ -12,7 +12,7 @@ For each thing that the router may do with a request, the plan says why not, or 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,16 +41,18 @@ class RequestPlan:
     """One request. `path`: one of `paths.PAIRED`, or any other that decode serves alone.
 
     `body`: the client's, without transfer params. `headers`: the client's.
+    `client`: the name of its key.
     """
 
     path: str
     body: dict[str, Any] = field(repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    client: str | None = None
     estimates: Estimates = field(default_factory=Estimates, repr=False)
 
     def rest(self, body: dict[str, Any]) -> RequestPlan:
         """The completion that goes on with this request's answer."""
-        return RequestPlan(paths.COMPLETION, body, self.headers, self.estimates)
+        return replace(self, path=paths.COMPLETION, body=body)
 
     # ---- what it is ----------------------------------------------------------------------------
 

@@ -21,14 +21,16 @@ from disagg.router.api.bodies import NOTHING_MORE
 from disagg.router.api.errors import ApiError
 from disagg.router.api.event_stream import Plain, Watcher
 from disagg.router.engines import broadcast
-from disagg.router.engines.compatibility import Compatibility
+from disagg.router.engines.compatibility import SCHEDULING, Compatibility
 from disagg.router.engines.health import Health
 from disagg.router.engines.lease_releases import Prefilled
 from disagg.router.engines.lora_adapters import LoraAdapters
 from disagg.router.pairing.admission import Admission
+from disagg.router.pairing.fair_queue import Served
 from disagg.router.pairing.first_token_hold import FirstTokenHold
 from disagg.router.pairing.in_flight import InFlight, Seat
 from disagg.router.pairing.policies import Pairer
+from disagg.router.pairing.rate_limits import RateLimits
 from disagg.router.request import first_token, stream_state
 from disagg.router.request.decode_leg import Opened
 from disagg.router.request.failover import Failover
@@ -67,7 +69,9 @@ class Service:
         self._metrics, self._settings = metrics, settings
         in_flight = InFlight(metrics)
         pairer = Pairer(topology, settings.pairing, in_flight, health, compatibility)
-        self._admission = Admission(pairer, in_flight, settings.limits, metrics)
+        self._served = Served(settings.shares)
+        self._rate_limits = RateLimits(self._served.share, settings.processes)
+        self._admission = Admission(pairer, in_flight, settings.limits, metrics, self._served)
         self._legs = Legs(
             client,
             legs_client,
@@ -97,8 +101,12 @@ class Service:
         self, path: str, body: dict[str, Any], headers: Headers, record: Record
     ) -> Response | Relayed:
         """Serve a request at one of `paths.PAIRED`; raises `ApiError`."""
-        plan = RequestPlan(path, bodies.without_params(body), headers, self._estimates)
+        body = self._prioritized(bodies.without_params(body), record.key_name)
+        plan = RequestPlan(path, body, headers, record.key_name, self._estimates)
         self._check_length(plan)
+        if self._settings.shares:
+            limits = self._rate_limits
+            record.told = limits.admit(plan.client, plan.tokens, plan.error_style)
         header = upstream.leg_header(upstream.to_engine(headers.raw, record.id, record.trace))
         may_fail_over = self._may_fail_over()
         more = _fields(plan, may_fail_over)
@@ -192,7 +200,7 @@ class Service:
             answer = await broadcast.ask(self.client, engines, target, data, sent, limit)
             self.adapters.done(path, data)
             return answer
-        plan = RequestPlan(target, {}, headers, self._estimates)
+        plan = RequestPlan(target, {}, headers, record.key_name, self._estimates)
         seat = await self._seat(plan, record)
 
         def call(engine: EngineEndpoint) -> Awaitable[aiohttp.ClientResponse]:
@@ -229,6 +237,15 @@ class Service:
                 "(router.limits.max_prompt_tokens)",
             )
 
+    def _prioritized(self, body: dict[str, Any], client: str | None) -> dict[str, Any]:
+        """With the client's priority, if all engines schedule by it; others would refuse it."""
+        if not self._settings.shares:
+            return body
+        engines = self._topology.engines
+        if any(self._compatibility.said(one).get(SCHEDULING) != "priority" for one in engines):
+            return body
+        return bodies.with_priority(body, self._served.share(client).priority)
+
     async def _seat(self, plan: RequestPlan, record: Record) -> Seat:
         seat = await self._admission.seat("decode", plan)
         if seat is None:
@@ -247,6 +264,9 @@ class Service:
                 self._metrics.ttft.observe(record.first_byte_s)
 
         def ended(chunks: int) -> None:
+            self._served.charge(record.key_name, chunks)  # about its tokens
+            if self._settings.shares:
+                self._rate_limits.answered(record.key_name, chunks)
             if counts and chunks > 1 and record.first_byte_s is not None:
                 seconds = record.elapsed() - record.first_byte_s
                 self._metrics.between_chunks.observe(seconds / (chunks - 1))

@@ -31,7 +31,7 @@ from disagg.router.telemetry.access_log import AccessLog, Record
 from disagg.router.telemetry.engine_metrics import EngineTexts
 from disagg.router.telemetry.metrics import EnginesUp, Exposition, RouterMetrics
 from disagg.router.telemetry.tracing import open_tracer
-from disagg.router.topology import EngineEndpoint, Topology
+from disagg.router.topology import Away, EngineEndpoint, Topology
 from disagg.router.upstream import client as upstream
 from disagg.router.upstream import http1
 from disagg.router.upstream.loop_yield import LoopYield
@@ -44,7 +44,7 @@ def create_app(
     settings: RouterSection,
     engines: Sequence[EngineEndpoint],
     *,
-    down: Mapping[str, str] | None = None,
+    down: Mapping[str, Away] | None = None,
     api_keys: Sequence[ApiKey] = (),
     engine_key: str | None = None,
     connector: ConnectorName = "disagg",
@@ -90,7 +90,7 @@ def create_app(
             await probes.close()
             await service.close()
 
-    def replace(engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
+    def replace(engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
         """Forget the state of engines that changed. Requests in flight to them are not cut."""
         service: Service = app.state.service
         known = set(topology.engines)
@@ -137,7 +137,7 @@ def _add_own_routes(
             is_ready = bool(up)  # without a prefill pool, decode engines compute prompts too
         # Words that the router or its supervisor chose; nothing that an engine wrote.
         shown = {name: problem or "up" for name, problem in problems.items()}
-        shown.update(topology.down)
+        shown.update((name, away.why) for name, away in topology.down.items())
         return JSONResponse({"ready": is_ready, "engines": shown}, 200 if is_ready else 503)
 
     @app.api_route(openapi.PATH, methods=_READ)

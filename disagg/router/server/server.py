@@ -22,7 +22,7 @@ from disagg.router.server.app import create_app
 from disagg.router.server.drain import Drain
 from disagg.router.server.endpoint import DirectRoutes
 from disagg.router.server.peer_processes import PeerProcesses, SingleProcess
-from disagg.router.topology import EngineEndpoint
+from disagg.router.topology import Away, EngineEndpoint
 
 # The time for cut answers to close their connections, in seconds.
 _CLOSE_S = 1
@@ -38,8 +38,8 @@ class RouterPlan:
     engine_key: str | None = field(default=None, repr=False)
     connector: ConnectorName = "disagg"
     strict: bool = False
-    down: Mapping[str, str] = field(default_factory=dict)
-    """For each engine that is missing, by name: why."""
+    down: Mapping[str, Away] = field(default_factory=dict)
+    """The engines that are missing, by name."""
 
     def server(self, sock: socket.socket, admin: socket.socket | None = None) -> RouterServer:
         """A server for this plan on a bound socket, and on a listening socket for operators.
@@ -132,7 +132,7 @@ class RouterServer:
                 self._server.connection, sock=self._admin
             )
 
-    async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, str]) -> None:
+    async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
         """Use these engines from now on; see `Topology.replace`."""
         self.app.state.replace(engines, down)
 

@@ -81,7 +81,9 @@ class Status:
         down = self._topology.down
         own, texts = await asyncio.gather(peer_processes.figures(), self._texts.get())
         shown = [self._engine(*pair) for pair in texts]
-        away = [{"name": name, "role": role_of(name), "state": why} for name, why in down.items()]
+        away = [
+            {"name": name, "role": role_of(name), "state": one.why} for name, one in down.items()
+        ]
         return {
             "at": time.time(),
             "engines": sorted(shown + away, key=lambda e: (e["role"] != "prefill", e["name"])),

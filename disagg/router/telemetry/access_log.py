@@ -73,6 +73,7 @@ class Record:
     retries: int = 0
     migrations: int = 0
     queued_s: float | None = None
+    told: Mapping[str, str] = field(default_factory=dict)  # headers for the client
     trace: Mapping[str, str] = field(default_factory=dict)  # trace context for the engines
 
     def elapsed(self) -> float:

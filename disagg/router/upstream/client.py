@@ -14,7 +14,7 @@ import aiohttp
 
 from disagg import keepalive
 from disagg.config import LimitsSection
-from disagg.router.api.errors import ApiError
+from disagg.router.api.errors import ApiError, Unreachable
 from disagg.router.topology import EngineEndpoint
 from disagg.router.upstream import http1
 from disagg.router.upstream.connector import Connector
@@ -119,8 +119,10 @@ async def post_leg(
         return await client.post(engine.url, path, data, header, timeout_s)
     except TimeoutError as error:
         raise _timed_out(engine.role, timeout_s) from error
+    except http1.NotConnected as error:
+        raise Unreachable(engine.role) from error
     except ConnectionError as error:
-        raise _unreachable(engine.role) from error
+        raise _lost(engine.role) from error
 
 
 async def post(
@@ -143,13 +145,15 @@ async def head(
             return await call
     except TimeoutError as error:
         raise _timed_out(role, timeout_s) from error
+    except aiohttp.ClientConnectorError as error:
+        raise Unreachable(role) from error
     except (aiohttp.ClientError, ConnectionError) as error:
-        raise _unreachable(role) from error
+        raise _lost(role) from error
 
 
 def _timed_out(role: str, timeout_s: float) -> ApiError:
     return ApiError(504, f"the {role} engine gave no answer in {timeout_s:g} s")
 
 
-def _unreachable(role: str) -> ApiError:
+def _lost(role: str) -> ApiError:
     return ApiError(503, f"the {role} engine cannot be reached")

@@ -34,6 +34,10 @@ class EngineLost(ConnectionError):
     """The engine cannot be reached, or its answer broke off, or is not HTTP."""
 
 
+class NotConnected(EngineLost):
+    """There is no connection to the engine, so nothing was sent."""
+
+
 class _Pool(list["_Connection"]):
     """Idle connections to one engine."""
 
@@ -276,7 +280,7 @@ class Client:
                     lambda: _Connection(pool, self._rounds, self._on_data), host, port, **options
                 )
         except TimeoutError as error:
-            raise EngineLost(f"no connection in {self._connect_s:g} s") from error
+            raise NotConnected(f"no connection in {self._connect_s:g} s") from error
         except OSError as error:
-            raise EngineLost(f"no connection: {error.strerror or error}") from error
+            raise NotConnected(f"no connection: {error.strerror or error}") from error
         return connection

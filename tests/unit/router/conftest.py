@@ -65,7 +65,8 @@ class Loop:
 @dataclass
 class FakeEngine:
     """How it behaves, which a test may change at any time: status, first_byte_s, gate (it answers
-    once set), chunks, chunk_s, padding (bytes of a comment with each chunk), cut_after, refusing
+    once set), chunks, chunk_s, padding (bytes of a comment with each chunk), cut_after,
+    dies (instead of an answer), refusing
     (answers by path), adapters (that it reports as loaded)."""
 
     role: Role
@@ -76,6 +77,7 @@ class FakeEngine:
     chunk_s: float = 0.0
     padding: int = 0
     cut_after: int | None = None
+    dies: bool = False
     params: Any = field(default_factory=lambda: PARAMS)
     handoffs: dict[str, int] = field(default_factory=dict)
     url: str = ""
@@ -107,7 +109,9 @@ class FakeEngine:
         app.router.add_route("*", "/{rest:.*}", self._other)
         self.runner = web.AppRunner(app, handler_cancellation=True, auto_decompress=False)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        # Where it listened before, if it did.
+        port = int(self.url.rpartition(":")[2]) if self.url else 0
+        site = web.TCPSite(self.runner, "127.0.0.1", port, reuse_address=True)
         await site.start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 
@@ -125,6 +129,9 @@ class FakeEngine:
             await asyncio.sleep(self.first_byte_s)
             if gate is not None:
                 await asyncio.to_thread(gate.wait, 20)
+            if self.dies:
+                assert request.transport is not None
+                request.transport.abort()
             if self.status != 200:
                 return web.json_response({"error": {"message": "told to"}}, status=self.status)
             if not body.get("stream"):

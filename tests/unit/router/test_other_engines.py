@@ -15,7 +15,7 @@ from unit.router.pairing.test_admission import until
 from disagg.config import RouterSection
 from disagg.router.processes.parent import Processes, claim
 from disagg.router.server.server import RouterPlan
-from disagg.router.topology import EngineEndpoint
+from disagg.router.topology import Away, EngineEndpoint
 from disagg.testing.http import client
 
 Make = Callable[..., Setup]
@@ -26,8 +26,9 @@ def complete(url: str, **body: Any) -> httpx.Response:
     return client().post(f"{url}/v1/completions", json=asked, timeout=20)
 
 
-def replace(setup: Setup, engines: Sequence[EngineEndpoint], **down: str) -> None:
-    setup.loop.run(setup.server.replace(engines, down))
+def replace(setup: Setup, engines: Sequence[EngineEndpoint], **down: str | Away) -> None:
+    away = {name: Away(one) if isinstance(one, str) else one for name, one in down.items()}
+    setup.loop.run(setup.server.replace(engines, away))
 
 
 def is_ready(setup: Setup) -> bool:

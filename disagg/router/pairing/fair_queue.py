@@ -1,0 +1,119 @@
+"""Requests that wait, in the order that is fair to their clients.
+
+A client's share is its weight. Whoever was served the fewest tokens for its weight is next, as in
+the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., 2024). A
+client that comes back after a while gets no credit for it. Among clients of different priority, the
+lower number is first. Requests of one client keep their order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
+
+from disagg.config import ShareSection
+
+T = TypeVar("T")
+OTHERS = "*"
+"""The share of all clients that have none of their own."""
+_PLAIN = ShareSection()
+
+
+class Served:
+    """How many tokens each client was served, for all queues of a router process."""
+
+    def __init__(self, shares: Mapping[str, ShareSection]) -> None:
+        self._shares = shares
+        self._others = shares.get(OTHERS, _PLAIN)
+        self._tokens: dict[str | None, float] = {}
+
+    def share(self, client: str | None) -> ShareSection:
+        """What this client is entitled to. `client`: the name of its key; None: it has none."""
+        return self._shares.get(client, self._others) if client is not None else self._others
+
+    def charge(self, client: str | None, tokens: int) -> None:
+        """The client was served so many tokens."""
+        more = tokens / self.share(client).weight
+        self._tokens[client] = self._tokens.get(client, 0.0) + more
+
+    def of(self, client: str | None) -> float:
+        """Tokens for each unit of weight."""
+        return self._tokens.get(client, 0.0)
+
+    def lift(self, client: str | None, least: float) -> None:
+        """The client was away: it counts as if it had been served as much as those who wait."""
+        self._tokens[client] = max(self.of(client), least)
+
+
+class FairQueue(Generic[T]):
+    """A queue for one role. Requests that `push_first` gave come before all others."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._first: deque[T] = deque()
+        self._waiting: dict[str | None, deque[T]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count + len(self._first)
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self._first
+        for waiting in self._waiting.values():
+            yield from waiting
+
+    def push_first(self, item: T) -> None:
+        """Put it before all others."""
+        self._first.appendleft(item)
+
+    def push(self, client: str | None, item: T) -> None:
+        """Put it behind those of its client."""
+        if client not in self._waiting:
+            others = [self._served.of(other) for other in self._waiting]
+            if others:
+                self._served.lift(client, min(others))
+            self._waiting[client] = deque()
+        self._waiting[client].append(item)
+        self._count += 1
+
+    def next(self) -> tuple[str | None, T] | None:
+        """Whose turn it is, apart from those in front; it stays in the queue."""
+        if not self._waiting:
+            return None
+        client = min(self._waiting, key=self._rank)
+        return client, self._waiting[client][0]
+
+    def first(self) -> list[T]:
+        """Those in front."""
+        return list(self._first)
+
+    def to_give_way(self, client: str | None) -> T | None:
+        """The last request of whoever has the most waiting for its weight, if that is more than
+        this client would have with another one."""
+
+        def load(other: str | None, more: int = 0) -> float:
+            count = len(self._waiting.get(other, ())) + more
+            return count / self._served.share(other).weight
+
+        most = max(self._waiting, key=load, default=None)
+        if most not in self._waiting or most == client or load(most) <= load(client, 1):
+            return None
+        return self._waiting[most][-1]
+
+    def remove(self, item: T) -> bool:
+        """Take it out; whether it was there."""
+        if item in self._first:
+            self._first.remove(item)
+            return True
+        for client, waiting in self._waiting.items():
+            if item in waiting:
+                waiting.remove(item)
+                self._count -= 1
+                if not waiting:
+                    del self._waiting[client]
+                return True
+        return False
+
+    def _rank(self, client: str | None) -> tuple[int, float]:
+        return self._served.share(client).priority, self._served.of(client)
