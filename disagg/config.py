@@ -403,6 +403,10 @@ class PairingSection(Section):
         return self
 
 
+OTHERS = "*"
+"""The share of all clients that have none of their own."""
+
+
 class ShareSection(Section):
     """What a client is entitled to. A client is known by the name of its key."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from disagg.config import Deployment, RouterSection
+from disagg.config import OTHERS, Deployment, RouterSection
 from disagg.errors import ConfigError
 from disagg.transport.control.secret import MIN_LENGTH, user_secret
 
@@ -99,6 +99,13 @@ def router_keys(router: RouterSection, section: str = "router.") -> tuple[ApiKey
         router.admin_keys_file,
         is_admin=True,
     )
+    names = {key.name for key in (*clients, *operators) if key.name is not None}
+    for name in router.shares:
+        if name != OTHERS and name not in names:
+            known = ", ".join(sorted(names)) or "none has a name; write NAME=KEY"
+            raise ConfigError(
+                f"{section}shares.{name}: no key has this name (keys: {known}); * is for all others"
+            )
     values = [key.value for key in clients]
     for number, one in enumerate(operators, start=1):
         if one.value in values:

@@ -193,3 +193,15 @@ def test_files_of_tiers_outlive_a_run_and_so_does_the_secret(
 
 def router_with(cert: str | None, key: str | None) -> RouterSection:
     return RouterSection.model_validate({"tls_cert_file": cert, "tls_key_file": key})
+
+
+def test_a_share_of_nobody_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYS", "a=first,b=second")
+    shares: dict[str, Any] = {"a": {"weight": 2}, "*": {"priority": 1}}
+    section = RouterSection.model_validate({"api_keys_env": "KEYS", "shares": shares})
+    assert len(credentials.router_keys(section)) == 2
+    section = RouterSection.model_validate({"api_keys_env": "KEYS", "shares": {"c": {}}})
+    with pytest.raises(
+        ConfigError, match=r"router\.shares\.c: no key has this name \(keys: a, b\)"
+    ):
+        credentials.router_keys(section)

@@ -12,11 +12,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
-from disagg.config import ShareSection
+from disagg.config import OTHERS, ShareSection
 
 T = TypeVar("T")
-OTHERS = "*"
-"""The share of all clients that have none of their own."""
 _PLAIN = ShareSection()
 
 
