@@ -30,6 +30,7 @@ class _Record:
 
     failures: int = 0
     paused_until: float = 0.0
+    is_on_trial: bool = False
     missed: int = 0
     why: str | None = None
     handoffs_fail: bool = False
@@ -76,6 +77,7 @@ class Health:
             return
         record = self._record(engine)
         if record.failures >= _FAILURES:
+            record.is_on_trial = True
             record.paused_until = time.monotonic() + self._pause_s(record)
 
     def answered(self, engine: EngineEndpoint, status: int) -> None:
@@ -92,6 +94,9 @@ class Health:
     def failed(self, engine: EngineEndpoint) -> None:
         """The engine was unreachable, broke off its answer, or was silent for too long."""
         record = self._record(engine)
+        if time.monotonic() < record.paused_until and not record.is_on_trial:
+            return  # it was sent before the pause, with the others that failed
+        record.is_on_trial = False
         record.failures += 1
         if record.failures >= _FAILURES:
             self._unwell.add(engine.name)

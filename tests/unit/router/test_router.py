@@ -206,7 +206,7 @@ def test_prefill_fails(make: Make, failure: str, strict: bool) -> None:
     ("failure", "status"), [("status", 500), ("refuses", 400), ("dead", 503), ("slow", 504)]
 )
 def test_decode_fails_and_the_lease_is_released(make: Make, failure: str, status: int) -> None:
-    setup = make(limits={"first_byte_timeout_s": 0.3})
+    setup = make(limits={"first_byte_timeout_s": 0.3, "queue_timeout_s": 0.3})
     if failure in ("status", "refuses"):
         setup.decode.status = status
     elif failure == "dead":

@@ -13,6 +13,7 @@ import pytest
 from unit.router.conftest import AS_OPERATOR, Setup
 from unit.router.pairing.test_admission import complete, until
 
+from disagg.router.topology import Away
 from disagg.testing.http import client
 
 Make = Callable[..., Setup]
@@ -54,7 +55,8 @@ def test_engines_pairings_and_requests(make: Make) -> None:
     assert state["failures"] == []
 
 
-def test_failures_name_the_request_and_no_address(setup: Setup) -> None:
+def test_failures_name_the_request_and_no_address(make: Make) -> None:
+    setup = make(limits={"queue_timeout_s": 0.1})
     setup.loop.run(setup.decode.stop())
     answer = complete(setup)
     assert answer.status_code == 503
@@ -70,7 +72,7 @@ def test_failures_name_the_request_and_no_address(setup: Setup) -> None:
 
 def test_an_engine_that_is_gone_is_shown_at_once(setup: Setup) -> None:
     assert len(state_of(setup)["engines"]) == 2
-    setup.loop.run(setup.server.replace(setup.endpoints[:1], {"decode-0": "starts again"}))
+    setup.loop.run(setup.server.replace(setup.endpoints[:1], {"decode-0": Away("starts again")}))
     engines = {engine["name"]: engine["state"] for engine in state_of(setup)["engines"]}
     assert engines == {"prefill-0": "up", "decode-0": "starts again"}
 
@@ -88,7 +90,7 @@ def test_the_command(setup: Setup) -> None:
         assert word in shown.stdout
     assert json.loads(status(setup.url, "--json").stdout)["router"]["requests"] == {"200": 1}
 
-    setup.loop.run(setup.server.replace(setup.endpoints[:1], {"decode-0": "starts again"}))
+    setup.loop.run(setup.server.replace(setup.endpoints[:1], {"decode-0": Away("starts again")}))
     gone = status(setup.url)
     assert gone.returncode == 1
     assert "starts again" in gone.stdout
@@ -125,7 +127,7 @@ def test_the_page_in_a_browser(setup: Setup) -> None:
     assert ">ready</span>" in dom
     assert "2 of 2 engines up" in dom
     assert '<td>prefill-0</td><td class="left">decode-0</td><td>1</td>' in dom
-    setup.loop.run(setup.server.replace(setup.endpoints[1:], {"prefill-0": "starts again"}))
+    setup.loop.run(setup.server.replace(setup.endpoints[1:], {"prefill-0": Away("starts again")}))
     until(lambda: state_of(setup)["engines"][0]["state"] == "starts again")
     dom = seen()
     assert '<td class="bad left">starts again</td>' in dom
