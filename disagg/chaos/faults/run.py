@@ -30,6 +30,7 @@ from disagg.testing.forked_servers import ForkServer
 OURS = CONNECTORS[0].name
 MODELS = (Path(".cache/models/faults-0"), Path(".cache/models/faults-1"))
 STATE = Path(".cache/bench-faults.json")
+INTERRUPTED = "interrupted"
 _BAD = (Outcome.WRONG, Outcome.HUNG, Outcome.DIED)
 _COLORS = {Outcome.RIGHT: "green", Outcome.WRONG: "red", Outcome.HUNG: "red", Outcome.DIED: "red"}
 Cell = dict[str, Any]
@@ -53,6 +54,8 @@ def run(
             if reason := _of_connector(connector, played, times, state, servers, console):
                 console.print(f"{connector.name}: {reason}")
                 stopped[connector.name] = reason
+            if reason == INTERRUPTED:
+                break
     finally:
         servers.stop()
     cells = {c.name: state.cells_of(c, times) for c in chosen if not c.missing}
@@ -114,6 +117,8 @@ def _of_connector(
                     )
         except StartupError as error:
             return f"does not start: {_cause(error)}"
+        except KeyboardInterrupt:  # what was played so far is worth its report
+            return INTERRUPTED
     return None
 
 
