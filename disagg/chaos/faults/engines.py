@@ -111,6 +111,10 @@ class Engines:
         setattr(self, name, new)
         self._launch(new)
 
+    def meet(self) -> None:
+        """One handoff, however it ends: as in service, decode has fetched from prefill before."""
+        self.alone([lambda: self.handoff(self.prompts(100))])
+
     def revive(self) -> list[str]:
         """Start again what does not serve. Returns its names."""
         dead = [name for name in ("left", "right") if not self.serves(getattr(self, name))]

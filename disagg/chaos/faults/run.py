@@ -133,6 +133,7 @@ def play(engines: Engines, kind: str, times: int) -> Cell:
     engine that the kind did not kill, and that does not serve, has died. If an answer hung, the
     next kind begins with new engines, so that each one is counted by itself."""
     chosen, note = KINDS[kind], ""
+    engines.meet()
     try:
         outcomes = Counter(chosen.play(engines, times))
     except NotPlayed as reason:

@@ -23,6 +23,8 @@ class FakeEngines:
     dead: list[str] = field(default_factory=list)
     restarted: list[str] = field(default_factory=list)
 
+    def meet(self) -> None: ...
+
     def revive(self) -> list[str]:
         return self.dead
 
