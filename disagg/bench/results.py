@@ -34,6 +34,8 @@ _DISTRIBUTIONS = {
     "ray": ("ray",),
     "torch": ("torch",),
     "nixl": ("nixl",),
+    "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
+    "lmcache": ("lmcache",),
     "vllm-router": ("vllm-router",),
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     "cupy": ("cupy-cuda13x", "cupy-cuda12x"),

@@ -65,7 +65,7 @@ class ForkServer:
         """End it, and what it started."""
         with self._process as process:  # closes its pipes
             try:
-                process.communicate(timeout=20)
+                process.communicate(timeout=60)  # many processes may share a core
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise

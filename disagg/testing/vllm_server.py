@@ -162,9 +162,16 @@ class VllmServer:
 
     # ---- its API ---------------------------------------------------------------------------
 
-    def post(self, path: str, body: dict[str, Any], timeout: float = 180) -> httpx.Response:
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        timeout: float = 180,
+        headers: dict[str, str] | None = None,
+    ) -> httpx.Response:
         """POST a JSON body."""
-        return client().post(f"{self.url}{path}", json={"model": "tiny", **body}, timeout=timeout)
+        body = {"model": "tiny", **body}
+        return client().post(f"{self.url}{path}", json=body, timeout=timeout, headers=headers)
 
     def complete(self, prompt: Any, **options: Any) -> dict[str, Any]:
         """A greedy completion, by default of 16 tokens. RuntimeError unless the status is 200."""

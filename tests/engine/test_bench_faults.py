@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from disagg.chaos.faults.connectors import CONNECTORS
+from disagg.chaos.faults.connectors import CONNECTORS, Connector
 from disagg.chaos.faults.engines import Engines, Outcome
 from disagg.chaos.faults.run import play
 from disagg.testing.checkpoint import make_model
@@ -25,6 +26,19 @@ def engines(
     start = vllm_server("unused", models[0], None).start
     with Engines(CONNECTORS[0], models, folder, start) as engines:
         yield engines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", CONNECTORS[1:], ids=lambda connector: connector.name)
+def test_the_driver_speaks_as_each_peer_expects(
+    connector: Connector, engines: Engines, tmp_path: Path
+) -> None:
+    if connector.missing:
+        pytest.skip(connector.missing)
+    models, start = (engines.plain.model, engines.plain.model), engines.plain.start
+    with connector.beside(tmp_path), Engines(connector, models, tmp_path, start) as peers:
+        found = play(peers, "handoffs, one by one", 2)
+    assert found["outcomes"] == {str(Outcome.RIGHT): 2}
 
 
 @pytest.mark.parametrize(

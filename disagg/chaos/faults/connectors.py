@@ -6,11 +6,17 @@ decode leg. Every connector runs between two engines that may both prefill and d
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import socket
+import subprocess
+import sys
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,11 +24,14 @@ from typing import Any
 import httpx
 
 from disagg.engine.vllm_patches.patching import vllm_version
+from disagg.errors import StartupError
 from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.testing.http import client
-from disagg.testing.vllm_server import free_port
+from disagg.testing.vllm_server import START_S, free_port
 
 LEASE_S = 6
+REQUEST_ID = "X-Request-Id"
+"""A param of this name is sent as the header."""
 Params = dict[str, Any]
 
 
@@ -33,7 +42,8 @@ class Connector:
     config: of vLLM's `--kv-transfer-config`, for one engine; the argument is a folder that both
     engines share. env: of each engine. prefill: the params of the prefill leg. decode: those of the
     decode leg, of the prefill engine's environment, the prefill leg's params and its answer's;
-    None: this connector takes no params, so that references cannot go wrong.
+    None: this connector takes no params, so that references cannot go wrong. beside: what has to
+    run besides the engines; the argument is the folder.
     """
 
     name: str
@@ -43,6 +53,7 @@ class Connector:
     prefill: Callable[[], Params]
     decode: Callable[[Mapping[str, str], Params, Any], Params | None]
     module: str = "vllm"
+    beside: Callable[[Path], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     @property
     def missing(self) -> str | None:
@@ -60,6 +71,10 @@ class Connector:
 
 def _answered(env: Mapping[str, str], asked: Params, answered: Any) -> Params | None:
     return dict(answered) if isinstance(answered, dict) else None
+
+
+def _no_params(env: Mapping[str, str], asked: Params, answered: Any) -> None:
+    return None
 
 
 def _remote_decode() -> Params:
@@ -101,6 +116,23 @@ def _nixl_env() -> dict[str, str]:
     return {"UCX_TLS": tls, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
 
 
+def _push(folder: Path) -> dict[str, Any]:
+    config = _nixl("NixlPushConnector")(folder)
+    more = {"push_registration_timeout": LEASE_S}
+    return {**config, "kv_connector_extra_config": config["kv_connector_extra_config"] | more}
+
+
+def _same_id() -> Params:
+    return {**REMOTE_DECODE, REQUEST_ID: uuid.uuid4().hex}
+
+
+def _registered(env: Mapping[str, str], asked: Params, answered: Any) -> Params | None:
+    """The decode engine names its blocks to the prefill engine, which pairs both legs by their
+    request id."""
+    params = _answered(env, asked, answered)
+    return None if params is None else {**params, REQUEST_ID: asked[REQUEST_ID]}
+
+
 def _example(folder: Path) -> dict[str, Any]:
     extra = {"shared_storage_path": str(folder / "example")}
     return {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
@@ -109,6 +141,7 @@ def _example(folder: Path) -> dict[str, Any]:
 def _mooncake(folder: Path) -> dict[str, Any]:
     return {
         "kv_connector": "MooncakeConnector",
+        "kv_connector_module_path": "disagg.testing.mooncake_on_cpu",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
     }
@@ -142,6 +175,62 @@ def _bootstrapped(env: Mapping[str, str], asked: Params, answered: Any) -> Param
     }
 
 
+def _lmcache(folder: Path) -> dict[str, Any]:
+    extra = {
+        "lmcache.mp.host": "tcp://localhost",
+        "lmcache.mp.port": _lmcache_port(folder),
+        "lmcache.mp.mq_timeout": 20.0,
+    }
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "disagg.testing.lmcache_on_fork",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def _lmcache_env() -> dict[str, str]:
+    return {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+
+
+@cache
+def _lmcache_port(folder: Path) -> int:
+    return free_port()
+
+
+@contextlib.contextmanager
+def _lmcache_server(folder: Path) -> Iterator[None]:
+    """The cache, a process that both engines use. Its chunks are blocks of the engines."""
+    args = {
+        "port": _lmcache_port(folder),
+        "http-port": free_port(),
+        "l1-size-gb": 1,
+        "eviction-policy": "LRU",
+        "chunk-size": 32,
+        "supported-transfer-mode": "engine_driven",
+    }
+    command = [sys.executable, "-m", "lmcache.cli.main", "server", "--disable-observability"]
+    command += [part for name, value in args.items() for part in (f"--{name}", str(value))]
+    env = os.environ | _lmcache_env()
+    with (folder / "lmcache-server.log").open("wb") as log:
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        _wait_for_port(_lmcache_port(folder), server)
+        yield
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while server.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.2)
+    raise StartupError("LMCache's server does not listen")
+
+
 CONNECTORS = (
     Connector("disagg", "disagg", _ours, _ours_env, _remote_decode, _answered, "disagg"),
     Connector(
@@ -153,13 +242,14 @@ CONNECTORS = (
         _answered,
         "nixl",
     ),
+    Connector("NixlPushConnector", "nixl", _push, _nixl_env, _same_id, _registered, "nixl"),
     Connector(
         "ExampleConnector",
         "vllm",
         _example,
         dict,
         dict,
-        lambda env, asked, answered: None,
+        _no_params,
     ),
     Connector(
         "MooncakeConnector",
@@ -169,5 +259,15 @@ CONNECTORS = (
         _named,
         _bootstrapped,
         "mooncake",
+    ),
+    Connector(
+        "LMCacheMPConnector",
+        "lmcache",
+        _lmcache,
+        _lmcache_env,
+        dict,
+        _no_params,
+        "lmcache",
+        _lmcache_server,
     ),
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from disagg.chaos.faults.connectors import Connector, Params
+from disagg.chaos.faults.connectors import REQUEST_ID, Connector, Params
 from disagg.errors import StartupError
 from disagg.testing.vllm_server import Started, VllmServer, completion, token_ids
 
@@ -23,6 +23,8 @@ BLOCK_SIZE, NUM_BLOCKS, LONGEST = 32, 100, 1536
 VOCABULARY = 4096
 ANSWER_S = 30.0
 """An answer that takes longer has hung. The deadlines of all connectors are shorter."""
+MOST_HUNG = 3
+"""Of the requests that are sent one after the other: more say the same, and take 30 s each."""
 _ARGS = (
     *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)),
     *("--max-model-len", str(LONGEST), "--max-num-seqs", "16"),
@@ -109,6 +111,10 @@ class Engines:
         setattr(self, name, new)
         self._launch(new)
 
+    def meet(self) -> None:
+        """One handoff, however it ends: as in service, decode has fetched from prefill before."""
+        self.alone([lambda: self.handoff(self.prompts(100))])
+
     def revive(self) -> list[str]:
         """Start again what does not serve. Returns its names."""
         dead = [name for name in ("left", "right") if not self.serves(getattr(self, name))]
@@ -135,9 +141,7 @@ class Engines:
         None if there are none."""
         server, asked = server or self.left, self.connector.prefill()
         body = completion(prompt, **more) | {"max_tokens": 1, "n": 1}
-        if asked:
-            body["kv_transfer_params"] = asked
-        answer = server.post("/v1/completions", body, timeout=ANSWER_S)
+        answer = _post(server, body, asked)
         answered = answer.json().get("kv_transfer_params") if answer.status_code == 200 else None
         return self.connector.decode(server.env, asked, answered)
 
@@ -151,13 +155,10 @@ class Engines:
     ) -> list[Outcome]:
         """The decode leg, on `right` unless another one is named: an outcome for each choice."""
         server = server or self.right
-        body = completion(prompt, **more)
-        if params is not None:
-            body["kv_transfer_params"] = params
         count = len(expected)
         try:
             before = None if self._at_once else self._sources(server)
-            answer = server.post("/v1/completions", body, timeout=ANSWER_S)
+            answer = _post(server, completion(prompt, **more), params)
         except httpx.TimeoutException:
             return [Outcome.HUNG] * count
         except httpx.HTTPError:
@@ -188,8 +189,13 @@ class Engines:
         return [one for one in self.decode(prompt, None, expected) if one not in good]
 
     def alone(self, tasks: Sequence[Task]) -> list[Outcome]:
-        """Run one after the other."""
-        return [one for task in tasks for one in _outcomes(task)]
+        """Run one after the other, until `MOST_HUNG` answers have hung."""
+        found = list[Outcome]()
+        for task in tasks:
+            found += _outcomes(task)
+            if found.count(Outcome.HUNG) >= MOST_HUNG:
+                break
+        return found
 
     def together(self, tasks: Sequence[Task], *servers: VllmServer) -> list[Outcome]:
         """Run all at once; they decode on `right`, or on these engines. How many right answers were
@@ -218,6 +224,15 @@ class Engines:
         """Both legs, one after the other."""
         expected = self.expected(prompt, **more)
         return self.decode(prompt, self.prefill(prompt, **more), expected, **more)
+
+
+def _post(server: VllmServer, body: dict[str, Any], params: Params | None) -> httpx.Response:
+    """One leg. `REQUEST_ID` is sent as a header."""
+    rest = dict(params or {})
+    headers = {REQUEST_ID: str(rest.pop(REQUEST_ID))} if REQUEST_ID in rest else None
+    if rest:
+        body = {**body, "kv_transfer_params": rest}
+    return server.post("/v1/completions", body, ANSWER_S, headers)
 
 
 def _right(before: Counter[str], after: Counter[str]) -> Outcome:

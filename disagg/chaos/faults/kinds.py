@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from disagg.chaos.faults.connectors import LEASE_S, Params
+from disagg.chaos.faults.connectors import LEASE_S, REQUEST_ID, Params
 from disagg.chaos.faults.engines import LONGEST, Engines, Outcome, Task
 from disagg.testing.vllm_server import VllmServer
 
@@ -72,7 +72,7 @@ def unknown_reference(engines: Engines, times: int) -> list[Outcome]:
     return _with_params(engines, times, change)
 
 
-_NAMES = ("remote_request_id", "transfer_id", "disagg")
+_NAMES = ("remote_request_id", "transfer_id", "disagg", REQUEST_ID)
 
 
 def consumed_reference(engines: Engines, times: int) -> list[Outcome]:

@@ -30,6 +30,7 @@ from disagg.testing.forked_servers import ForkServer
 OURS = CONNECTORS[0].name
 MODELS = (Path(".cache/models/faults-0"), Path(".cache/models/faults-1"))
 STATE = Path(".cache/bench-faults.json")
+INTERRUPTED = "interrupted"
 _BAD = (Outcome.WRONG, Outcome.HUNG, Outcome.DIED)
 _COLORS = {Outcome.RIGHT: "green", Outcome.WRONG: "red", Outcome.HUNG: "red", Outcome.DIED: "red"}
 Cell = dict[str, Any]
@@ -47,13 +48,18 @@ def run(
     for seed, model in enumerate(MODELS):
         make_model(model, layers=2, hidden=256, kv_heads=2, head_dim=64, seed=seed)
     servers = ForkServer()
+    stopped = dict[str, str]()
     try:
         for connector in chosen:
-            _of_connector(connector, played, times, state, servers, console)
+            if reason := _of_connector(connector, played, times, state, servers, console):
+                console.print(f"{connector.name}: {reason}")
+                stopped[connector.name] = reason
+            if reason == INTERRUPTED:
+                break
     finally:
         servers.stop()
     cells = {c.name: state.cells_of(c, times) for c in chosen if not c.missing}
-    _report(chosen, played, cells, console, output)
+    _report(chosen, played, cells, stopped, console, output)
     if OURS not in cells:
         return 0
     ours = [cells[OURS].get(kind) for kind in played]
@@ -82,10 +88,10 @@ def _of_connector(
     state: State,
     servers: ForkServer,
     console: Console,
-) -> None:
+) -> str | None:
+    """Play the kinds that are left. Returns why not all of them were played, or None."""
     if connector.missing:
-        console.print(f"{connector.name}: {connector.missing}")
-        return
+        return connector.missing
     mine = state.cells_of(connector, times)
     left = [kind for kind in kinds if kind not in mine]
     if len(left) < len(kinds):
@@ -94,13 +100,13 @@ def _of_connector(
             "run; --fresh plays them again"
         )
     if not left:
-        return
+        return None
     console.print(f"{connector.name} ({connector.version}): starting three engines")
     with tempfile.TemporaryDirectory(prefix="disagg-faults-", dir="/dev/shm") as name:
         models = (MODELS[0].absolute(), MODELS[1].absolute())
         engines = Engines(connector, models, Path(name), servers.start)
         try:
-            with engines:
+            with connector.beside(Path(name)), engines:
                 for number, kind in enumerate(left, 1):
                     began = time.monotonic()
                     mine[kind] = play(engines, kind, times)
@@ -110,22 +116,37 @@ def _of_connector(
                         f"({time.monotonic() - began:.0f} s)"
                     )
         except StartupError as error:
-            console.print(f"{connector.name}: an engine does not start: {error}")
+            return f"does not start: {_cause(error)}"
+        except KeyboardInterrupt:  # what was played so far is worth its report
+            return INTERRUPTED
+    return None
+
+
+def _cause(error: StartupError) -> str:
+    """The last error in the log."""
+    errors = [line for line in error.log_tail.splitlines() if "Error: " in line]
+    return errors[-1] if errors else str(error)
 
 
 def play(engines: Engines, kind: str, times: int) -> Cell:
     """Play one kind. Afterwards the engines serve again; raises `StartupError` if they do not. An
-    engine that the kind did not kill, and that does not serve, has died."""
+    engine that the kind did not kill, and that does not serve, has died. If an answer hung, the
+    next kind begins with new engines, so that each one is counted by itself."""
     chosen, note = KINDS[kind], ""
+    engines.meet()
     try:
         outcomes = Counter(chosen.play(engines, times))
     except NotPlayed as reason:
         return {"outcomes": {}, "note": str(reason)}
     except StartupError as error:
         outcomes, note = Counter({Outcome.DIED: 1}), f"an engine did not start again: {error}"
-    died = set(engines.revive()) - chosen.kills
+    revived = set(engines.revive())
+    died = revived - chosen.kills
     if died:
         outcomes[Outcome.DIED] += len(died)
+    if outcomes[Outcome.HUNG]:  # what hung may hold blocks for ever
+        for name in {"left", "right"} - revived:
+            engines.restart(name)
     return {"outcomes": {str(outcome): count for outcome, count in outcomes.items()}, "note": note}
 
 
@@ -180,6 +201,7 @@ def _report(
     connectors: Sequence[Connector],
     kinds: Sequence[str],
     cells: Mapping[str, Mapping[str, Cell]],
+    stopped: Mapping[str, str],
     console: Console,
     output: Output,
 ) -> None:
@@ -211,6 +233,15 @@ def _report(
     Console(width=max(console.width, 150), highlight=False).print(shown)
     versions = {c.name: c.missing or c.version for c in connectors}
     console.print(", ".join(f"{name}: {said}" for name, said in versions.items()))
+    known: list[ResultRow] = [
+        {
+            "connector": c.name,
+            "package": "" if c.missing else c.version,
+            "faults played": sum(kind in cells.get(c.name, {}) for kind in kinds),
+            "not all, because": stopped.get(c.name),
+        }
+        for c in connectors
+    ]
     targets: list[Target | None] = [
         target(str(o), sum(_count(c, o) for c in cells.get(OURS, {}).values()), at=OURS, at_most=0)
         for o in _BAD
@@ -218,6 +249,9 @@ def _report(
     output.write(
         "faults",
         {"cells": cells, "versions": versions},
-        [ResultTable("Answers to each kind of fault", rows)],
+        [
+            ResultTable("Connectors", known),
+            ResultTable("Answers to each kind of fault", rows),
+        ],
         targets,
     )

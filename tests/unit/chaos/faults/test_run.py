@@ -1,0 +1,84 @@
+"""What `disagg bench faults` does between two kinds of faults, without engines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import pytest
+
+from disagg.bench.results import Output
+from disagg.chaos.faults import run
+from disagg.chaos.faults.connectors import CONNECTORS, Connector
+from disagg.chaos.faults.engines import Engines, Outcome
+from disagg.chaos.faults.kinds import Kind
+from disagg.errors import StartupError
+
+
+@dataclass
+class FakeEngines:
+    dead: list[str] = field(default_factory=list)
+    restarted: list[str] = field(default_factory=list)
+
+    def meet(self) -> None: ...
+
+    def revive(self) -> list[str]:
+        return self.dead
+
+    def restart(self, name: str) -> None:
+        self.restarted.append(name)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "dead", "restarted"),
+    [
+        (Outcome.RIGHT, [], []),
+        (Outcome.HUNG, [], ["left", "right"]),
+        (Outcome.HUNG, ["left"], ["right"]),  # it is new already
+    ],
+)
+def test_after_an_answer_that_hung_engines_are_new(
+    monkeypatch: Any, outcome: Outcome, dead: list[str], restarted: list[str]
+) -> None:
+    kind = Kind(lambda engines, times: [outcome], frozenset({"left"}))
+    monkeypatch.setattr(run, "KINDS", {"a kind": kind})
+    engines = FakeEngines(dead)
+    cell = run.play(cast("Engines", engines), "a kind", 1)
+    assert cell["outcomes"] == {str(outcome): 1}
+    assert sorted(engines.restarted) == restarted
+
+
+def test_the_reason_is_the_last_error_of_the_log() -> None:
+    log = "ValueError: one\nRuntimeError: two\n[shutdown] all workers exited"
+    assert run._cause(StartupError("left ended while starting", log)) == "RuntimeError: two"
+    assert run._cause(StartupError("left ended while starting")) == "left ended while starting"
+
+
+def test_an_interrupted_run_reports_what_was_played(monkeypatch: Any, tmp_path: Path) -> None:
+    started = list[str]()
+
+    class Interrupted:
+        def __init__(self, connector: Connector, *args: object) -> None:
+            started.append(connector.name)
+
+        def __enter__(self) -> None:
+            raise KeyboardInterrupt
+
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(run, "Engines", Interrupted)
+    monkeypatch.setattr(run, "ForkServer", MagicMock())
+    monkeypatch.setattr(run, "make_model", MagicMock())
+    monkeypatch.setattr(run, "STATE", tmp_path / "state.json")
+    names = ["disagg", "ExampleConnector"]
+    known = run.State(run.STATE, fresh=True)
+    kind = "handoffs, one by one"
+    known.cells_of(CONNECTORS[0], 2)[kind] = {"outcomes": {str(Outcome.RIGHT): 2}, "note": ""}
+    known.save()
+    file = tmp_path / "results.json"
+    assert run.run(names, [], 2, fresh=False, output=Output(file, None)) == 1  # ours is not whole
+    assert started == ["disagg"]
+    assert json.loads(file.read_text())["cells"]["disagg"][kind]["outcomes"] == {"right": 2}
