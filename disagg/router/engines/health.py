@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from disagg.router.telemetry.metrics import RouterMetrics
@@ -48,10 +48,10 @@ class _Record:
 
 
 class Health:
-    """The health of the engines, as seen by this router process."""
+    """The health of the engines, as seen by this router process. clock: monotonic seconds."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics, self._clock = metrics, clock
         self._records: defaultdict[str, _Record] = defaultdict(_Record)
         # All engines that are not well. Each request asks twice: usually this set is empty.
         self._unwell: set[str] = set()
@@ -61,7 +61,7 @@ class Health:
         """The engines to choose from now. During its warm-up, an engine is left out at random."""
         if not self._unwell:
             return engines
-        now = time.monotonic()
+        now = self._clock()
         up = [e for e in engines if self._is_up(e, now)]
         return [e for e in up if self._drawn_in_warm_up(e, now)] or up
 
@@ -71,7 +71,7 @@ class Health:
             return
         record = self._record(engine)
         if record.failures >= _FAILURES:
-            record.paused_until = time.monotonic() + self._pause_s(record)
+            record.paused_until = self._clock() + self._pause_s(record)
 
     def answered(self, engine: EngineEndpoint, status: int) -> None:
         """The engine answered a request. Status 500 does not count: the request may be wrong."""
@@ -80,7 +80,7 @@ class Health:
         elif status != 500:
             record = self._record(engine)
             if record.failures >= _FAILURES:
-                record.back_at = time.monotonic()
+                record.back_at = self._clock()
                 self._show_paused(engine, paused=False)
             record.failures, record.paused_until = 0, 0.0
 
@@ -90,7 +90,7 @@ class Health:
         record.failures += 1
         if record.failures >= _FAILURES:
             self._unwell.add(engine.name)
-            record.paused_until = time.monotonic() + self._pause_s(record)
+            record.paused_until = self._clock() + self._pause_s(record)
             self._show_paused(engine, paused=True)
 
     def probed(self, engine: EngineEndpoint, problem: str | None) -> None:
@@ -103,7 +103,7 @@ class Health:
                 self._unwell.add(engine.name)
             return
         if record.is_down:
-            record.back_at = time.monotonic()
+            record.back_at = self._clock()
             record.paused_until = 0.0
         record.missed = 0
 
