@@ -75,7 +75,15 @@ _ALSO: dict[str, tuple[str, ...]] = {
 }
 _IMPORTED = ("torch", "vllm.v1.core.sched.scheduler", "vllm.v1.worker.gpu_model_runner", "fastapi")
 # Plugins of pytest's are imported before it starts.
-_PYTEST = ("-qx", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+_PYTEST = (
+    "-qx",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:schemathesis",
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+)
 _TESTS_S = 40.0  # of tests for one mutant, the shortest first
 _MAP_S = 900.0
 _FAILED = 70
@@ -281,7 +289,7 @@ def choose(module: str, mutation: Mutation, tests: list[Covering]) -> list[Cover
     own = f"/unit/{Path(module).parent}/"
     found = [test for test in found if test.id]
     found.sort(key=lambda test: (test.seconds > 1, own not in test.id, test.seconds))
-    seconds, chosen = 0.0, []
+    seconds, chosen = 0.0, list[Covering]()
     for test in found:
         seconds += test.seconds
         if seconds > _TESTS_S and chosen:

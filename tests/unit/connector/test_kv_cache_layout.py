@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -167,7 +167,7 @@ def test_a_gpus_blocks_may_be_divided(made: Made) -> None:
     """So its block size may be another one; a CPU's kernels pack the tokens of a block."""
     config, cache = made
     assert not kv_cache_layout.splits_blocks(config)
-    config.device_config = SimpleNamespace(device_type="cuda")
+    config.device_config = cast(Any, SimpleNamespace(device_type="cuda"))
     assert kv_cache_layout.splits_blocks(config)
     before = kv_cache_layout.fingerprint(config, cache)
     set_block_size(config, cache)

@@ -297,7 +297,7 @@ def test_expired_lease_is_gone(pair: Pair) -> None:
 
 
 def test_grant_may_come_after_the_consumer(pair: Pair) -> None:
-    timer = threading.Timer(0.2, pair.grant, (0, [3]))
+    timer = threading.Timer(0.6, pair.grant, (0, [3]))  # later than the producer looks around
     timer.start()
     pair.fetch(0, [4])
     assert same(pair, [3], [4])

@@ -168,6 +168,12 @@ def test_a_lease_of_a_shorter_prompt_serves_its_beginning() -> None:
         assert consumer.half.num_new_matched_tokens(other, 0) == loaded
 
 
+def test_a_state_before_the_last_token_is_loaded() -> None:
+    consumer, asked = Consumer(state_groups={0: BLOCK}), request()
+    consumer.arrives(asked, lease(request(PROMPT[:-1]), tokens=LENGTH - 1))
+    assert consumer.half.num_new_matched_tokens(asked, 0) == (LENGTH - 1, True)
+
+
 @pytest.mark.parametrize("external", [0, LENGTH])
 def test_an_aborted_request_ends_its_lease_or_its_load(external: int) -> None:
     consumer, asked = Consumer(), request()
