@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -155,7 +155,7 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         files = [str(folder / "disagg" / f"{name}.py") for name in MODULES]
         self.coverage = coverage.Coverage(data_file=None, config_file=False, include=files)
-        self.seconds: Counter[str] = Counter()
+        self.seconds = defaultdict[str, float](float)
         self.failed: set[str] = set()
 
     @pytest.hookimpl(wrapper=True)

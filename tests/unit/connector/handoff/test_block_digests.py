@@ -96,8 +96,10 @@ def test_the_rest_follows_its_blocks() -> None:
     assert first[-DIGEST:] != other[-DIGEST:]
 
 
-def test_an_adapters_weights_are_part_of_every_digest(tmp_path: Path) -> None:
+def test_an_adapters_weights_are_part_of_every_digest() -> None:
     """Name and path may be equal on two hosts, or stay while the weights change."""
+    short = request(PROMPT[:10])  # without a whole block
+    assert len({digests(short, [], BLOCK, 10, adapter) for adapter in (b"", b"one", b"other")}) == 3
     asked = request()
     hashes = asked.block_hashes
     plain, one, other = (digests(asked, hashes, BLOCK, LENGTH, a) for a in (b"", b"one", b"other"))
