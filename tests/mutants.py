@@ -87,6 +87,7 @@ _PYTEST = (
 _TESTS_S = 40.0  # of tests for one mutant, the shortest first
 _MAP_S = 900.0
 _FAILED = 70
+_UNTESTED = "no test executes it"
 
 
 class Covering(NamedTuple):
@@ -378,6 +379,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     STATE.mkdir(parents=True, exist_ok=True)
     gc.disable()
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
@@ -393,13 +395,14 @@ def main() -> None:
     turns = zip_longest(*([(module, one) for one in made] for module, made in chosen.items()))
     for module, mutation in filter(None, chain.from_iterable(turns)):
         known = results.known.get(key_of(mutation))
-        if known is not None and not (args.again and known["outcome"] == "survived"):
-            continue
+        if known is not None and (known["outcome"] == "killed" or not args.again):
+            if known["by"] != _UNTESTED:
+                continue
         covers = choose(module, mutation, tests)
         if covers:
             jobs.append(mutant_job(module, mutation, covers, results))
         else:
-            results.add(module, mutation, outcome="survived", by="no test executes it")
+            results.add(module, mutation, outcome="survived", by=_UNTESTED)
     print(f"{len(jobs)} mutants to try")
     try:
         work(jobs, trees)

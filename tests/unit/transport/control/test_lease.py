@@ -249,6 +249,13 @@ def test_how_far_a_lease_is_ahead() -> None:
     assert not table.was_granted(6)
 
 
+def test_a_granted_lease_is_acquired_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = LeaseTable(20)
+    table.grant(0, "r", [1], 30)
+    monkeypatch.setattr(table._changed, "wait", lambda timeout: pytest.fail("it waits"))
+    assert table.acquire(0, Deadline.after(5)).request_id == "r"
+
+
 def test_unknown_is_told_from_gone_without_waiting() -> None:
     table = LeaseTable(20)
     table.grant(5, "r", [1], 30)
