@@ -74,7 +74,7 @@ test: $(INSTALLED)
 	$(BIN)/python tests/coverage_by_folder.py; \
 	exit $$failed
 
-# Half an hour; an interrupted run goes on. MUTANTS="--all store/host_index": all of one module.
+# Half an hour or more; an interrupted run goes on. MUTANTS="--all store/host_index": all of one module.
 mutants: $(INSTALLED)
 	@$(BIN)/python tests/mutants.py $(MUTANTS)
 
