@@ -4,6 +4,7 @@
 #   make serve    serve a small model on 127.0.0.1:8000, until Ctrl-C
 #   make check    lint, format, types
 #   make test     all tests
+#   make mutants  write small faults into the rules that keep answers right: do the tests notice?
 #   make verify   check a model of the lease protocol: all interleavings, in about a minute
 #   make bench    measure a handoff
 #   make gpu      what only a GPU can show: tests of transports, and how fast they are
@@ -36,7 +37,7 @@ ifeq (,$(findstring gpu,$(EXTRAS)))
 CONSTRAINTS := --constraints $(LOCK)
 endif
 
-.PHONY: install demo serve check test verify bench gpu soak lock audit clean
+.PHONY: install demo serve check test mutants verify bench gpu soak lock audit clean
 
 install: $(INSTALLED)
 
@@ -72,6 +73,10 @@ test: $(INSTALLED)
 		tests/engine tests/cluster || failed=1; \
 	$(BIN)/python tests/coverage_by_folder.py; \
 	exit $$failed
+
+# Half an hour or more; an interrupted run goes on. MUTANTS="--all store/host_index": all of one module.
+mutants: $(INSTALLED)
+	@$(BIN)/python tests/mutants.py $(MUTANTS)
 
 # Needs nothing but Python.
 verify:

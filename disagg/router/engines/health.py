@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from disagg.router.telemetry.metrics import RouterMetrics
@@ -49,10 +49,10 @@ class _Record:
 
 
 class Health:
-    """The health of the engines, as seen by this router process."""
+    """The health of the engines, as seen by this router process. clock: monotonic seconds."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics, self._clock = metrics, clock
         self._records: defaultdict[str, _Record] = defaultdict(_Record)
         # All engines that are not well. Each request asks twice: usually this set is empty.
         self._unwell: set[str] = set()
@@ -62,13 +62,13 @@ class Health:
         """The engines to choose from now. During its warm-up, an engine is left out at random."""
         if not self._unwell:
             return engines
-        now = time.monotonic()
+        now = self._clock()
         up = [e for e in engines if self._is_up(e, now)]
         return [e for e in up if self._drawn_in_warm_up(e, now)] or up
 
     def unpaused(self, engines: Sequence[EngineEndpoint]) -> Sequence[EngineEndpoint]:
         """Those that no failed requests speak against just now, whatever probes say."""
-        now = time.monotonic()
+        now = self._clock()
         return [engine for engine in engines if self._record(engine).paused_until <= now]
 
     def trying(self, engine: EngineEndpoint) -> None:
@@ -78,7 +78,7 @@ class Health:
         record = self._record(engine)
         if record.failures >= _FAILURES:
             record.is_on_trial = True
-            record.paused_until = time.monotonic() + self._pause_s(record)
+            record.paused_until = self._clock() + self._pause_s(record)
 
     def answered(self, engine: EngineEndpoint, status: int) -> None:
         """The engine answered a request. Status 500 does not count: the request may be wrong."""
@@ -87,20 +87,20 @@ class Health:
         elif status != 500:
             record = self._record(engine)
             if record.failures >= _FAILURES:
-                record.back_at = time.monotonic()
+                record.back_at = self._clock()
                 self._show_paused(engine, paused=False)
             record.failures, record.paused_until = 0, 0.0
 
     def failed(self, engine: EngineEndpoint) -> None:
         """The engine was unreachable, broke off its answer, or was silent for too long."""
         record = self._record(engine)
-        if time.monotonic() < record.paused_until and not record.is_on_trial:
+        if self._clock() < record.paused_until and not record.is_on_trial:
             return  # it was sent before the pause, with the others that failed
         record.is_on_trial = False
         record.failures += 1
         if record.failures >= _FAILURES:
             self._unwell.add(engine.name)
-            record.paused_until = time.monotonic() + self._pause_s(record)
+            record.paused_until = self._clock() + self._pause_s(record)
             self._show_paused(engine, paused=True)
 
     def probed(self, engine: EngineEndpoint, problem: str | None) -> None:
@@ -113,7 +113,7 @@ class Health:
                 self._unwell.add(engine.name)
             return
         if record.is_down:
-            record.back_at = time.monotonic()
+            record.back_at = self._clock()
             record.paused_until = 0.0
         record.missed = 0
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from unit.connector.modelless import PLAIN, _cache_config, _engine_config
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -15,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from disagg.connector import kv_cache_layout
 from disagg.connector.offload import groups, setup, slot_layout
@@ -88,6 +92,86 @@ def test_hashes_that_no_other_engine_has(
     shown = kv_cache_layout.hash_seed(config, "x")
     monkeypatch.setenv("PYTHONHASHSEED", "2")
     assert kv_cache_layout.hash_seed(config, "x") != shown
+
+
+# ---- what two engines must have alike ---------------------------------------------------------
+
+
+Made = tuple[VllmConfig, KVCacheConfig]
+
+
+@pytest.fixture
+def made(model: Path) -> Made:
+    transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    config = _engine_config(model, transfer, 8, True)
+    return config, _cache_config(config, 8, KVCacheLayout.LBHNC, PLAIN)
+
+
+def set_block_size(config: VllmConfig, cache: KVCacheConfig) -> None:
+    config.cache_config.block_size = 16
+
+
+def set_dtype(config: VllmConfig, cache: KVCacheConfig) -> None:
+    config.model_config.dtype = torch.bfloat16
+
+
+def set_quantization(config: VllmConfig, cache: KVCacheConfig) -> None:
+    config.model_config.quantization = "fp8"
+
+
+def set_cache_dtype(config: VllmConfig, cache: KVCacheConfig) -> None:
+    config.cache_config.cache_dtype = "fp8"
+
+
+def set_hash(config: VllmConfig, cache: KVCacheConfig) -> None:
+    config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+
+
+def set_layout(config: VllmConfig, cache: KVCacheConfig) -> None:
+    cache.kv_cache_layout = "BLHNC"
+
+
+def set_heads(config: VllmConfig, cache: KVCacheConfig) -> None:
+    config.model_config.model_arch_config.total_num_kv_heads *= 2
+
+
+def set_window(config: VllmConfig, cache: KVCacheConfig) -> None:
+    cache.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(
+        num_kv_heads=2, sliding_window=40, **SHAPE
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (set_block_size, "block_size"),
+        (set_dtype, "dtype"),
+        (set_quantization, "quantization"),
+        (set_cache_dtype, "kv_cache_dtype"),
+        (set_hash, "prefix_caching_hash_algo"),
+        (set_layout, "kv_cache_layout"),
+        (set_heads, "kv_heads"),
+        (set_window, "kv_cache_groups"),
+    ],
+)
+def test_what_differs_is_in_the_fingerprint(made: Made, change: Any, field: str) -> None:
+    config, cache = made
+    before = kv_cache_layout.fingerprint(config, cache)
+    assert kv_cache_layout.fingerprint(config, cache) == before
+    change(config, cache)
+    after = kv_cache_layout.fingerprint(config, cache)
+    assert field in {name for name in before if before[name] != after[name]}
+
+
+def test_a_gpus_blocks_may_be_divided(made: Made) -> None:
+    """So its block size may be another one; a CPU's kernels pack the tokens of a block."""
+    config, cache = made
+    assert not kv_cache_layout.splits_blocks(config)
+    config.device_config = cast(Any, SimpleNamespace(device_type="cuda"))
+    assert kv_cache_layout.splits_blocks(config)
+    before = kv_cache_layout.fingerprint(config, cache)
+    set_block_size(config, cache)
+    assert kv_cache_layout.fingerprint(config, cache) == before
 
 
 # ---- pipeline stages, in tiers ---------------------------------------------------------------

@@ -435,6 +435,10 @@ def test_a_client_disconnects_at_any_byte(setup: Setup, how: str) -> None:
                 connection.sendall(request[:sent])
                 if reads and sent == len(request):
                     connection.recv(300)
+    assert wait_for(lambda: in_flight(setup) == 0, WAIT_S)
+    with connect(setup) as connection:
+        connection.sendall(posting(BODY, "/v1/embeddings", "connection: close"))
+        assert status(rest(connection)) == 200
 
 
 def test_many_pipelined_requests(setup: Setup) -> None:

@@ -127,6 +127,62 @@ def test_a_disk_smaller_than_the_cap(tmp_path: Path, make: MakeSpace) -> None:
     assert len(present(tmp_path, range(10))) == 9
 
 
+def test_what_was_reserved_and_not_written_is_free_again(tmp_path: Path, make: MakeSpace) -> None:
+    """Else each failed write would make the tier smaller."""
+    space = make(3)
+    space.make_room()
+    for _ in range(10):
+        assert space.reserve(FILE)
+        assert space.used == FILE
+        space.give_back(FILE)
+        assert space.used == 0
+    space.make_room()
+    assert space.used == 0
+
+
+def test_what_is_being_written_counts(tmp_path: Path, make: MakeSpace) -> None:
+    """A scan cannot see it yet."""
+    space = make(100)
+    space.make_room()
+    for _ in range(3):
+        assert space.reserve(FILE)
+    space.make_room()
+    assert space.used == 3 * FILE
+    write(open_directory(tmp_path), 1)
+    space.written(FILE)
+    space.make_room()
+    assert space.used == 3 * FILE
+    space.give_back(2 * FILE)
+    space.make_room()
+    assert space.used == FILE
+
+
+def test_a_file_fits_to_the_last_byte(tmp_path: Path, make: MakeSpace) -> None:
+    space = make(2)
+    space.make_room()
+    assert space.reserve(2 * FILE)
+    assert not space.reserve(1)
+    space.give_back(2 * FILE)
+    assert not space.reserve(2 * FILE + 1)
+    assert space.reserve(2 * FILE)
+
+
+def test_a_write_that_fails_gives_its_bytes_back(tmp_path: Path, make: MakeSpace) -> None:
+    space = make(3)
+    space.make_room()
+    directory = open_directory(tmp_path, space=space)
+    assert write(directory, 1) == ["written"]
+    wait_until(lambda: space.used == FILE)
+    path = path_of(tmp_path, key_of(2))
+    path.mkdir(parents=True)  # no file can take its name
+    for _ in range(5):
+        assert write(directory, 2) not in (["written"], ["full"])
+    assert space.used == FILE
+    assert write(directory, 1) == ["existed"]
+    assert space.used == FILE
+    assert write(directory, 3) == ["written"]
+
+
 def test_the_last_look_is_known_after_a_restart(tmp_path: Path, make: MakeSpace) -> None:
     write(open_directory(tmp_path), *range(4))
     make(100).make_room()

@@ -215,3 +215,17 @@ def test_who_copies_alone_leaves_the_others_their_helpers() -> None:
         assert in_a_thread(copy_alone, torch.get_num_threads) == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_shape_of_a_selection_is_its_wire_order() -> None:
+    """Peers compare it in files. One head or one token has one shape in both orders."""
+    by_head = Region("a", torch.zeros(2, 3, 4, 8, dtype=torch.uint8), "F32")
+    by_token = Region("b", torch.zeros(2, 4, 3, 8, dtype=torch.uint8).transpose(1, 2), "F32")
+    cache = BlockCache([by_head, by_token])
+    for selection, shapes in (
+        (Selection([0, 1], 4, 0, 2), ([2, 3, 4, 2], [2, 4, 3, 2])),
+        (Selection([0, 1], 2, 0, 4), ([4, 3, 2, 2], [4, 2, 3, 2])),
+        (Selection([0, 1], 1, 0, 8), ([8, 3, 1, 2], [8, 3, 1, 2])),
+        (Selection([0], 4, 0, 1, (1, 2)), ([1, 1, 4, 2], [1, 1, 4, 2])),
+    ):
+        assert [cache.shape(index, selection) for index in (0, 1)] == [*shapes]

@@ -62,6 +62,15 @@ def poison(shape: Sequence[int]) -> torch.Tensor:
     return torch.full(list(shape), POISON, dtype=torch.uint8)
 
 
+class Clock:
+    """The time, and as much later as a test says."""
+
+    later = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.later
+
+
 @dataclass
 class Pair:
     """One producer that listens, one consumer that may connect."""
@@ -75,6 +84,7 @@ class Pair:
     peers: Peers
     endpoint: Endpoint
     folder: Path
+    clock: Clock
     channels: list[Channel] = field(default_factory=list)
 
     def grant(self, lease: int, block_ids: list[int], seconds: float = 30) -> None:
@@ -109,7 +119,8 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    source, target, leases = cache(random_bytes), cache(poison), LeaseTable(20)
+    source, target, clock = cache(random_bytes), cache(poison), Clock()
+    leases = LeaseTable(20, clock=clock)
     storage = Storage(PrivateFolder(tmp_path / "storage"), 1 << 20)
     sender = SharedStorageSender(source, storage)
     server = ControlServer(
@@ -127,7 +138,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     receiver = SharedStorageReceiver(target, storage)
     endpoint = Endpoint("127.0.0.1", server.port, "life-1")
     folder = storage.folder.path
-    pair = Pair(source, target, leases, server, sender, receiver, peers, endpoint, folder)
+    pair = Pair(source, target, leases, server, sender, receiver, peers, endpoint, folder, clock)
     yield pair
     for opened in pair.channels:
         opened.close()
@@ -286,7 +297,7 @@ def test_expired_lease_is_gone(pair: Pair) -> None:
 
 
 def test_grant_may_come_after_the_consumer(pair: Pair) -> None:
-    timer = threading.Timer(0.2, pair.grant, (0, [3]))
+    timer = threading.Timer(0.6, pair.grant, (0, [3]))  # later than the producer looks around
     timer.start()
     pair.fetch(0, [4])
     assert same(pair, [3], [4])

@@ -16,7 +16,8 @@ from disagg.cluster.supervisor.autoscaling import LOOK_S, Autoscaler, PoolLoad
 from disagg.config import AutoscaleSection, Deployment
 from disagg.config_file import explain
 
-START_S = 40.0
+BEGAN = 100_000.0
+"""The clock's time at the first look, as a machine's that has run for a day."""
 
 
 def section(**values: float) -> AutoscaleSection:
@@ -28,14 +29,14 @@ def changes(
     settings: AutoscaleSection, load: Sequence[tuple[float, float, float]], replicas: int = 1
 ) -> list[tuple[float, int]]:
     """(seconds, replicas) of all decisions. load: phases of (seconds, requests, KV caches)."""
-    scaler, now, found = Autoscaler(settings), 0.0, []
+    scaler, now, found = Autoscaler(settings), BEGAN, []
     for seconds, requests, caches in load:
         until = now + seconds
         while now < until:
             decision = scaler.look(now, PoolLoad(replicas, requests, caches), replicas)
             if decision is not None:
                 replicas = decision.replicas
-                found.append((now, replicas))
+                found.append((now - BEGAN, replicas))
             now += LOOK_S
     return found
 

@@ -266,6 +266,43 @@ def test_a_lease_that_ran_out(start: Start) -> None:
     assert [o.failed_recving for o in consumer.seen if o.failed_recving] == [{second}]
 
 
+class Clock:
+    """The time, and as much later as a test says."""
+
+    later = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.later
+
+
+@pytest.mark.parametrize("waits_s", [15, 60])
+def test_a_request_that_waits_keeps_its_lease(start: Start, waits_s: int) -> None:
+    """Its engine has no room for it for two or three times the lease's length."""
+    producer, consumer = start("kv_producer", lease_s=20.0), start("kv_consumer", blocks=19)
+    clock = Clock()
+    leases = producer.lifecycle.connector.worker.producer._leases
+    leases._clock = consumer.connector.scheduler.consumer._clock = clock
+    prompt = prompt_of(300, seed=6)
+    first = producer.add(prompt, 1, PREFILL)
+    run([producer], lambda: held(producer) == 1)
+    busy = consumer.add(prompt_of(400, seed=7), 90, None)
+    run([consumer], lambda: len(consumer.answers[busy]) > 0)
+    second = consumer.add(prompt, 2, producer.params[first])
+    for _ in range(4):
+        clock.later += waits_s / 4
+        deadline = leases._leases[0].deadline
+        consumer.step()
+        producer.step()
+        if waits_s > 20:
+            run([producer], lambda: leases._leases[0].deadline > deadline)  # noqa: B023
+    assert second not in consumer.finished
+    assert busy not in consumer.finished
+    run([producer, consumer], lambda: second in consumer.finished)
+    run([producer, consumer], lambda: at_rest(producer, consumer))
+    assert consumer.answers[second] == answer(prompt, 2)
+    assert consumer.counts["handoffs|process_memory|loaded"] == 1
+
+
 def finished(asked: Sequence[tuple[Engine, str]]) -> bool:
     return all(name in engine.finished for engine, name in asked)
 
@@ -328,7 +365,7 @@ def reset(engine: Engine) -> bool:
 
 
 def test_nobody_fetches_what_was_computed_before_a_reset(start: Start) -> None:
-    producer, consumer = start("kv_producer"), start("kv_consumer")
+    producer, consumer = start("kv_producer", lease_s=600.0), start("kv_consumer")
     prompt = prompt_of(100, seed=4)
     first = producer.add(prompt, 1, PREFILL)
     run([producer], lambda: held(producer) == 1)

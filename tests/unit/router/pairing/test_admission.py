@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,16 @@ import httpx
 import pytest
 from unit.router.conftest import PARAMS, Setup
 
+from disagg.config import LimitsSection, PairingSection
+from disagg.router.api.errors import ApiError
+from disagg.router.engines.compatibility import Compatibility
+from disagg.router.engines.health import Health
+from disagg.router.pairing.admission import Admission
+from disagg.router.pairing.in_flight import InFlight, Seat
+from disagg.router.pairing.policies import Pairer
+from disagg.router.request.plan import RequestPlan
+from disagg.router.telemetry.metrics import RouterMetrics
+from disagg.router.topology import EngineEndpoint, Topology
 from disagg.testing.http import client
 
 Make = Callable[..., Setup]
@@ -109,6 +120,119 @@ def test_prompts_that_are_too_long(make: Make) -> None:
     assert answer.status_code == 400
     assert "101 tokens" in answer.json()["error"]["message"]
     assert len(setup.prefill.bodies) == len(setup.decode.bodies) == 1
+
+
+# ---- seats, without HTTP -----------------------------------------------------------------------
+
+REQUEST = RequestPlan("/v1/completions", {"model": "m", "prompt": "x"}, {})
+ENGINES = [EngineEndpoint(f"decode-{n}", "decode", f"http://127.0.0.1:{n}") for n in (1, 2)]
+
+
+class Seats:
+    """An admission of two decode engines, and what it has given out."""
+
+    def __init__(self, **limits: float) -> None:
+        metrics = RouterMetrics()
+        self.in_flight = InFlight(metrics)
+        pairer = Pairer(
+            Topology(ENGINES), PairingSection(), self.in_flight, Health(metrics), Compatibility()
+        )
+        section = LimitsSection.model_validate(limits)
+        self.admission = Admission(pairer, self.in_flight, section, metrics)
+
+    def free(self) -> Seat:
+        seat = self.admission.another("decode", REQUEST)
+        assert seat is not None
+        return seat
+
+    def taken(self) -> int:
+        return self.in_flight.of_role("decode")
+
+    async def asks(self, *tried: EngineEndpoint) -> asyncio.Task[Seat | None]:
+        """A request that waits in the queue by now."""
+        task = asyncio.create_task(self.admission.seat("decode", REQUEST, tried))
+        await asyncio.sleep(0)
+        return task
+
+
+def test_a_seat_won_at_the_moment_of_time_out_goes_to_the_next() -> None:
+    async def run() -> None:
+        seats = Seats(max_in_flight=1, queue_timeout_s=0.05)
+        loop, taken = asyncio.get_running_loop(), seats.free()
+        asked = loop.time()
+        late = await seats.asks()
+        loop.call_at(asked + 0.04, taken.leave)
+        time.sleep(0.1)  # noqa: ASYNC251  both come due in one round of the loop
+        with pytest.raises(ApiError) as refused:
+            await late
+        assert refused.value.status == 429
+        assert seats.taken() == 0
+        seats.free()
+
+    asyncio.run(run())
+
+
+def test_a_seat_won_by_a_client_that_leaves_goes_to_the_next() -> None:
+    async def run() -> None:
+        seats = Seats(max_in_flight=1)
+        taken = seats.free()
+        leaving, waiting = await seats.asks(), await seats.asks()
+        taken.leave()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        seat = await waiting
+        assert seat is not None
+        assert seats.taken() == 1
+        seat.leave()
+        assert seats.taken() == 0
+
+    asyncio.run(run())
+
+
+def test_who_was_admitted_before_is_first_and_others_in_order() -> None:
+    async def run() -> None:
+        seats = Seats(max_in_flight=2, max_in_flight_per_engine=1, max_queued=2)
+        held = [seats.free(), seats.free()]
+        first, second = await seats.asks(), await seats.asks()
+        again = await seats.asks(held[0].engine)  # however long the queue is
+        with pytest.raises(ApiError):
+            await seats.admission.seat("decode", REQUEST)
+        held[0].leave()  # of no use to the one that has tried this engine
+        seat = await first
+        assert seat is not None
+        assert seat.engine == held[0].engine
+        assert not again.done()
+        held[1].leave()
+        seat = await again
+        assert seat is not None
+        assert seat.engine == held[1].engine
+        assert not second.done()
+        seat.leave()
+        assert (await second) is not None
+        assert seats.taken() == 2
+
+    asyncio.run(run())
+
+
+def test_nobody_passes_those_who_wait() -> None:
+    """Although a seat is free that they have not heard of."""
+
+    async def run() -> None:
+        seats = Seats(max_in_flight=1)
+        held = seats.free()
+        first = await seats.asks()
+        seats.in_flight._by_role["decode"] = 0  # as after a change that nobody announced
+        second = await seats.asks()
+        assert not second.done()
+        seats.admission.admit_waiting()
+        await asyncio.sleep(0.01)
+        assert first.done()
+        assert not second.done()
+        second.cancel()
+        held.leave()
+
+    asyncio.run(run())
 
 
 # ---- conditional disaggregation ------------------------------------------------------------

@@ -79,58 +79,6 @@ def test_session_affinity(in_flight: InFlight) -> None:
         assert moved == home or home == ENGINES[3], "only sessions of the engine that went move"
 
 
-def test_an_engine_that_keeps_failing_rests_and_is_tried_by_one(health: Health) -> None:
-    bad, good = ENGINES[:2]
-    for _ in range(2):
-        health.failed(bad)
-    assert health.usable([bad, good]) == [bad, good]
-    health.failed(bad)
-    assert health.usable([bad, good]) == [good]
-    assert health.usable([bad]) == []
-    time.sleep(0.6)
-    assert health.usable([bad, good]) == [bad, good]
-    health.trying(bad)
-    assert health.usable([bad, good]) == [good], "one trial at a time"
-    health.answered(bad, 200)
-    seen = Counter(engine for _ in range(400) for engine in health.usable([bad, good]))
-    assert seen[good] == 400
-    assert 10 < seen[bad] < 150, "who comes back gets little at first"
-    assert health.usable([bad]) == [bad], "unless there is nobody else"
-
-
-def test_probes_take_an_engine_out_and_bring_it_back(health: Health) -> None:
-    bad, good = ENGINES[:2]
-    health.probed(bad, "does not answer /health")
-    assert health.usable([bad, good]) == [bad, good], "once may be chance"
-    assert health.problem(bad) == "does not answer /health"
-    health.probed(bad, "does not answer /health")
-    assert health.usable([bad, good]) == [good]
-    health.probed(bad, None)
-    assert health.problem(bad) is None
-    assert health.usable([bad]) == [bad]
-
-
-def test_who_was_away_gets_its_whole_share_again(
-    health: Health, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = ENGINES[:2]
-    now = time.monotonic()
-    monkeypatch.setattr("disagg.router.engines.health.time.monotonic", lambda: now)
-    for _ in range(3):
-        health.failed(both[0])
-        health.probed(both[1], "does not answer /health")
-    now += 60
-    health.answered(both[0], 200)
-    health.probed(both[1], None)
-    assert {len(health.usable(both)) for _ in range(100)} >= {1, 2}
-    now += 10
-    assert all(len(health.usable(both)) == 2 for _ in range(100))
-    health.failed(both[0])
-    health.failed(both[0])
-    health.failed(both[0])
-    assert list(health.usable(both)) == [both[1]], "and is looked at as before"
-
-
 @pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_affinity"])
 def test_pairer_never_names_one_twice(in_flight: InFlight, health: Health, name: Any) -> None:
     pairer = Pairer(
@@ -141,6 +89,37 @@ def test_pairer_never_names_one_twice(in_flight: InFlight, health: Health, name:
         tried.append(engine)
     assert sorted(e.name for e in tried) == [e.name for e in ENGINES]
     assert pairer.choose("prefill", ask("x")) is None
+
+
+def test_an_engine_that_rests_is_tried_by_one_request(in_flight: InFlight) -> None:
+    now = 1000.0
+    health = Health(RouterMetrics(), lambda: now)
+    pairer = Pairer(Topology(ENGINES[:2]), PairingSection(), in_flight, health, Compatibility())
+    for _ in range(3):
+        health.failed(ENGINES[0])
+    for _ in range(2):
+        now += 30
+        chosen = [pairer.choose("decode", ask("x"), ENGINES[1:]) for _ in range(5)]
+        # Without another engine, trying is better than refusing.
+        assert chosen == [ENGINES[0]] * 5
+        assert health.usable(ENGINES[:2]) == ENGINES[1:2], "the first of them was the trial"
+    now += 30
+    got = Counter(pairer.choose("decode", ask("x")) for _ in range(100))
+    assert got[ENGINES[0]] <= 1
+
+
+def test_no_engine_gets_more_than_it_has_room_for(in_flight: InFlight, health: Health) -> None:
+    pairer = Pairer(Topology(ENGINES[:2]), PairingSection(), in_flight, health, Compatibility())
+    for _ in range(4):
+        engine = pairer.choose("decode", ask("x"), room=2)
+        assert engine is not None
+        in_flight.take(engine, 10)
+    assert [in_flight.requests(engine) for engine in ENGINES[:2]] == [2, 2]
+    assert pairer.choose("decode", ask("x"), room=2) is None
+    assert pairer.choose("decode", ask("x")) is not None
+    assert pairer.serves("decode"), "a seat may become free"
+    assert not pairer.serves("decode", ENGINES[:2])
+    assert not pairer.serves("prefill")
 
 
 def test_engines_that_do_not_fit_are_not_paired(in_flight: InFlight, health: Health) -> None:
@@ -181,7 +160,7 @@ def metric(setup: Setup, name: str) -> float:
 
 @pytest.mark.parametrize("fault", ["status", "dead"])
 def test_a_failing_prefill_is_replaced(make: Make, fault: str) -> None:
-    setup = make(others=["prefill"])
+    setup = make(others=["prefill"], section={"probe_interval_s": 60})  # requests find it
     if fault == "status":
         setup.prefill.status = 503
     else:

@@ -292,6 +292,27 @@ def test_an_answer_that_is_shorter_is_another_one() -> None:
     assert not watcher.is_whole
 
 
+@pytest.mark.parametrize("path", [COMPLETION, CHAT])
+def test_an_end_before_all_has_come_again_is_another_answer(path: str) -> None:
+    """[DONE] alone, as of an engine that gave up without a word."""
+    tokens = [Token(PARTS[path][0], "a"), Token(PARTS[path][0], "b")]
+    events = MAKES[path](tokens, [True, True], "first")
+    had = b"".join(events[: 1 + (path == CHAT) + 1])
+    watcher = Replay(path)
+    assert watcher.feed(had) == had
+    watcher.begins_anew()
+    assert watcher.feed(DONE) == b""
+    assert watcher.failure is not None
+    assert not watcher.is_whole
+    # Once all has come, it ends this answer too.
+    watcher = Replay(path)
+    watcher.feed(had)
+    watcher.begins_anew()
+    assert watcher.feed(had) == b""
+    assert watcher.feed(b"".join(events[len(events) - 1 :])) == DONE
+    assert watcher.is_whole
+
+
 @pytest.mark.parametrize("path", MAKES)
 def test_a_long_answer_is_kept_as_its_words(path: str) -> None:
     """Not as its events."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
@@ -244,6 +245,54 @@ def test_no_answer(parts: list[bytes]) -> None:
         await until(lambda: engine.ended == 1)
 
     asked(says(*parts, close=True), use)
+
+
+def _never_ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Awaitable[None]:
+    async def speak() -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n")
+        with suppress(ConnectionError):
+            for number in range(10_000):
+                writer.write(b"x-%d: " % number + b"a" * 1000 + b"\r\n")
+                await writer.drain()
+
+    return speak()
+
+
+def test_a_head_without_an_end_is_not_kept() -> None:
+    """Although the connection stays open, and before the time is over."""
+
+    async def use(engine: Engine, client: Client) -> None:
+        with pytest.raises(EngineLost, match="more than 65536 bytes"):
+            await post(engine, client)
+        await until(lambda: engine.ended == 1)
+
+    asked(_never_ends, use)
+
+
+def test_a_long_body_is_no_long_head() -> None:
+    async def use(engine: Engine, client: Client) -> None:
+        for _ in range(2):
+            answer = await post(engine, client)
+            assert len(await answer.read()) == 100_000
+            await until(lambda: bool(client._idle[engine.url]))
+        assert engine.connections == 1
+
+    body = b"a" * 100_000
+    asked(says(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", body), use)
+
+
+def test_a_silent_host_is_noticed_on_every_connection() -> None:
+    """By the kernel: see `keepalive.py`."""
+
+    async def use(engine: Engine, client: Client) -> None:
+        await (await post(engine, client)).read()
+        await until(lambda: bool(client._idle[engine.url]))
+        (connection,) = client._idle[engine.url]
+        sock = connection._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
+
+    asked(says(WHOLE), use)
 
 
 @pytest.mark.parametrize(
