@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,8 +65,16 @@ class PendingLoad:
 class ConsumerScheduler:
     """Checks tickets, starts loads, releases and renews the leases of other engines."""
 
-    def __init__(self, engine: EngineFacts, settings: ConnectorSettings, *, consumes: bool) -> None:
+    def __init__(
+        self,
+        engine: EngineFacts,
+        settings: ConnectorSettings,
+        *,
+        consumes: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine, self._settings, self.consumes = engine, settings, consumes
+        self._clock = clock
         self._layers: list[int] = []
         self._loads: dict[str, PendingLoad] = {}
         self._reports: dict[str, list[LoadReport]] = {}
@@ -102,7 +110,7 @@ class ConsumerScheduler:
             # Where one token is left, vLLM adds empty guesses to it, and samples the next token by
             # its rejection sampler: not as an engine does that computed the whole prompt.
             tokens = min(tokens, request.num_prompt_tokens - 2)
-        load = PendingLoad(asked.handoff, tokens, renewed=time.monotonic())
+        load = PendingLoad(asked.handoff, tokens, renewed=self._clock())
         self._loads[request.request_id] = load
 
     def _servable(self, request: Request, handoff: Handoff) -> tuple[int, str | None]:
@@ -277,7 +285,7 @@ class ConsumerScheduler:
         return work
 
     def _renew_queued(self) -> None:
-        now, every = time.monotonic(), self._settings.lease_s / 3
+        now, every = self._clock(), self._settings.lease_s / 3
         for load in self._loads.values():
             if load.state is PendingLoadState.QUEUED and now - load.renewed > every:
                 load.renewed = now
