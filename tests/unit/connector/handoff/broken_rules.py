@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -90,30 +91,53 @@ def _shares_everything(ours: bytes, theirs: bytes, num_tokens: int, block_size: 
     return num_tokens
 
 
-RULES: dict[str, Break] = {
-    "blocks are kept for those who read them": _instead(LeaseTable, "_is_over", _frees_for_nobody),
-    "the board is looked at again after a copy": _instead(
-        BoardCache, "still_there", lambda self, entry: True
+@dataclass(frozen=True)
+class Rule:
+    """broken_by: a patch. noticed: how random handoffs notice it, a regular expression."""
+
+    broken_by: Break
+    noticed: str
+
+
+_WRONG = "is wrong|wrong KV|was answered"
+
+RULES = {
+    "blocks are kept for those who read them": Rule(
+        _instead(LeaseTable, "_is_over", _frees_for_nobody), _WRONG
     ),
-    "a reset ends all leases": _instead(LeaseTable, "revoke", lambda self, below: None),
-    "each life has a generation of its own": _instead(
-        producer_worker, "random", SimpleNamespace(token_hex=lambda length: "the same")
+    "the board is looked at again after a copy": Rule(
+        _instead(BoardCache, "still_there", lambda self, entry: True), _WRONG
     ),
-    "a cancelled load is reported when it has ended": _reports_what_still_runs,
-    "a cancelled load counts as aborted": _instead(ConsumerWorker, "take_ended", _keeps_cancelled),
-    "blocks are loaded as far as the digests agree": _instead(
-        block_digests, "shared_tokens", _shares_everything
+    "a reset ends all leases": Rule(
+        _instead(LeaseTable, "revoke", lambda self, below: None), "which ended|is wrong|not reset"
     ),
-    "a file's checksum is compared": _instead(
-        shared_storage, "hmac", SimpleNamespace(compare_digest=lambda one, other: True)
+    "each life has a generation of its own": Rule(
+        _instead(producer_worker, "random", SimpleNamespace(token_hex=lambda length: "the same")),
+        f"which ended|{_WRONG}",
     ),
-    "a connection that ends uses no lease": _instead(_Session, "_give_back", _forgets_the_user),
-    "what was staged is dropped": _instead(_Session, "_give_back", _keeps_staged),
-    "a fetch that has ended is read no more": _instead(
-        TcpSender, "_drop", lambda self, key: self._fetches.pop(key, None) and None
+    "a cancelled load is reported when it has ended": Rule(_reports_what_still_runs, _WRONG),
+    "a cancelled load counts as aborted": Rule(
+        _instead(ConsumerWorker, "take_ended", _keeps_cancelled), f"counts as loaded|{_WRONG}"
     ),
-    "an engine that stands still takes a lease back": _instead(
-        StallWatch, "stands_still", lambda self, *, works: False
+    "blocks are loaded as far as the digests agree": Rule(
+        _instead(block_digests, "shared_tokens", _shares_everything), _WRONG
+    ),
+    "a file's checksum is compared": Rule(
+        _instead(shared_storage, "hmac", SimpleNamespace(compare_digest=lambda one, other: True)),
+        _WRONG,
+    ),
+    "a connection that ends uses no lease": Rule(
+        _instead(_Session, "_give_back", _forgets_the_user), "left behind|nobody answers|not reset"
+    ),
+    "what was staged is dropped": Rule(
+        _instead(_Session, "_give_back", _keeps_staged), "left behind: .*staged for"
+    ),
+    "a fetch that has ended is read no more": Rule(
+        _instead(TcpSender, "_drop", lambda self, key: self._fetches.pop(key, None) and None),
+        _WRONG,
+    ),
+    "an engine that stands still takes a lease back": Rule(
+        _instead(StallWatch, "stands_still", lambda self, *, works: False), "nobody answers"
     ),
 }
-"""What each rule says, and what breaks it."""
+"""What each rule says, what breaks it, and how that shows."""

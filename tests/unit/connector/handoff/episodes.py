@@ -25,6 +25,7 @@ from unit.connector.handoff.places import (
     Asked,
     EnginePlan,
     Ledger,
+    Life,
     Place,
     WrongError,
     wait_until,
@@ -131,11 +132,11 @@ class _Drawing:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A finished prefill, for whoever decodes it. weights: what its engine had then."""
+    """A finished prefill, for whoever decodes it. life: of its engine."""
 
     prompt: list[int]
     params: dict[str, Any]
-    place: Place
+    life: Life
 
 
 @dataclass
@@ -249,7 +250,7 @@ class Episode:
         self._check_answer(place, name, Asked(computed, 1, None, place.weights))
         params = place.engine.params.pop(name, None)
         if params is not None:  # None: a prompt of one token beside states
-            self.tickets.append(Ticket(prompt, params, place))
+            self.tickets.append(Ticket(prompt, params, place.life))
 
     def _end_decode(self, place: Place, name: str, reason: str) -> None:
         asked, outcome = place.decoding.pop(name), place.outcome.pop(name, "not loaded")
@@ -309,16 +310,15 @@ class Episode:
 
     def _check_nothing_is_left_open(self) -> None:
         """Engines have ended: so have their threads, sockets and files."""
-        left: list[str] = []
+        if not wait_until(lambda: not self._open_now("thread"), _CLOSE_S):
+            raise WrongError(f"left after the engines' end: {self._open_now('thread')}")
         gc.collect()  # mapped memory ends with its objects
+        if not wait_until(lambda: not self._open_now(), _CLOSE_S):
+            raise WrongError(f"left after the engines' end: {self._open_now()}")
 
-        def is_clean() -> bool:
-            files = (entry.name for entry in self._storage.iterdir())
-            left[:] = [*(_of_transfers() - self._before), *files]
-            return not left
-
-        if not wait_until(is_clean, _CLOSE_S):
-            raise WrongError(f"left after the engines' end: {left}")
+    def _open_now(self, kind: str = "") -> list[str]:
+        opened = (name for name in _of_transfers() - self._before if name.startswith(kind))
+        return [*opened, *(entry.name for entry in self._storage.iterdir() if not kind)]
 
     # ---- what clients do -----------------------------------------------------------------------
 
@@ -356,8 +356,11 @@ class Episode:
         assert place is not None
         for _ in range(self.random.choice((1, 1, 2, 4))):
             if self._under_way() < self.plan.at_once and len(self.tickets) < self.plan.at_once:
-                prompt = self._prompt()
-                place.prefilling[place.engine.add(prompt, 1, PREFILL)] = prompt
+                self._prefill(place)
+
+    def _prefill(self, place: Place) -> None:
+        prompt = self._prompt()
+        place.prefilling[place.engine.add(prompt, 1, PREFILL)] = prompt
 
     def decode(self) -> None:
         """The usual: one request for one ticket; or several (n > 1)."""
@@ -366,14 +369,12 @@ class Episode:
             ticket = self.tickets.pop(self.random.randrange(len(self.tickets)))
             place = self._decoder()
             for _ in range(self.random.choice((1, 1, 1, 1, 1, 1, 1, 3))):
-                self._ask(place, ticket.prompt, ticket.params, "decodes")
+                self._ask(place, ticket.prompt, ticket.params, "decodes", ticket.life)
 
     def decode_and_keep_the_ticket(self) -> None:
         if self.tickets and self._under_way() < self.plan.at_once:
             ticket = self.random.choice(self.tickets)
-            self._ask(
-                self._decoder(), ticket.prompt, ticket.params, "decodes, not for the last time"
-            )
+            self._ask_for(ticket, ticket.prompt, ticket.params, "decodes, not for the last time")
 
     def decode_another_prompt(self) -> None:
         """Another one, or one that goes on behind the ticket's."""
@@ -381,13 +382,13 @@ class Episode:
             ticket = self.random.choice(self.tickets)
             longer = [*ticket.prompt, *self._fresh_prompt()][: self.plan.longest]
             prompt = self.random.choice((self._prompt(), longer))
-            self._ask(self._decoder(), prompt, ticket.params, "decodes another prompt")
+            self._ask_for(ticket, prompt, ticket.params, "decodes another prompt")
 
     def decode_with_spoiled_params(self) -> None:
         if self.tickets and self._under_way() < self.plan.at_once:
             ticket = self.random.choice(self.tickets)
             how, params = spoiled(ticket.params, SECRET, self.random)
-            self._ask(self._decoder(), ticket.prompt, params, f"decodes, {how}")
+            self._ask_for(ticket, ticket.prompt, params, f"decodes, {how}")
             self.tally.events[f"params: {how}"] += 1
 
     def compute(self) -> None:
@@ -402,23 +403,30 @@ class Episode:
         assert place is not None
         return place
 
-    def _ask(self, place: Place, prompt: list[int], params: Any, how: str) -> None:
+    def _ask_for(self, ticket: Ticket, prompt: list[int], params: Any, how: str) -> None:
+        self._ask(self._decoder(), prompt, params, how, ticket.life)
+
+    def _ask(
+        self, place: Place, prompt: list[int], params: Any, how: str, life: Life | None = None
+    ) -> None:
         count = self.random.choice((1, 1, 1, 2, 40 if len(prompt) + 40 < self.plan.longest else 3))
         handoff = _handoff(params)
         name = place.engine.add(prompt, count, params)
-        place.decoding[name] = Asked(prompt, count, handoff, place.weights)
+        place.decoding[name] = Asked(prompt, count, handoff, place.weights, life)
         lease = "" if handoff is None else f", lease {handoff.lease}"
         self.note(f"{place} {how}: {name}, {len(prompt)} tokens{lease}")
 
     def client_leaves(self) -> None:
         place = self._some(lambda place: bool(place.decoding))
         if place is not None:
-            name = self.random.choice(list(place.decoding))
-            del place.decoding[name]
-            place.outcome.pop(name, None)
-            place.engine.abort(name)
-            self.tally.outcomes["cancelled"] += 1
-            self.note(f"{place}: the client of {name} leaves")
+            self._leave(place, self.random.choice(list(place.decoding)))
+
+    def _leave(self, place: Place, name: str) -> None:
+        del place.decoding[name]
+        place.outcome.pop(name, None)
+        place.engine.abort(name)
+        self.tally.outcomes["cancelled"] += 1
+        self.note(f"{place}: the client of {name} leaves")
 
     def client_of_a_prefill_leaves(self) -> None:
         place = self._some(lambda place: bool(place.prefilling))
@@ -435,7 +443,7 @@ class Episode:
         ticket = self.tickets.pop(self.random.randrange(len(self.tickets)))
         handoff = _handoff(ticket.params)
         assert handoff is not None
-        self.note(f"the router releases lease {handoff.lease} of {ticket.place}")
+        self.note(f"the router releases lease {handoff.lease} of {ticket.life}")
         with contextlib.suppress(TransferError):
             release_everywhere(handoff, SECRET, Deadline.after(1))
 
@@ -524,6 +532,34 @@ class Episode:
         place.clock.ahead += seconds
         place.patience.ahead += min(seconds, 3.0)
 
+    def leases_end_amid_copies(self) -> None:
+        """And their blocks are used again. A reader that shows itself is waited for, up to a limit
+        that begins when its lease has ended, and ends too."""
+        place = self._some(lambda place: place.plan.produces and not place.halted)
+        if place is None or not self.points.held:
+            return
+        self.note(f"{place}: leases end amid copies")
+        for _ in range(self.random.choice((1, 2, 2))):
+            place.clock.ahead += 700
+            self._step(place)
+        for _ in range(3):
+            self._prefill(place)
+        for _ in range(3):
+            self._step(place)
+
+    def clients_leave_amid_copies(self) -> None:
+        """And the blocks of those who stay are allocated."""
+        place = self._some(lambda place: bool(place.begun) and not place.halted)
+        if place is None or not self.points.held:
+            return
+        for name in [name for name in place.begun if name in place.decoding]:
+            self._leave(place, name)
+        self._step(place)
+        for _ in range(3):
+            self._ask(place, self._fresh_prompt(), None, "computes")
+        for _ in range(3):
+            self._step(place)
+
     def file_is_spoiled(self) -> None:
         """A handoff file is damaged, shortened or removed, before or while it is read."""
         files = sorted(self._storage.glob("*.safetensors"))
@@ -564,6 +600,8 @@ EVENTS: dict[Callable[[Episode], None], tuple[float, bool]] = {
     Episode.engine_halts: (0.2, True),
     Episode.producer_hangs: (0.2, True),
     Episode.time_passes: (0.5, True),
+    Episode.leases_end_amid_copies: (0.5, True),
+    Episode.clients_leave_amid_copies: (0.3, True),
     Episode.file_is_spoiled: (0.5, True),
     Episode.threads_are_held: (0.1, True),
 }

@@ -60,28 +60,31 @@ class EnginePlan:
         return bool(self.extra.get("strict"))
 
 
+Life = tuple[int, int]
+"""A place's number, and the how-manieth of its engines it is."""
+
+
 @dataclass
 class Ledger:
-    """Leases that can no longer be acquired, by generation and number; lives that have ended."""
+    """Leases that can no longer be acquired; lives that have ended, with all of theirs."""
 
-    over: set[tuple[str, int]] = field(default_factory=set)
-    dead: set[str] = field(default_factory=set)
+    over: set[tuple[Life, int]] = field(default_factory=set)
+    dead: set[Life] = field(default_factory=set)
 
-    def is_over(self, load: HandoffLoad) -> bool:
-        if load.problem is not None:
-            return False  # it was refused before, and has no lease
-        generation = load.endpoints[0].generation
-        return generation in self.dead or (generation, load.lease) in self.over
+    def is_over(self, life: Life, lease: int) -> bool:
+        return life in self.dead or (life, lease) in self.over
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request at a decode engine. handoff: of its params, if they are whole."""
+    """A request at a decode engine. handoff: of its params, if they are whole. life: of the engine
+    that made them."""
 
     prompt: list[int]
     count: int
     handoff: Handoff | None
     weights: int
+    life: Life | None = None
 
 
 @dataclass(frozen=True)
@@ -151,14 +154,14 @@ class Place:
         return self.engine.lifecycle.connector.worker.consumer
 
     @property
-    def generation(self) -> str:
-        return "" if self.producer is None else str(self.producer.endpoint.generation)
+    def life(self) -> Life:
+        return self.number, self.lives
 
     def restart(self, *, same_port: bool) -> None:
         """End this life and begin another; all requests of this one are lost."""
         self.go_on()
         port = self.producer.endpoint.port if same_port and self.producer is not None else 0
-        self._ledger.dead.add(self.generation)
+        self._ledger.dead.add(self.life)
         self.engine.close()
         for requests in (self.prefilling, self.decoding, self.outcome, self.begun, self._granted):
             requests.clear()
@@ -199,14 +202,16 @@ class Place:
 
     def _note(self, work: StepWork) -> None:
         for load in work.loads:
-            self.begun[load.request_id] = Began(load, self._ledger.is_over(load))
+            life = self.decoding[load.request_id].life
+            too_late = life is not None and self._ledger.is_over(life, load.lease)
+            self.begun[load.request_id] = Began(load, too_late)
         self._granted.update({grant.request_id: grant.lease for grant in work.grants})
         ended = [lease for lease in self._granted.values() if lease < work.revoked]
-        self._ledger.over.update((self.generation, lease) for lease in [*ended, *work.taken_back])
+        self._ledger.over.update((self.life, lease) for lease in [*ended, *work.taken_back])
 
     def _check_reports(self, moved: Any) -> None:
         for request in moved.finished_sending or ():
-            self._ledger.over.add((self.generation, self._granted.pop(request)))
+            self._ledger.over.add((self.life, self._granted.pop(request)))
         for request in moved.finished_recving or ():
             began, asked = self.begun.pop(request), self.decoding.get(request)
             if request in moved.failed_recving:

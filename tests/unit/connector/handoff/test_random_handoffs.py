@@ -75,8 +75,8 @@ def test_a_million_random_handoffs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_broken_rule_is_noticed(rule: str, play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    RULES[rule](monkeypatch)
-    with pytest.raises(AssertionError) as noticed:  # noqa: PT012 - some seed notices it
+    RULES[rule].broken_by(monkeypatch)
+    with pytest.raises(AssertionError, match=RULES[rule].noticed) as noticed:  # noqa: PT012
         handoffs = 0
         for seed in range(100, 160):
             handoffs += play(seed).handoffs
