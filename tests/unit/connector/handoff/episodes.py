@@ -34,6 +34,7 @@ from unit.connector.handoff.points import Points
 from unit.connector.modelless import BLOCK, PLAIN, PREFILL, VOCABULARY, Layers, answer
 
 from disagg.errors import TransferError
+from disagg.transport.control.listener import Listener
 from disagg.transport.control.ticket import Handoff, verify
 from disagg.transport.deadline import Deadline
 from disagg.transport.fetch import release_everywhere
@@ -49,14 +50,15 @@ _DEPLOYMENTS = (
     ("kv_producer", "kv_both", "kv_consumer"),
 )
 _GROUPS = (PLAIN, (Layers(window=2 * BLOCK), Layers()), (Layers(state=True), Layers()))
-_SETTLE_S, _CLOSE_S = 30.0, 15.0
-_TRACED = 60
+# Several times a load's deadline, also on a busy machine.
+_SETTLE_S, _CLOSE_S = 60.0, 30.0
+_TRACED, _KEPT = 60, 200
 
 
 @dataclass(frozen=True)
 class EpisodePlan:
     """What a seed draws before anything happens. longest: tokens of a prompt. wild: how often
-    faults happen, from 0. holds, fails: see `Points`. at_once: requests under way."""
+    faults happen, from 0. holds, fails, spoils: see `Points`. at_once: requests under way."""
 
     seed: int
     engines: tuple[EnginePlan, ...]
@@ -64,6 +66,7 @@ class EpisodePlan:
     wild: float
     holds: float
     fails: float
+    spoils: float
     at_once: int
     handoffs: int
 
@@ -85,6 +88,7 @@ class EpisodePlan:
             wild=wild,
             holds=wild and rng.choice((0.0, 0.05, 0.2)),
             fails=wild and rng.choice((0.0, 0.0, 0.03)),
+            spoils=wild and rng.choice((0.0, 0.05)),
             at_once=rng.choice((4, 8, 16)),
             handoffs=rng.randrange(100, 301),
         )
@@ -161,6 +165,7 @@ class Episode:
         self.tally = Tally()
         self.trace: deque[str] = deque(maxlen=_TRACED)
         self.tickets: list[Ticket] = []
+        self.kept: list[Ticket] = []  # of all lives and weights, for clients who come late
         self._before = _of_transfers()
         ledger = Ledger()
         self.places = [
@@ -168,12 +173,13 @@ class Episode:
         ]
         self._prompts = [self._fresh_prompt() for _ in range(6)]
         self._turn = self._held_until = 0
+        self._got_on = time.monotonic()
 
     # ---- from the start to the end -------------------------------------------------------------
 
     def run(self) -> Tally:
         """Play, settle, and end all engines."""
-        self.points.begin(self.plan.seed, self.plan.holds, self.plan.fails)
+        self.points.begin(self.plan.seed, self.plan.holds, self.plan.fails, self.plan.spoils)
         try:
             try:
                 while self.tally.outcomes.total() < self.plan.handoffs:
@@ -200,8 +206,8 @@ class Episode:
 
     def _play_turn(self) -> None:
         self._turn += 1
-        if self._turn > 1000 * self.plan.handoffs:
-            raise WrongError("handoffs do not go on")
+        if time.monotonic() - self._got_on > _SETTLE_S:
+            raise WrongError(f"handoffs do not go on: {'; '.join(self._left())}")
         events = list(EVENTS)
         rates = [rate * (self.plan.wild if is_fault else 1) for rate, is_fault in EVENTS.values()]
         for event in self.random.choices(events, rates, k=2):
@@ -211,7 +217,9 @@ class Episode:
         self.points.let_go(0.3)
         if self._turn == self._held_until:
             self.points.holds = self.plan.holds
-        if not any(ran):
+        if any(ran):
+            self._got_on = time.monotonic()
+        else:
             self._wait()
 
     def _wait(self, *, quick: bool = False) -> None:
@@ -251,6 +259,7 @@ class Episode:
         params = place.engine.params.pop(name, None)
         if params is not None:  # None: a prompt of one token beside states
             self.tickets.append(Ticket(prompt, params, place.life))
+            self.kept = [*self.kept[-_KEPT:], self.tickets[-1]]
 
     def _end_decode(self, place: Place, name: str, reason: str) -> None:
         asked, outcome = place.decoding.pop(name), place.outcome.pop(name, "not loaded")
@@ -376,6 +385,18 @@ class Episode:
             ticket = self.random.choice(self.tickets)
             self._ask_for(ticket, ticket.prompt, ticket.params, "decodes, not for the last time")
 
+    def late_clients_come(self) -> None:
+        """With tickets of an engine's earlier life, whose numbers are leases of this life, too."""
+        place = self._some(lambda place: place.lives > 1 and bool(place.leases()))
+        if place is None:
+            return
+        numbers = place.leases()
+        for ticket in [one for one in self.kept if one.life[0] == place.number]:
+            handoff = _handoff(ticket.params)
+            assert handoff is not None
+            if ticket.life != place.life and handoff.lease in numbers:
+                self._ask_for(ticket, ticket.prompt, ticket.params, "decodes for a late client")
+
     def decode_another_prompt(self) -> None:
         """Another one, or one that goes on behind the ticket's."""
         if self.tickets and self._under_way() < self.plan.at_once:
@@ -494,10 +515,13 @@ class Episode:
         producer = place.producer
         senders = [getattr(sender, "_listener", None) for sender in producer._senders]
         for listener in (producer._server._listener, *filter(None, senders)):
-            with listener._lock:
-                for channel in list(listener._connections.values()):
-                    if self.random.random() < 0.5:
-                        channel.cut()
+            self._cut(listener, 0.5)
+
+    def _cut(self, listener: Listener, share: float) -> None:
+        with listener._lock:
+            for channel in list(listener._connections.values()):
+                if self.random.random() < share:
+                    channel.cut()
 
     def consumer_cuts(self) -> None:
         """Its idle connections, as a firewall does that forgets them."""
@@ -539,6 +563,10 @@ class Episode:
         if place is None or not self.points.held:
             return
         self.note(f"{place}: leases end amid copies")
+        if self.random.random() < 0.5:
+            # The consumer goes on with its data connection.
+            self._cut(place.producer._server._listener, 1.0)
+            time.sleep(0.003)
         for _ in range(self.random.choice((1, 2, 2))):
             place.clock.ahead += 700
             self._step(place)
@@ -560,23 +588,6 @@ class Episode:
         for _ in range(3):
             self._step(place)
 
-    def file_is_spoiled(self) -> None:
-        """A handoff file is damaged, shortened or removed, before or while it is read."""
-        files = sorted(self._storage.glob("*.safetensors"))
-        if not files:
-            return
-        file = self.random.choice(files)
-        with contextlib.suppress(FileNotFoundError):
-            how = self.random.randrange(3)
-            self.note(f"{file.name} is {('removed', 'shortened', 'damaged')[how]}")
-            if how == 0:
-                file.unlink()
-            elif how == 1:
-                os.truncate(file, file.stat().st_size // 2)
-            else:
-                _damage(file, self.random)
-            self.tally.events["files spoiled"] += 1
-
     def threads_are_held(self) -> None:
         """For some turns, more threads than usual wait at a point."""
         self.points.holds, self._held_until = 0.5, self._turn + 20
@@ -589,6 +600,7 @@ EVENTS: dict[Callable[[Episode], None], tuple[float, bool]] = {
     Episode.decode_and_keep_the_ticket: (0.7, True),
     Episode.decode_another_prompt: (0.7, True),
     Episode.decode_with_spoiled_params: (0.7, True),
+    Episode.late_clients_come: (0.3, True),
     Episode.client_leaves: (1.0, True),
     Episode.client_of_a_prefill_leaves: (0.3, True),
     Episode.router_releases: (0.2, True),
@@ -602,7 +614,6 @@ EVENTS: dict[Callable[[Episode], None], tuple[float, bool]] = {
     Episode.time_passes: (0.5, True),
     Episode.leases_end_amid_copies: (0.5, True),
     Episode.clients_leave_amid_copies: (0.3, True),
-    Episode.file_is_spoiled: (0.5, True),
     Episode.threads_are_held: (0.1, True),
 }
 """What may happen: how often, and whether `wild` makes it more or less frequent."""
@@ -614,14 +625,6 @@ def _handoff(params: Any) -> Handoff | None:
         with contextlib.suppress(TransferError):
             return verify(params["disagg"], SECRET)
     return None
-
-
-def _damage(file: Path, rng: random.Random) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(rng.randrange(file.stat().st_size))
-        byte = opened.read(1)
-        opened.seek(-1, os.SEEK_CUR)
-        opened.write(bytes([byte[0] ^ 0x40]))
 
 
 def _of_transfers() -> set[str]:

@@ -157,6 +157,10 @@ class Place:
     def life(self) -> Life:
         return self.number, self.lives
 
+    def leases(self) -> set[int]:
+        """The numbers of those that the worker holds."""
+        return set() if self.producer is None else set(self.producer._leases._leases)
+
     def restart(self, *, same_port: bool) -> None:
         """End this life and begin another; all requests of this one are lost."""
         self.go_on()

@@ -6,6 +6,7 @@ is a wrapper around a function of the product, which then runs as it is.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections import Counter
@@ -29,26 +30,27 @@ _MOST_HELD = 6
 class Points:
     """Where threads are held now. All of a process's episodes share one; safe from any thread.
 
-    holds, fails: how often a thread that passes a point is held there, or fails there.
+    holds, fails: how often a thread that passes a point is held there, or fails there. spoils: how
+    often a handoff file is damaged or shortened before it is read.
     """
 
     def __init__(self) -> None:
-        self.holds = self.fails = 0.0
+        self.holds = self.fails = self.spoils = 0.0
         self.passed: Counter[str] = Counter()
         self._random = random.Random()
         self._held: list[threading.Event] = []
         self._lock = threading.Lock()
 
-    def begin(self, seed: int, holds: float, fails: float) -> None:
+    def begin(self, seed: int, holds: float, fails: float, spoils: float) -> None:
         """For one episode."""
         with self._lock:
             self._random.seed(seed)
-            self.holds, self.fails = holds, fails
+            self.holds, self.fails, self.spoils = holds, fails, spoils
 
     def end(self) -> None:
         """Let all threads go, and hold none from now on."""
         with self._lock:
-            self.holds = self.fails = 0.0
+            self.holds = self.fails = self.spoils = 0.0
         self.let_go(1.0)
 
     def let_go(self, share: float) -> None:
@@ -82,6 +84,20 @@ class Points:
                 if held in self._held:
                     self._held.remove(held)
 
+    def meet_file(self, descriptor: int) -> None:
+        """A file that is about to be read may be another one then."""
+        with self._lock:
+            if self._random.random() >= self.spoils:
+                return
+            at, shorter = self._random.random(), self._random.random() < 0.3
+        with open(f"/proc/self/fd/{descriptor}", "r+b", buffering=0) as file:
+            at = int(at * os.fstat(descriptor).st_size)
+            if shorter:
+                file.truncate(at)
+                return
+            byte = os.pread(descriptor, 1, at)[0]
+            os.pwrite(file.fileno(), bytes([byte ^ 0x40]), at)
+
 
 def install(patch: pytest.MonkeyPatch) -> Points:
     """Put points into the product, for as long as the patches last."""
@@ -97,6 +113,7 @@ def install(patch: pytest.MonkeyPatch) -> Points:
     _around(patch, points, _Session, "_fetch", before="fetch", after="fetched")
     _around(patch, points, _Session, "_release", before="answer release")
     _send_in_halves(patch, points)
+    _spoil_files(patch, points)
     return points
 
 
@@ -150,3 +167,13 @@ def _send_in_halves(patch: pytest.MonkeyPatch, points: Points) -> None:
                 yield batch[middle:]
 
     patch.setattr(stream, "_batches", batches)
+
+
+def _spoil_files(patch: pytest.MonkeyPatch, points: Points) -> None:
+    real = shared_storage.ProducersFiles._load
+
+    def load(self: Any, job: Any, file: Any, descriptor: int) -> None:
+        points.meet_file(descriptor)
+        real(self, job, file, descriptor)
+
+    patch.setattr(shared_storage.ProducersFiles, "_load", load)
