@@ -226,7 +226,7 @@ class Episode:
         """Nothing runs: the threads of loads want the interpreter, and patience its time. Leases
         that nobody fetches run out where nothing else makes room: engines that also decode take
         theirs back."""
-        time.sleep(0.0003)
+        time.sleep(0.001)
         for place in self.places:
             place.patience.ahead += 0.1
             if not place.plan.consumes:
