@@ -78,6 +78,6 @@ def test_a_broken_rule_is_noticed(rule: str, play: Play, monkeypatch: pytest.Mon
     RULES[rule].broken_by(monkeypatch)
     with pytest.raises(AssertionError, match=RULES[rule].noticed) as noticed:  # noqa: PT012
         handoffs = 0
-        for seed in range(100, 160):
+        for seed in RULES[rule].seeds:
             handoffs += play(seed).handoffs
     print(f"after {handoffs} handoffs: {noticed.value}")
