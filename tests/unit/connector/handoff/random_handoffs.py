@@ -27,7 +27,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
-from unit.connector.handoff.episodes import SECRET, Episode, EpisodePlan, Tally
+from unit.connector.handoff.episode_plan import EpisodePlan
+from unit.connector.handoff.episodes import SECRET, Episode, Tally
 from unit.connector.handoff.points import install
 from unit.connector.modelless import one_rank
 
