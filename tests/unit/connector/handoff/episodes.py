@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unit.connector.handoff import faults
 from unit.connector.handoff.episode_plan import EpisodePlan
 from unit.connector.handoff.params import spoiled
 from unit.connector.handoff.places import (
+    SETTLE_S,
     Asked,
     Ledger,
     Life,
@@ -34,14 +36,13 @@ from unit.connector.handoff.points import Points
 from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, answer
 
 from disagg.errors import TransferError
-from disagg.transport.control.listener import Listener
 from disagg.transport.control.ticket import Handoff, verify
 from disagg.transport.deadline import Deadline
 from disagg.transport.fetch import release_everywhere
 
 SECRET = b"correct horse battery"
-# Several times a load's deadline, also on a busy machine.
-_SETTLE_S, _CLOSE_S = 60.0, 30.0
+
+_CLOSE_S = 30.0
 _TRACED, _KEPT = 60, 200
 
 
@@ -117,7 +118,7 @@ class Episode:
 
     def _play_turn(self) -> None:
         self._turn += 1
-        if time.monotonic() - self._got_on > _SETTLE_S:
+        if time.monotonic() - self._got_on > SETTLE_S:
             raise WrongError(f"handoffs do not go on: {'; '.join(self._left())}")
         events = list(EVENTS)
         rates = [rate * (self.plan.wild if is_fault else 1) for rate, is_fault in EVENTS.values()]
@@ -209,7 +210,7 @@ class Episode:
                 raise WrongError(f"{place}: its block pool is not whole")
 
     def _step_until(self, true: Callable[[], bool], problem: str) -> None:
-        deadline = time.monotonic() + _SETTLE_S
+        deadline = time.monotonic() + SETTLE_S
         while not true():
             self.points.let_go(0.3)
             ran = [self._step(place) for place in self.places]
@@ -379,130 +380,6 @@ class Episode:
         with contextlib.suppress(TransferError):
             release_everywhere(handoff, SECRET, Deadline.after(1))
 
-    # ---- faults --------------------------------------------------------------------------------
-
-    def engine_restarts(self) -> None:
-        place = self.random.choice(self.places)
-        self.note(f"{place} restarts")
-        self.tally.outcomes["lost with an engine"] += len(place.decoding)
-        self.points.let_go(1.0)
-        place.restart(same_port=self.random.random() < 0.7)
-
-    def engine_is_reset(self) -> None:
-        """As after a weight update. It says no while blocks are in use."""
-        place = self.random.choice(self.places)
-        self.note(f"{place} is reset")
-        place.engine.scheduler.reset_prefix_cache(reset_connector=True)
-
-    def all_get_new_weights(self) -> None:
-        """No request runs meanwhile, and all engines are reset until they agree. Tickets from
-        before stay with the clients."""
-        self.note("all engines get new weights")
-        self.points.let_go(1.0)
-        for place in self.places:
-            place.go_on()
-        self._step_until(self._all_answered, "requests that nobody answers")
-        deadline = time.monotonic() + _SETTLE_S
-        while not self._all_are_reset():
-            for place in self.places:
-                self._step(place)
-            self.points.let_go(1.0)
-            if time.monotonic() > deadline:
-                raise WrongError(f"not reset: {'; '.join(self._left())}")
-        weights = self.random.getrandbits(64)
-        for place in self.places:
-            place.new_weights(weights)
-
-    def _all_are_reset(self) -> bool:
-        schedulers = [place.engine.scheduler for place in self.places]
-        done = [one.reset_prefix_cache(reset_connector=True) for one in schedulers]
-        return all(done)
-
-    def connections_are_cut(self) -> None:
-        """Some of those that a producer's worker serves, in the middle of whatever they do."""
-        place = self._some(lambda place: place.producer is not None)
-        assert place is not None
-        self.note(f"{place}: connections are cut")
-        producer = place.producer
-        senders = [getattr(sender, "_listener", None) for sender in producer._senders]
-        for listener in (producer._server._listener, *filter(None, senders)):
-            self._cut(listener, 0.5)
-
-    def _cut(self, listener: Listener, share: float) -> None:
-        with listener._lock:
-            for channel in list(listener._connections.values()):
-                if self.random.random() < share:
-                    channel.cut()
-
-    def consumer_cuts(self) -> None:
-        """Its idle connections, as a firewall does that forgets them."""
-        place = self.random.choice(self.places)
-        self.note(f"{place}: idle connections are cut")
-        peers = place.consumer._peers
-        with peers._lock:
-            for idle in peers._idle.values():
-                for connection in idle:
-                    connection.channel.cut()
-
-    def engine_halts(self) -> None:
-        """It takes no step for some turns, as in a long one; its threads go on."""
-        place = self.random.choice(self.places)
-        if not place.halted:
-            place.halted = self.random.randrange(1, 15)
-            self.note(f"{place} takes no step for {place.halted} turns")
-
-    def producer_hangs(self) -> None:
-        """It takes no step, and serves no lease."""
-        place = self._some(lambda place: place.plan.produces and not place.halted)
-        if place is not None:
-            place.hang()
-            place.halted = self.random.randrange(1, 10)
-            self.note(f"{place} hangs for {place.halted} turns")
-
-    def time_passes(self) -> None:
-        """On one engine's clocks."""
-        place = self.random.choice(self.places)
-        seconds = self.random.choice((0.1, 1.0, 3.0, 16.0, 30.0, 700.0))
-        self.note(f"{place}: {seconds} s pass")
-        place.clock.ahead += seconds
-        place.patience.ahead += min(seconds, 3.0)
-
-    def leases_end_amid_copies(self) -> None:
-        """And their blocks are used again. A reader that shows itself is waited for, up to a limit
-        that begins when its lease has ended, and ends too."""
-        place = self._some(lambda place: place.plan.produces and not place.halted)
-        if place is None or not self.points.held:
-            return
-        self.note(f"{place}: leases end amid copies")
-        if self.random.random() < 0.5:
-            # The consumer goes on with its data connection.
-            self._cut(place.producer._server._listener, 1.0)
-            time.sleep(0.003)
-        for _ in range(self.random.choice((1, 2, 2))):
-            place.clock.ahead += 700
-            self._step(place)
-        for _ in range(3):
-            self._prefill(place)
-        for _ in range(3):
-            self._step(place)
-
-    def clients_leave_amid_copies(self) -> None:
-        """And the blocks of those who stay are allocated."""
-        place = self._some(lambda place: bool(place.begun) and not place.halted)
-        if place is None or not self.points.held:
-            return
-        for name in [name for name in place.begun if name in place.decoding]:
-            self._leave(place, name)
-        self._step(place)
-        for _ in range(3):
-            self._ask(place, self._fresh_prompt(), None, "computes")
-        for _ in range(3):
-            self._step(place)
-
-    def threads_are_held(self) -> None:
-        """For some turns, more threads than usual wait at a point."""
-        self.points.holds, self._held_until = 0.5, self._turn + 20
-
 
 EVENTS: dict[Callable[[Episode], None], tuple[float, bool]] = {
     Episode.prefill: (14, False),
@@ -515,17 +392,17 @@ EVENTS: dict[Callable[[Episode], None], tuple[float, bool]] = {
     Episode.client_leaves: (1.0, True),
     Episode.client_of_a_prefill_leaves: (0.3, True),
     Episode.router_releases: (0.2, True),
-    Episode.engine_restarts: (0.04, True),
-    Episode.engine_is_reset: (0.2, True),
-    Episode.all_get_new_weights: (0.03, True),
-    Episode.connections_are_cut: (0.3, True),
-    Episode.consumer_cuts: (0.1, True),
-    Episode.engine_halts: (0.2, True),
-    Episode.producer_hangs: (0.2, True),
-    Episode.time_passes: (0.5, True),
-    Episode.leases_end_amid_copies: (0.5, True),
-    Episode.clients_leave_amid_copies: (0.3, True),
-    Episode.threads_are_held: (0.1, True),
+    faults.engine_restarts: (0.04, True),
+    faults.engine_is_reset: (0.2, True),
+    faults.all_get_new_weights: (0.03, True),
+    faults.connections_are_cut: (0.3, True),
+    faults.consumer_cuts: (0.1, True),
+    faults.engine_halts: (0.2, True),
+    faults.producer_hangs: (0.2, True),
+    faults.time_passes: (0.5, True),
+    faults.leases_end_amid_copies: (0.5, True),
+    faults.clients_leave_amid_copies: (0.3, True),
+    faults.threads_are_held: (0.1, True),
 }
 """What may happen: how often, and whether `wild` makes it more or less frequent."""
 

@@ -20,6 +20,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from disagg.connector.handoff.messages import HandoffLoad, LoadReport, StepReport, StepWork
 from disagg.transport.control.ticket import Handoff
 
+# Several times a load's deadline, also on a busy machine.
+SETTLE_S = 60.0
+
 
 class WrongError(AssertionError):
     """A rule of handoffs is broken: wrong bytes, a leak, or something that does not end."""
