@@ -18,7 +18,6 @@ from disagg.transport import shared_storage
 from disagg.transport.control.lease import Lease, LeaseTable
 from disagg.transport.control.server import _Session
 from disagg.transport.one_sided.remote_lease_board import BoardCache
-from disagg.transport.tcp.tcp import TcpSender
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -133,10 +132,6 @@ RULES = {
     ),
     "what was staged is dropped": Rule(
         _instead(_Session, "_give_back", _keeps_staged), "left behind: .*staged for"
-    ),
-    "a fetch that has ended is read no more": Rule(
-        _instead(TcpSender, "_drop", lambda self, key: self._fetches.pop(key, None) and None),
-        _WRONG,
     ),
     "an engine that stands still takes a lease back": Rule(
         _instead(StallWatch, "stands_still", lambda self, *, works: False),
