@@ -4,6 +4,10 @@ For models with sliding windows, vLLM reserves too few blocks for requests that 
 counts blocks that a window has passed as held, although they were freed. Two loading requests can
 exhaust the pool and deadlock. So a load waits while earlier loads may need the blocks that it would
 take.
+
+A request whose load fails gives back its blocks and starts over. Then blocks that the window has
+passed are computed too, so it may need more than it gave back. Loaded requests behind it hold
+theirs, and vLLM schedules them after it. So enough stays free for any one that starts over.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ class LoadAdmission:
 
     def has_room(self, request: Request, tokens: int) -> bool:
         """Whether a load may start that brings this request to `tokens` computed tokens."""
-        others = sum(self._needs(other) for other in self._loading.values() if other is not request)
+        others = [other for other in self._loading.values() if other is not request]
+        others = [other for other in others if self._holds(other)]
         if not others:
             return True
         own = sum(
@@ -36,7 +41,11 @@ class LoadAdmission:
             - group.get_num_skipped_tokens(tokens) // group.block_size
             for group in self._groups
         )
-        return own + others <= self._pool.get_num_free_blocks()
+        lacking = sum(self._lacks(group, other) for other in others for group in self._groups)
+        # One after the other: who has started over ends, and frees its blocks for the next.
+        again = [self._whole(other) - self._holds(other) for other in others]
+        more = max(lacking, self._whole(request) - own, *again)
+        return own + more <= self._pool.get_num_free_blocks()
 
     def begins(self, request: Request) -> None:
         """This request's blocks are allocated, and will be loaded."""
@@ -47,18 +56,29 @@ class LoadAdmission:
         for request_id in request_ids:
             self._loading.pop(request_id, None)
 
-    def _needs(self, request: Request) -> int:
-        """Blocks that it lacks for its prompt; 0 if it holds none, as it then starts over."""
-        return sum(self._lacks(group, request) for group in self._groups)
+    def _holds(self, request: Request) -> int:
+        """Blocks that it would give back; 0 once its load has failed."""
+        return sum(
+            not block.is_null
+            for group in self._groups
+            for block in group.req_to_blocks.get(request.request_id, ())
+        )
+
+    def _whole(self, request: Request) -> int:
+        """Blocks that it needs if it computes its prompt from the first token."""
+        return sum(
+            self._most(group, -(-request.num_tokens // group.block_size)) for group in self._groups
+        )
+
+    def _lacks(self, group: SingleTypeKVCacheManager, request: Request) -> int:
+        """Blocks that it lacks for its prompt."""
+        held = len(group.req_to_blocks.get(request.request_id, ()))
+        return self._most(group, max(0, -(-request.num_tokens // group.block_size) - held))
 
     @staticmethod
-    def _lacks(group: SingleTypeKVCacheManager, request: Request) -> int:
-        held = len(group.req_to_blocks.get(request.request_id, ()))
-        if not held:
-            return 0
-        lacking = max(0, -(-request.num_tokens // group.block_size) - held)
+    def _most(group: SingleTypeKVCacheManager, blocks: int) -> int:
         most = group.max_admission_blocks_per_request
-        return lacking if most is None else min(lacking, most)
+        return blocks if most is None else min(blocks, most)
 
 
 _instances: WeakKeyDictionary[KVCacheManager, LoadAdmission] = WeakKeyDictionary()

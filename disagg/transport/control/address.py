@@ -33,6 +33,9 @@ def listen(host: str, port: int) -> socket.socket:
     found = socket.getaddrinfo(resolve_host(host), port, type=socket.SOCK_STREAM)
     family, _, _, _, address = found[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
+    # Else a worker that starts again would wait for its port: connections that this side closed
+    # first last for a minute. Two workers can still not listen on one port.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
         sock.listen(_BACKLOG)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
@@ -37,7 +37,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """Where one producer worker listens. `generation` names its life: ports are used again."""
 
     host: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     generation: str
 
 

@@ -11,6 +11,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+from typing import Annotated
 
 import msgspec
 
@@ -35,8 +36,8 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True):
     lease: int
     endpoints: list[Endpoint]
     layers: list[int]
-    num_tokens: int
-    block_size: int
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
     digests: bytes
 
 

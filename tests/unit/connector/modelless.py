@@ -73,6 +73,8 @@ Words = npt.NDArray[np.uint64]
 _MOST_LAYERS = 3 * LAYERS
 _SPREAD: Words = np.random.SFC64(1).random_raw(_MOST_LAYERS * HEADS * WORDS) | np.uint64(1)
 _WRAP = (1 << 64) - 1
+WEIGHTS = 0x9E3779B97F4A7C15
+"""What stands for the model's weights. With others, the cache holds other things."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,10 @@ PLAIN = (Layers(),)
 # ---- the rule ----------------------------------------------------------------------------------
 
 
-def chained(hashes: list[int], tokens: Sequence[int]) -> list[int]:
+def chained(hashes: list[int], tokens: Sequence[int], weights: int = WEIGHTS) -> list[int]:
     """One number per token, of it and all before it; `hashes` are those of the first tokens."""
     for token in tokens[len(hashes) :]:
-        last = hashes[-1] if hashes else 0x9E3779B97F4A7C15
+        last = hashes[-1] if hashes else weights
         hashes.append(((last ^ (token + 1)) * 0xD1342543DE82EF95 + 1) & _WRAP)
     return hashes
 
@@ -143,11 +145,13 @@ def next_token(held: Sequence[Words]) -> int:
     return int(np.bitwise_xor.reduce(words * places) >> np.uint64(40)) % VOCABULARY
 
 
-def answer(prompt: Sequence[int], count: int, groups: Sequence[Layers] = PLAIN) -> list[int]:
-    """What every engine of these groups must answer."""
+def answer(
+    prompt: Sequence[int], count: int, groups: Sequence[Layers] = PLAIN, weights: int = WEIGHTS
+) -> list[int]:
+    """What every engine of these groups and weights must answer."""
     tokens, hashes = list(prompt), list[int]()
     for _ in range(count):
-        chained(hashes, tokens)
+        chained(hashes, tokens, weights)
         held = [
             contents(hashes[group.first_seen(len(tokens) - 1) :], number * LAYERS + layer)
             for number, group in enumerate(groups)
@@ -200,7 +204,7 @@ class Engine:
         groups: Sequence[Layers] = PLAIN,
         prefix_caching: bool = True,
     ) -> None:
-        self.groups = groups
+        self.groups, self.weights = groups, WEIGHTS
         self.config = _engine_config(model, transfer, max_seqs, prefix_caching)
         if events:
             self.config.kv_events_config = KVEventsConfig(
@@ -339,13 +343,15 @@ class Engine:
 
     def _write_blocks(self, scheduled: SchedulerOutput) -> None:
         """What vLLM's runners do to blocks before the forward pass."""
-        for cache in self.caches.values():
+        zeroed, copies = scheduled.new_block_ids_to_zero, scheduled.kv_cache_block_copies
+        for cache in self.caches.values() if zeroed or copies else ():
             bytes_ = cache.view(torch.uint8)
-            bytes_[scheduled.new_block_ids_to_zero or []] = 0
-            for copy in scheduled.kv_cache_block_copies or ():
+            bytes_[zeroed or []] = 0
+            for copy in copies or ():
                 bytes_[copy.dst_block_id] = bytes_[copy.src_block_id]
-        for name, count in scheduled.num_scheduled_tokens.items():
-            self._copy_states(self.known[name], count)
+        if any(group.state for group in self.groups):
+            for name, count in scheduled.num_scheduled_tokens.items():
+                self._copy_states(self.known[name], count)
 
     def _copy_states(self, known: Known, count: int) -> None:
         """Where a step ends in another block than it begins in, the state moves there first."""
@@ -377,7 +383,7 @@ class Engine:
         """Write this layer's part of `count` tokens, and compare that of those before them."""
         start, stop = known.computed, known.computed + count
         first = self.groups[layer // LAYERS].first_seen(start)
-        expected = contents(chained(known.hashes, known.tokens)[first:stop], layer)
+        expected = contents(chained(known.hashes, known.tokens, self.weights)[first:stop], layer)
         blocks, offsets = _slots(known.blocks[layer // LAYERS], start, stop)
         assert blocks.all(), "a token has no block"
         self.words[layer][blocks, :, offsets] = expected[start - first :]
@@ -386,7 +392,7 @@ class Engine:
     def _advance(self, layer: int, known: Known, count: int) -> None:
         """The same of a layer with state: from that behind the tokens before these to theirs."""
         start, stop = known.computed, known.computed + count
-        hashes = chained(known.hashes, known.tokens)
+        hashes = chained(known.hashes, known.tokens, self.weights)
         if start:
             seen = self._seen(layer, known, start - 1, start)
             assert np.array_equal(seen, contents(hashes[start - 1 : start], layer)), "wrong state"

@@ -227,6 +227,26 @@ def test_loads_do_not_wait_for_each_other(start: Start) -> None:
     assert sum(len(output.finished_recving or ()) for output in consumer.seen) == 3
 
 
+def test_a_load_that_fails_has_room_to_start_over(start: Start) -> None:
+    """Then its window's blocks are computed too. Loaded requests behind it hold the rest, and vLLM
+    schedules them after it."""
+    groups = (Layers(window=2 * BLOCK), Layers())
+    producer = start("kv_producer", blocks=64, groups=groups)
+    consumer = start("kv_consumer", blocks=1 + 12, groups=groups)
+    prompts = [prompt_of(length, seed=length) for length in (4 * BLOCK, BLOCK + 2, BLOCK - 7)]
+    firsts = [producer.add(prompt, 1, PREFILL) for prompt in prompts]
+    run([producer], lambda: held(producer) == 3)
+    producer.lifecycle.connector.worker.producer._leases.release(0, "aborted")
+    asked = [
+        consumer.add(prompt, 2, producer.params[first])
+        for prompt, first in zip(prompts, firsts, strict=True)
+    ]
+    run([producer, consumer], lambda: set(asked) <= set(consumer.finished))
+    run([producer, consumer], lambda: at_rest(producer, consumer))
+    assert [consumer.answers[name] for name in asked] == [answer(p, 2, groups) for p in prompts]
+    assert sum(len(output.failed_recving) for output in consumer.seen) == 1
+
+
 def test_a_producer_that_hangs_holds_up_no_other(start: Start) -> None:
     """It is connected and does not answer; more loads wait for it than may run at once."""
     more = {"transports": ["tcp"]}

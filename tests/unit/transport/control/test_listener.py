@@ -196,3 +196,19 @@ def test_a_reset_before_the_answer_is_tried_again() -> None:
             open_channel("127.0.0.1", port, SECRET, soon, lambda one: one.receive(soon))
         thread.join(5)
         assert not thread.is_alive()
+
+
+def test_a_worker_that_starts_again_gets_its_port_at_once() -> None:
+    """The kernel keeps connections that this side closed first for a minute."""
+    before = Listener("127.0.0.1", 0, SECRET, echo, name="echo")
+    clients = [opened(before) for _ in range(3)]
+    before.close()
+    before.join(5)
+    for client in clients:
+        client.close()
+    after = Listener("127.0.0.1", before.port, SECRET, echo, name="echo")
+    opened(after).close()
+    with pytest.raises(OSError, match="in use"):
+        Listener("127.0.0.1", before.port, SECRET, echo, name="echo")
+    after.close()
+    after.join(5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 
+import msgspec
 import pytest
 
 from disagg.errors import TransferError
@@ -34,14 +35,30 @@ def test_not_a_ticket(ticket: object) -> None:
 
 
 def test_signed_but_of_another_version() -> None:
-    import msgspec
-
     from disagg.transport.control import ticket
 
     body = msgspec.msgpack.encode(["too", "short"])
     token = base64.b64encode(ticket._mac(body, b"secret") + body).decode()
     with pytest.raises(TransferError) as error:
         verify(token, b"secret")
+    assert error.value.reason == "malformed"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"block_size": 0},
+        {"block_size": -32},
+        {"num_tokens": 0},
+        {"endpoints": [Endpoint("127.0.0.1", 0, "life")]},
+        {"endpoints": [Endpoint("127.0.0.1", 1 << 16, "life")]},
+    ],
+)
+def test_signed_with_numbers_that_cannot_be(changed: dict[str, object]) -> None:
+    """An engine would divide by them, or connect to them."""
+    ticket = sign(msgspec.structs.replace(HANDOFF, **changed), b"secret")
+    with pytest.raises(TransferError) as error:
+        verify(ticket, b"secret")
     assert error.value.reason == "malformed"
 
 
