@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from disagg.config import LimitsSection
@@ -24,6 +25,7 @@ from disagg.router.api.errors import ApiError
 from disagg.router.server import admin_socket
 from disagg.router.server.api_keys import PEER, SocketPeer
 from disagg.router.server.client_disconnect import CONNECTION
+from disagg.router.server.upgrade_offers import parser_of_body
 from disagg.safe_logging import LimitedWarnings
 
 _MAX_HEAD_BYTES = 64 << 10
@@ -104,7 +106,7 @@ class HttpLimits(HttpToolsProtocol):
     _unread_timer: asyncio.TimerHandle | None = None
     _in_message = _in_head = False
     _has_begun = _has_ended = False
-    _is_refused = False
+    _is_refused = _has_offer = False
     _on_close: Callable[[], None] | None = None
     _unparsed = _head_bytes = _fields = 0
 
@@ -147,14 +149,30 @@ class HttpLimits(HttpToolsProtocol):
         if self._is_refused:
             return
         self._has_ended = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._timer is None and (self._in_message or not self._has_ended):
             self._arm()  # rare: most requests arrive in one piece
         if self._in_head and not self._is_refused:
             # The parser does not report a field before its end.
-            self._unparsed += len(data)
+            self._unparsed = 0 if self._unparsed < 0 else self._unparsed + len(data)
             if self._unparsed > _MAX_HEAD_BYTES:
                 self._refuse(_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        rest: bytes | memoryview = data
+        try:
+            while True:
+                try:
+                    return self.parser.feed_data(rest)
+                except httptools.HttpParserUpgrade as offer:
+                    rest = memoryview(rest)[offer.args[0] :]
+                    self._has_offer = False
+                    version = self.scope["http_version"]
+                    self.parser = parser_of_body(self, version, self.headers)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -162,7 +180,8 @@ class HttpLimits(HttpToolsProtocol):
         if self._peer is not None:
             self.scope["state"][PEER] = self._peer
         self._in_message = self._in_head = self._has_begun = True
-        self._unparsed = self._head_bytes = self._fields = 0
+        self._unparsed = -1  # earlier requests may be in the same read
+        self._head_bytes = self._fields = 0
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -182,6 +201,9 @@ class HttpLimits(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._buffering.next_is_head = True
+        self._has_offer = self.parser.should_upgrade()
+        if self._has_offer and self.parser.get_method() == b"CONNECT":
+            raise httptools.HttpParserError("the router is no proxy")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -198,6 +220,8 @@ class HttpLimits(HttpToolsProtocol):
             self._refuse(_too_many_bytes(), linger=True)
 
     def on_message_complete(self) -> None:
+        if self._has_offer:
+            return  # the parser ends at the head, not at the message's end
         self._in_message, self._has_ended = False, True
         self._disarm()
         if self._held <= _SMALL_BODY:
