@@ -527,11 +527,15 @@ def load_router(path: Path | None, options: Mapping[str, Any]) -> RouterSection:
     """The settings of a router without a deployment. The file has the keys of `router`; `options`
     override them. Raises ConfigError with one line for each problem."""
     content = read_mapping(path) if path is not None else {}
-    pairing = content.get("pairing", {})
-    if isinstance(pairing, dict):
-        pairing = {**pairing, **options.get("pairing", {})}
+    merged = {**content, **options}
+    for name in ("pairing", "cors"):
+        section = content.get(name, {})
+        if isinstance(section, dict):
+            merged[name] = {**section, **options.get(name, {})}
+        else:
+            merged[name] = section  # refused below
     try:
-        return RouterSection.model_validate({**content, **options, "pairing": pairing})
+        return RouterSection.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(explain(error, RouterSection)) from error
 

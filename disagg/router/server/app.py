@@ -144,7 +144,8 @@ def _add_own_routes(
 
     @app.api_route(openapi.PATH, methods=_READ)
     async def describe() -> Response:
-        return JSONResponse(openapi.document())
+        settings: RouterSection = app.state.settings
+        return JSONResponse(openapi.document(settings.root_path))
 
     @app.api_route("/metrics", methods=_READ)
     async def show_metrics(request: Request) -> Response:

@@ -371,7 +371,7 @@ def test_a_request_that_arrives_too_slowly(make: Make, part: str, earlier: bytes
 
 
 def test_a_connection_without_a_request(make: Make) -> None:
-    setup = make(limits={"receive_timeout_s": 0.3})
+    setup = make(limits={"receive_timeout_s": 0.3, "keep_alive_s": 0.4})
     with connect(setup) as connection:
         assert rest(connection) == b""
     with connect(setup) as connection:
