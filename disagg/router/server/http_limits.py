@@ -18,7 +18,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -30,6 +30,7 @@ from disagg.router.server.api_keys import PEER, SocketPeer
 from disagg.router.server.client_disconnect import CONNECTION
 from disagg.router.server.cors import Cors
 from disagg.router.server.file_descriptors import FileDescriptors, no_descriptors
+from disagg.router.server.head_buffering import HeadBufferingTransport
 from disagg.router.server.proxies import TrustedProxies
 from disagg.router.server.upgrade_offers import parser_of_body
 from disagg.safe_logging import LimitedWarnings
@@ -63,43 +64,6 @@ class HeldBodies:
         self.bytes = 0
 
 
-class _HeadBufferingTransport:
-    """A client's transport that sends an answer's head together with the bytes that follow it.
-
-    That is one packet and one system call instead of two. The head waits until the end of this
-    turn of the event loop at most.
-    """
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self.is_closing = transport.is_closing  # called often
-        self._head: bytes | None = None
-        self.next_is_head = False
-        """Whether the next write is an answer's head."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if self._head is not None:
-            self._transport.write(self._head + data)
-            self._head = None
-        elif self.next_is_head:
-            self.next_is_head, self._head = False, data
-            self._loop.call_soon(self._flush)
-        else:
-            self._transport.write(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        head, self._head = self._head, None
-        if head is not None:
-            self._transport.write(head)
-
-
 class HttpLimits(HttpToolsProtocol):
     """One connection of a client. `protocol_with` makes the class for an app's limits."""
 
@@ -124,19 +88,20 @@ class HttpLimits(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.logger = logger
-        self._buffering = _HeadBufferingTransport(transport, self.loop)
+        self._buffering = HeadBufferingTransport(transport, self.loop)
         self.transport = cast(asyncio.Transport, self._buffering)
         if self.proxies is not None and self.client is not None:
             self._is_proxied = self.proxies.trusts(self.client[0])
         sock = transport.get_extra_info("socket")
-        self._has_room = self.descriptors.take_connection()
+        is_operators = sock.family == socket.AF_UNIX
+        self._has_room = self.descriptors.take_connection() or is_operators
         if self._has_room:
             self._becomes_idle()
         elif self.descriptors.is_exhausted():
             self._refuse(no_descriptors())
         else:
             self.loop.call_later(_NO_ROOM_S, self.transport.close)
-        if sock.family == socket.AF_UNIX:
+        if is_operators:
             self._peer = admin_socket.peer_of(sock)
             if not admin_socket.may_operate(self._peer):
                 self._is_refused = True
@@ -184,6 +149,8 @@ class HttpLimits(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self.descriptors.idle.pop(self, None)
         self._parse(data)
+        if not (self._has_room or self._in_head or self._is_refused):
+            self._refuse(no_descriptors(), linger=self._in_message)
         if self._timer is None and (self._in_message or not self._has_ended):
             self._arm()  # rare: most requests arrive in one piece
         if self._in_head and not self._is_refused:
@@ -232,11 +199,9 @@ class HttpLimits(HttpToolsProtocol):
             raise _TooLarge
 
     def on_headers_complete(self) -> None:
-        if not self._has_room and not self._is_refused:
-            self._refuse(no_descriptors())
-        if self._is_refused:
-            return
         self._in_head = False
+        if self._is_refused or not self._has_room:
+            return
         self._buffering.next_is_head = True
         self._has_offer = self.parser.should_upgrade()
         if self._has_offer and self.parser.get_method() == b"CONNECT":
@@ -256,7 +221,7 @@ class HttpLimits(HttpToolsProtocol):
             self.scope["scheme"] = scheme
 
     def on_body(self, body: bytes) -> None:
-        if self._is_refused:  # the parser reports the rest of what it got
+        if self._is_refused or not self._has_room:  # the parser reports the rest of what it got
             return
         super().on_body(body)
         if self.cycle.response_complete:
@@ -273,6 +238,8 @@ class HttpLimits(HttpToolsProtocol):
             return  # with an offer, the parser ends at the head, not at the message's end
         self._in_message, self._has_ended = False, True
         self._disarm()
+        if not self._has_room:
+            return
         if self._held <= _SMALL_BODY:
             self._give_back()
         super().on_message_complete()

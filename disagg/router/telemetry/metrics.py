@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -32,9 +32,9 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        Info("disagg_build", "The router's version.", registry=self.registry).info(
-            {"version": __version__}
-        )
+        Gauge(
+            "disagg_build_info", "The router's version.", ("version",), registry=self.registry
+        ).labels(__version__).set(1)
         # A cache of counters by labels: `labels()` takes longer than counting.
         self._counters: dict[tuple[object, ...], Counter] = {}
         self.requests = Counter(

@@ -29,7 +29,7 @@ from unit.router.test_fuzz import status as status_of
 
 from disagg.testing.http import client
 
-START_S, END_S, POLL_S = 60.0, 30.0, 0.02
+START_S, END_S, POLL_S = 240.0, 60.0, 0.02
 STREAM = {"model": "m", "prompt": "x", "stream": True}
 
 

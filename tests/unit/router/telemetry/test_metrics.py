@@ -37,7 +37,7 @@ def test_a_family_that_ends_like_a_time_of_creation_stays() -> None:
     lines = text_of(registry).decode().splitlines()
     assert [line for line in lines if line[0] != "#"] == [
         "engines_created 3.0",
-        "engines_total 1.0",
+        "requests_total 1.0",
     ]
 
 
