@@ -56,7 +56,7 @@ def test_the_connection_that_was_idle_for_longest_gives_way() -> None:
     descriptors = with_free(0)
     descriptors._count_again_at = float("inf")
     idle = [Idle() for _ in range(4)]
-    descriptors.idle = dict.fromkeys(idle)  # type: ignore[arg-type]
+    descriptors.idle = dict.fromkeys(idle)
     descriptors._used = descriptors.limit
     assert descriptors.take_connection()
     assert [one.is_closed for one in idle] == [True, False, False, False]
