@@ -253,6 +253,23 @@ def router(
     first_token_hold_s: Annotated[
         float | None, typer.Option(help=options.FIRST_TOKEN_HOLD_S_HELP)
     ] = None,
+    root_path: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Prefix under which a proxy publishes the router."),
+    ] = None,
+    allowed_origins: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Web pages that may use the API: '[\"*\"]' for any."),
+    ] = None,
+    allowed_methods: Annotated[
+        str | None, typer.Option(metavar="JSON", help="HTTP methods that they may use.")
+    ] = None,
+    allowed_headers: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Request headers that they may send.")
+    ] = None,
+    allow_credentials: Annotated[
+        bool | None, typer.Option("--allow-credentials", help="They may send cookies.")
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate, to serve https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
     connector: Annotated[
@@ -273,6 +290,12 @@ def router(
         "first_token": first_token,
         "first_token_hold_s": first_token_hold_s,
     }
+    cors = {
+        "allowed_origins": options.json_list("--allowed-origins", allowed_origins),
+        "allowed_methods": options.json_list("--allowed-methods", allowed_methods),
+        "allowed_headers": options.json_list("--allowed-headers", allowed_headers),
+        "allow_credentials": allow_credentials,
+    }
     given = {
         "host": host,
         "port": port,
@@ -282,7 +305,9 @@ def router(
         "admin_socket": admin_socket,
         "tls_cert_file": tls_cert,
         "tls_key_file": tls_key,
+        "root_path": root_path,
         "pairing": _given(pairing),
+        "cors": _given(cors),
     }
     section = config.load_router(file, _given(given))
     run = import_module("disagg.router.main").run

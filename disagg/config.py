@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -64,6 +65,22 @@ def _each_once(names: list[TransportName]) -> list[TransportName]:
     if len(set(names)) != len(names):
         raise ValueError("names a transport twice; keep the first one")
     return names
+
+
+def _networks(networks: list[str]) -> list[str]:
+    for network in networks:
+        try:
+            ip_network(network)
+        except ValueError as error:
+            raise ValueError(f"{error}; write an address or a network, as 10.0.0.0/8") from error
+    return networks
+
+
+def _not_an_api(root_path: str) -> str:
+    # A path below it would have two meanings.
+    if root_path.split("/")[:2] in (["", "v1"], ["", "v2"]):
+        raise ValueError("is where the API's own paths begin; choose another prefix")
+    return root_path
 
 
 MAX_REPLICAS = 10_000  # of a pool; Ray is tested up to 40,000 actors
@@ -322,6 +339,12 @@ class LimitsSection(Section):
     receive_timeout_s: float = Field(
         60.0, gt=0, description="Seconds in which a client must send its request"
     )
+    keep_alive_s: float = Field(
+        75.0,
+        gt=0,
+        description="Seconds for which a client's connection without a request stays open; more "
+        "than a load balancer in front keeps it",
+    )
     unread_timeout_s: float = Field(
         120.0, gt=0, description="Seconds for which a client may read nothing of its answer"
     )
@@ -429,6 +452,34 @@ class ShareSection(Section):
     )
 
 
+class CorsSection(Section):
+    """Which web pages may use the API from a browser, as vLLM's options of these names. Without
+    allowed origins, none."""
+
+    allowed_origins: list[str] = Field(
+        default_factory=list, description='Origins such as https://chat.example.com; "*": any'
+    )
+    allowed_methods: list[str] = Field(default=["*"], description='HTTP methods; "*": any')
+    allowed_headers: list[str] = Field(default=["*"], description='Request headers; "*": any')
+    allow_credentials: bool = Field(
+        False, description="Browsers may send cookies and the user's TLS certificate"
+    )
+
+
+class ProxiesSection(Section):
+    """Proxies and load balancers in front of the router."""
+
+    networks: Annotated[list[str], AfterValidator(_networks)] = Field(
+        default_factory=list,
+        description="Networks whose addresses are trusted proxies, such as 10.0.0.0/8. With one, "
+        "the access log has the client's address",
+    )
+    header: Literal["x-forwarded", "forwarded"] = Field(
+        "x-forwarded",
+        description="The header that they set: X-Forwarded-For and X-Forwarded-Proto, or Forwarded",
+    )
+
+
 class RouterSection(Section):
     """The OpenAI endpoint."""
 
@@ -469,6 +520,13 @@ class RouterSection(Section):
     migration_limit: int = Field(
         1, ge=0, description="How often a stream continues on another engine after a death"
     )
+    root_path: Annotated[str, AfterValidator(_not_an_api)] = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="Prefix of all paths under which a proxy publishes the router, such as /llm",
+    )
+    cors: CorsSection = CorsSection()
+    proxies: ProxiesSection = ProxiesSection()
     access_log: bool = Field(
         True, description="Write one line of JSON per request to standard output"
     )
@@ -518,11 +576,15 @@ def load_router(path: Path | None, options: Mapping[str, Any]) -> RouterSection:
     """The settings of a router without a deployment. The file has the keys of `router`; `options`
     override them. Raises ConfigError with one line for each problem."""
     content = read_mapping(path) if path is not None else {}
-    pairing = content.get("pairing", {})
-    if isinstance(pairing, dict):
-        pairing = {**pairing, **options.get("pairing", {})}
+    merged = {**content, **options}
+    for name in ("pairing", "cors"):
+        section = content.get(name, {})
+        if isinstance(section, dict):
+            merged[name] = {**section, **options.get(name, {})}
+        else:
+            merged[name] = section  # refused below
     try:
-        return RouterSection.model_validate({**content, **options, "pairing": pairing})
+        return RouterSection.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(explain(error, RouterSection)) from error
 

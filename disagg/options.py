@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+import json
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -23,3 +24,17 @@ LocalPrefillTokens = Annotated[int, typer.Option(min=0, help=LOCAL_PREFILL_TOKEN
 PrefillWaitShare = Annotated[float | None, typer.Option(min=0, help=PREFILL_WAIT_SHARE_HELP)]
 FirstToken = Annotated[Role, typer.Option(help=FIRST_TOKEN_HELP)]
 FirstTokenHoldS = Annotated[float, typer.Option(min=0, help=FIRST_TOKEN_HOLD_S_HELP)]
+
+
+def json_list(name: str, text: str | None) -> list[Any] | None:
+    """The list of an option that is written as vLLM takes it. Raises BadParameter."""
+    if text is None:
+        return None
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, list):
+        hint = "write a JSON list, such as '[\"*\"]'"
+        raise typer.BadParameter(f"{text!r} — {hint}", param_hint=name)
+    return given

@@ -85,7 +85,7 @@ def connect(
         _check_token_file()
     folder = None if joined else _private_folder()
     try:
-        with _temp_folder(folder):
+        with _temp_folder(folder), _without_hangup():
             context = _init(namespace, folder)
         if folder:
             folder.path.chmod(0o700)  # Ray has opened it for everybody
@@ -108,6 +108,17 @@ def connect(
         dashboard_url=f"http://{context.dashboard_url}" if context.dashboard_url else None,
         _folder=folder,
     )
+
+
+@contextmanager
+def _without_hangup() -> Iterator[None]:
+    """Block SIGHUP. Processes that are started meanwhile never get one, so that a lost terminal
+    ends a deployment in order; this process gets it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Progress:
 
 
 def serve(deployment: Deployment) -> int:
-    """Serve until Ctrl-C or SIGTERM. Returns the exit status.
+    """Serve until Ctrl-C, SIGTERM or SIGHUP. Returns the exit status.
 
     0 after a stop, 1 if the deployment did not start or cannot go on, 128 + signal if interrupted
     during the start. Raises ConfigError.

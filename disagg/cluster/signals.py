@@ -1,8 +1,11 @@
-"""Ctrl-C and SIGTERM: the first signal stops in order, the second one kills at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first signal stops in order, the second one kills at once.
 
 The first signal raises `Interrupted` in the main thread. So it also interrupts a start that waits
 inside a library. Once a stop has begun, no signal raises: an interrupted clean-up would leave
 processes behind.
+
+A lost terminal sends SIGHUP, and sends it twice in some shells: a second one does not kill. Under
+`nohup` it stays ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
@@ -26,7 +29,7 @@ class Interrupted(BaseException):
 
 
 class StopSignals:
-    """Context manager that handles both signals. Main thread only."""
+    """Context manager that handles these signals. Main thread only."""
 
     def __init__(self, kill: Callable[[], None]) -> None:
         self._kill = kill
@@ -48,7 +51,8 @@ class StopSignals:
     def install(self) -> None:
         """Set the signal handlers. Call it again after `ray.init`, which sets its own."""
         for signum in SIGNALS:
-            signal.signal(signum, self._on_signal)
+            if signum != signal.SIGHUP or self._previous[signum] != signal.SIG_IGN:
+                signal.signal(signum, self._on_signal)
         if self._received is not None:
             raise Interrupted(self._received)
 
@@ -72,7 +76,8 @@ class StopSignals:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._count += 1
         if self._count > 1:
-            self._kill()
+            if signum != signal.SIGHUP:
+                self._kill()
         elif self._armed:
             self._armed = False
             self._received = signum

@@ -32,7 +32,8 @@ def run(
 ) -> int:
     """Serve until a signal or `disagg drain`, then finish the requests in flight; status 0.
 
-    A second signal exits at once. Raises ConfigError or DisaggError.
+    A second signal exits at once. SIGHUP drains too: it comes from a lost terminal, perhaps twice,
+    so a second one does not exit. Raises ConfigError or DisaggError.
     """
     plan = RouterPlan(
         section,
@@ -68,13 +69,14 @@ async def _serve(plan: RouterPlan, sock: socket.socket, admin: socket.socket | N
     stop_requested = asyncio.Event()
 
     def on_signal(signum: int) -> None:
-        if stop_requested.is_set():
+        if stop_requested.is_set() and signum != signal.SIGHUP:
             os._exit(128 + signum)
         stop_requested.set()
 
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, on_signal, signum)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(signum, on_signal, signum)
     url = url_of(plan.section, sock.getsockname()[1])
     server = open_server(plan, sock, admin)
     try:

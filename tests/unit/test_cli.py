@@ -14,7 +14,13 @@ import typer
 import yaml
 
 from disagg import __version__, cli
-from disagg.config import ConnectorName, Deployment, PairingSection, RouterSection
+from disagg.config import (
+    ConnectorName,
+    CorsSection,
+    Deployment,
+    PairingSection,
+    RouterSection,
+)
 from disagg.errors import StartupError, TransferError
 
 GOOD = "model: {path: org/name}\nrouter: {port: 0}\n"
@@ -204,6 +210,23 @@ def test_router_takes_urls_a_file_and_options_that_override_it(
         first_token_hold_s=0.25,
     )
     assert (seen["engine_key_env"], seen["connector"]) == ("E", "nixl")
+
+
+def test_router_takes_cors_as_vllm_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: dict[str, Any] = {}
+    replace_module(monkeypatch, "disagg.router.main", run=lambda section, *_, **__: seen.update(
+        cors=section.cors, root_path=section.root_path) or 0)  # fmt: skip
+    path = tmp_path / "router.yaml"
+    path.write_text("cors: {allowed_origins: [a], allowed_methods: [GET]}\n")
+    words = ["--decode", "http://c", "--config", str(path), "--root-path", "/llm"]
+    words += ["--allowed-origins", '["*"]', "--allow-credentials"]
+    assert status_of(monkeypatch, "router", *words) == 0
+    expected = CorsSection(allowed_origins=["*"], allowed_methods=["GET"], allow_credentials=True)
+    assert seen == {"cors": expected, "root_path": "/llm"}
+    assert status_of(monkeypatch, "router", "--decode", "http://c", "--allowed-headers", "x") == 2
+    assert "write a JSON list" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

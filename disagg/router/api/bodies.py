@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -70,6 +71,11 @@ REMOTE_DECODE_AND_TOKEN = {**REMOTE_DECODE, "first_token": True}
 PARAMS = "kv_transfer_params"
 _KEY = PARAMS.encode()
 _ESCAPED = b"\\u00"
+_HALF_AT_END = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}[^"]{0,3}"')
+_LONE_SURROGATE = (
+    r"the body has a lone surrogate in a string, such as \ud83d without the other half of its "
+    "pair; it is no character, so send both halves, or the character itself"
+)
 # Bodies up to this size are parsed in a few milliseconds, whatever they contain.
 UNCOUNTED = 64 << 10
 _COUNTED_AT_ONCE = 1 << 20
@@ -118,12 +124,21 @@ def parsed(data: bytes) -> dict[str, Any]:
     try:
         body = _BODIES.decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
+        if _is_lone_surrogate(error, data):
+            raise ApiError(400, _LONE_SURROGATE) from error
         raise ApiError(400, f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise _too_deep() from error
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(body).__name__}")
     return body
+
+
+def _is_lone_surrogate(error: Exception, data: bytes) -> bool:
+    # Near the end of the body, msgspec misses the other half and says that the body is cut off.
+    return "utf-16 surrogate" in str(error) or (
+        "truncated" in str(error) and _HALF_AT_END.search(data[-12:]) is not None
+    )
 
 
 async def check_elements(data: bytes, most: int) -> None:

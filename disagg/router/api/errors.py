@@ -18,6 +18,7 @@ _TYPES = {
     413: "RequestTooLargeError",
     429: "RateLimitError",
     431: "RequestHeadTooLargeError",
+    501: "NotImplementedError",
     502: "BadGatewayError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",

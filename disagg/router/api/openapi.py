@@ -92,10 +92,11 @@ _OVERVIEW = (
 )
 
 
-def document() -> dict[str, Any]:
-    """The description, OpenAPI 3.1."""
+def document(root_path: str = "") -> dict[str, Any]:
+    """The description, OpenAPI 3.1. `root_path`: where a proxy publishes the router."""
     return {
         "openapi": "3.1.0",
+        "servers": [{"url": root_path or "/"}],
         "info": {"title": "disagg", "version": __version__, "description": _OVERVIEW},
         "paths": {
             "/v1/completions": {"post": _completion("Completion", {"prompt": _PROMPT}, [])},

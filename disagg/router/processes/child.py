@@ -124,6 +124,7 @@ class ParentPeers:
 async def _main(descriptor: int, admin: int | None = None) -> None:
     child = Child(None if admin is None else socket.socket(fileno=admin))
     channel = child.channel = await open_channel(socket.socket(fileno=descriptor), child.handlers)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent drains
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, child.on_sigterm)
     await channel.serve()
     if child.server is not None:

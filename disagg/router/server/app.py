@@ -26,6 +26,7 @@ from disagg.router.server import drain_api, operators, ui
 from disagg.router.server.api_keys import KeyRing
 from disagg.router.server.drain import DrainMiddleware
 from disagg.router.server.endpoint import INTERNAL_ERROR, Answer, Endpoint
+from disagg.router.server.file_descriptors import FileDescriptors
 from disagg.router.server.status import Failures, Status
 from disagg.router.telemetry.access_log import AccessLog, Record
 from disagg.router.telemetry.engine_metrics import EngineTexts
@@ -103,11 +104,12 @@ def create_app(
         service.engines_changed()
 
     app = FastAPI(title="disagg", lifespan=lifespan, docs_url=None, openapi_url=None)
-    app.state.limits = settings.limits
+    app.state.settings, app.state.descriptors = settings, FileDescriptors()
     app.state.replace = replace
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(Exception, _internal_error)
-    log = AccessLog(enabled=settings.access_log)
+    has_proxies = bool(settings.proxies.networks)
+    log = AccessLog(enabled=settings.access_log, shows_clients=has_proxies)
     drain_api.install(app, metrics.registry, keys, log)
     _add_own_routes(app, topology, health, compatibility, keys)
     ui.install(app, keys)
@@ -142,7 +144,8 @@ def _add_own_routes(
 
     @app.api_route(openapi.PATH, methods=_READ)
     async def describe() -> Response:
-        return JSONResponse(openapi.document())
+        settings: RouterSection = app.state.settings
+        return JSONResponse(openapi.document(settings.root_path))
 
     @app.api_route("/metrics", methods=_READ)
     async def show_metrics(request: Request) -> Response:
@@ -160,6 +163,7 @@ def _add_api_routes(
     log: AccessLog,
 ) -> None:
     app.state.direct = {}
+    descriptors: FileDescriptors = app.state.descriptors
     limit, tracer = settings.limits.max_body_bytes, open_tracer()
 
     # Plain functions: each coroutine that a request is in adds a cost to every wait.
@@ -186,11 +190,15 @@ def _add_api_routes(
         return ApiError(404, "there is no such path").response()
 
     for path in paths.PAIRED:
-        completions = Endpoint(path, complete, metrics, failures, keys, limit, tracer, log)
+        completions = Endpoint(
+            path, complete, metrics, failures, keys, limit, tracer, log, descriptors
+        )
         app.router.routes.append(Route(path, completions, methods=["POST"]))
         app.state.direct[path] = DrainMiddleware(completions, app.state.drain)
     app.add_route("/disagg/{rest:path}", internal, methods=_METHODS)
-    other = Endpoint("other", forward, metrics, failures, keys, limit, tracer, log, guarded=True)
+    other = Endpoint(
+        "other", forward, metrics, failures, keys, limit, tracer, log, descriptors, guarded=True
+    )
     app.router.routes.append(Route("/{rest:path}", other, methods=_METHODS))
 
 

@@ -6,12 +6,12 @@ an answer would pass too. So this module must catch every error itself.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from disagg.router.api import paths
 from disagg.router.api.errors import ApiError
@@ -24,6 +24,7 @@ from disagg.router.server.client_disconnect import (
     Connection,
     WhileConnected,
 )
+from disagg.router.server.file_descriptors import FileDescriptors
 from disagg.router.server.status import Failures
 from disagg.router.telemetry.access_log import ID_HEADER, AccessLog, Record, request_id
 from disagg.router.telemetry.metrics import RouterMetrics
@@ -51,6 +52,7 @@ class Endpoint:
         limit: int,
         tracer: Any,
         log: AccessLog,
+        descriptors: FileDescriptors,
         *,
         guarded: bool = False,
     ) -> None:
@@ -58,6 +60,7 @@ class Endpoint:
         self._route, self._work, self._metrics = route, work, metrics
         self._keys, self._limit, self._tracer = keys, limit, tracer
         self._failures, self._log = failures, log
+        self._descriptors = descriptors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Always answers. Raises an error that is a defect of the router, for uvicorn to log."""
@@ -66,6 +69,8 @@ class Endpoint:
         request = Request(scope, receive)
         record = Record(self._route, request_id(header(scope, _ID)))
         operator: Caller | None = None
+        if self._log.shows_clients and scope["client"] is not None:
+            record.client = scope["client"][0]
         trace: Trace | None = None
         if self._tracer is not None:
             trace = Trace(self._tracer, record, request.headers)
@@ -74,10 +79,13 @@ class Endpoint:
             try:
                 caller = self._keys.check(scope)
                 record.key_name = caller.name
-                if self._guarded and operators.is_operators(scope):
-                    operators.check(caller, self._keys)
-                    operator = caller
+                if self._guarded:
+                    _refuse_websocket(scope)
+                    if operators.is_operators(scope):
+                        operators.check(caller, self._keys)
+                        operator = caller
                 data = await _body(receive, self._limit)
+                self._descriptors.take_request()
                 async with WhileConnected(scope):
                     answer = await self._work(request, data, record)
                     status = answer.status_code
@@ -109,19 +117,6 @@ class Endpoint:
                 trace.end(status)
 
 
-class DirectRoutes:
-    """Sends a POST to a path of `direct` to that app, and all other requests to `app`."""
-
-    def __init__(self, app: ASGIApp, direct: Mapping[str, ASGIApp]) -> None:
-        self._app, self._direct = app, direct
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        app = self._app
-        if scope["type"] == "http" and scope["method"] == "POST":
-            app = self._direct.get(scope["path"], app)
-        return app(scope, receive, send)
-
-
 INTERNAL_ERROR = ApiError(500, "the router failed on this request; see its log")
 
 
@@ -142,6 +137,15 @@ def _with_id(answer: Answer, record: Record) -> Answer:
     if isinstance(answer, Response):
         answer.headers[ID_HEADER] = record.id
     return answer
+
+
+def _refuse_websocket(scope: Scope) -> None:
+    """`ApiError` 501 for a WebSocket handshake. Other offers to upgrade may be ignored, but a
+    client that asks for a WebSocket can use nothing else."""
+    if scope["method"] == "GET" and (header(scope, b"upgrade") or "").lower() == "websocket":
+        raise ApiError(
+            501, "the router does not relay WebSockets; use the HTTP API, or ask an engine itself"
+        )
 
 
 async def _body(receive: Receive, limit: int) -> bytes:

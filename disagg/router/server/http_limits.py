@@ -1,11 +1,14 @@
-"""Limits on clients' connections: the time to send a request, the size of its head, and the size
-of all bodies together.
+"""Limits on clients' connections: the time to send a request, the size of its head, the size of all
+bodies together, and the file descriptors.
 
 It is uvicorn's HTTP protocol with limits that uvicorn lacks. A client that sends its request too
 slowly, sends too large a head, or does not read its answer, loses its connection. So does one whose
 body would exceed the bytes that all connections may hold. Malformed HTTP gets an error in the
 OpenAI API's format. It must never touch a request that arrived completely, nor an answer in
 progress that the client reads.
+
+It also knows what a request says about its connection: the client behind a trusted proxy
+(`proxies.py`), and the page in a browser that sent it (`cors.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from disagg.config import LimitsSection
@@ -24,12 +28,18 @@ from disagg.router.api.errors import ApiError
 from disagg.router.server import admin_socket
 from disagg.router.server.api_keys import PEER, SocketPeer
 from disagg.router.server.client_disconnect import CONNECTION
+from disagg.router.server.cors import Cors
+from disagg.router.server.file_descriptors import FileDescriptors, no_descriptors
+from disagg.router.server.head_buffering import HeadBufferingTransport
+from disagg.router.server.proxies import TrustedProxies
+from disagg.router.server.upgrade_offers import parser_of_body
 from disagg.safe_logging import LimitedWarnings
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_FIELDS = 128
 _SMALL_BODY = 64 << 10  # bytes of one connection that are never refused
 _LINGER_S = 5.0  # in which a client that is still sending may read its refusal
+_NO_ROOM_S = 1.0  # in which a client for which there is no room may send its request
 
 
 logger = logging.getLogger("uvicorn.error.connections")  # uvicorn's handler writes its lines
@@ -54,48 +64,14 @@ class HeldBodies:
         self.bytes = 0
 
 
-class _HeadBufferingTransport:
-    """A client's transport that sends an answer's head together with the bytes that follow it.
-
-    That is one packet and one system call instead of two. The head waits until the end of this
-    turn of the event loop at most.
-    """
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self.is_closing = transport.is_closing  # called often
-        self._head: bytes | None = None
-        self.next_is_head = False
-        """Whether the next write is an answer's head."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if self._head is not None:
-            self._transport.write(self._head + data)
-            self._head = None
-        elif self.next_is_head:
-            self.next_is_head, self._head = False, data
-            self._loop.call_soon(self._flush)
-        else:
-            self._transport.write(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        head, self._head = self._head, None
-        if head is not None:
-            self._transport.write(head)
-
-
 class HttpLimits(HttpToolsProtocol):
     """One connection of a client. `protocol_with` makes the class for an app's limits."""
 
     limits: LimitsSection
     bodies: HeldBodies
+    descriptors: FileDescriptors
+    cors: Cors | None
+    proxies: TrustedProxies | None
     refusal: ApiError | None = None
     """See `client_disconnect.Connection`."""
     _peer: SocketPeer | None = None
@@ -104,18 +80,28 @@ class HttpLimits(HttpToolsProtocol):
     _unread_timer: asyncio.TimerHandle | None = None
     _in_message = _in_head = False
     _has_begun = _has_ended = False
-    _is_refused = False
+    _is_refused = _has_offer = _is_proxied = False
+    _has_room = True
     _on_close: Callable[[], None] | None = None
     _unparsed = _head_bytes = _fields = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.logger = logger
-        self._buffering = _HeadBufferingTransport(transport, self.loop)
+        self._buffering = HeadBufferingTransport(transport, self.loop)
         self.transport = cast(asyncio.Transport, self._buffering)
-        self._arm()
+        if self.proxies is not None and self.client is not None:
+            self._is_proxied = self.proxies.trusts(self.client[0])
         sock = transport.get_extra_info("socket")
-        if sock.family == socket.AF_UNIX:
+        is_operators = sock.family == socket.AF_UNIX
+        self._has_room = self.descriptors.take_connection() or is_operators
+        if self._has_room:
+            self._becomes_idle()
+        elif self.descriptors.is_exhausted():
+            self._refuse(no_descriptors())
+        else:
+            self.loop.call_later(_NO_ROOM_S, self.transport.close)
+        if is_operators:
             self._peer = admin_socket.peer_of(sock)
             if not admin_socket.may_operate(self._peer):
                 self._is_refused = True
@@ -124,6 +110,8 @@ class HttpLimits(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._stop_unread_timer()
+        self.descriptors.idle.pop(self, None)
+        self.descriptors.connection_closed()
         super().connection_lost(exc)
         self._give_back()
         self._notify_closed()
@@ -136,6 +124,17 @@ class HttpLimits(HttpToolsProtocol):
         elif on_close is not None:
             self.flow.resume_reading()  # a paused transport does not notice that the client left
 
+    def give_way(self) -> None:
+        """See `file_descriptors.IdleConnection`."""
+        self.transport.close()
+
+    def _becomes_idle(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.limits.keep_alive_s, self.timeout_keep_alive_handler
+        )
+        self.descriptors.idle[self] = None
+
     def _notify_closed(self) -> None:
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
@@ -147,14 +146,33 @@ class HttpLimits(HttpToolsProtocol):
         if self._is_refused:
             return
         self._has_ended = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self.descriptors.idle.pop(self, None)
+        self._parse(data)
+        if not (self._has_room or self._in_head or self._is_refused):
+            self._refuse(no_descriptors(), linger=self._in_message)
         if self._timer is None and (self._in_message or not self._has_ended):
             self._arm()  # rare: most requests arrive in one piece
         if self._in_head and not self._is_refused:
             # The parser does not report a field before its end.
-            self._unparsed += len(data)
+            self._unparsed = 0 if self._unparsed < 0 else self._unparsed + len(data)
             if self._unparsed > _MAX_HEAD_BYTES:
                 self._refuse(_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        rest: bytes | memoryview = data
+        try:
+            while True:
+                try:
+                    return self.parser.feed_data(rest)
+                except httptools.HttpParserUpgrade as offer:
+                    rest = memoryview(rest)[offer.args[0] :]
+                    self._has_offer = False
+                    version = self.scope["http_version"]
+                    self.parser = parser_of_body(self, version, self.headers)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -162,7 +180,8 @@ class HttpLimits(HttpToolsProtocol):
         if self._peer is not None:
             self.scope["state"][PEER] = self._peer
         self._in_message = self._in_head = self._has_begun = True
-        self._unparsed = self._head_bytes = self._fields = 0
+        self._unparsed = -1  # earlier requests may be in the same read
+        self._head_bytes = self._fields = 0
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -181,11 +200,28 @@ class HttpLimits(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        if self._is_refused or not self._has_room:
+            return
         self._buffering.next_is_head = True
+        self._has_offer = self.parser.should_upgrade()
+        if self._has_offer and self.parser.get_method() == b"CONNECT":
+            raise httptools.HttpParserError("the router is no proxy")
+        if self._is_proxied:
+            self._believe_proxy()
         super().on_headers_complete()
+        if self.cors is not None:
+            self.cycle.default_headers = self.cors.fields(self.headers)
+
+    def _believe_proxy(self) -> None:
+        assert self.proxies is not None
+        address, scheme = self.proxies.client(self.headers)
+        if address is not None:
+            self.scope["client"] = (address, 0)
+        if scheme is not None:
+            self.scope["scheme"] = scheme
 
     def on_body(self, body: bytes) -> None:
-        if self._is_refused:  # the parser reports the rest of what it got
+        if self._is_refused or not self._has_room:  # the parser reports the rest of what it got
             return
         super().on_body(body)
         if self.cycle.response_complete:
@@ -198,8 +234,12 @@ class HttpLimits(HttpToolsProtocol):
             self._refuse(_too_many_bytes(), linger=True)
 
     def on_message_complete(self) -> None:
+        if self._has_offer or self._is_refused:
+            return  # with an offer, the parser ends at the head, not at the message's end
         self._in_message, self._has_ended = False, True
         self._disarm()
+        if not self._has_room:
+            return
         if self._held <= _SMALL_BODY:
             self._give_back()
         super().on_message_complete()
@@ -208,6 +248,8 @@ class HttpLimits(HttpToolsProtocol):
         if not self.pipeline:
             self._give_back()
         super().on_response_complete()
+        if not (self.pipeline or self._in_message or self.transport.is_closing()):
+            self.descriptors.idle[self] = None
 
     def _give_back(self) -> None:
         self.bodies.bytes -= self._held
@@ -269,8 +311,11 @@ class HttpLimits(HttpToolsProtocol):
             "connection": "close",
             **(error.headers or {}),
         }
-        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + body)
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode()
+        if self.cors is not None:
+            sent: Sequence[tuple[bytes, bytes]] = self.headers or ()  # none before the first head
+            head += b"".join(b"%b: %b\r\n" % field for field in self.cors.fields(sent))
+        self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
 
     # ---- the answer ------------------------------------------------------------------------
 
@@ -289,10 +334,21 @@ class HttpLimits(HttpToolsProtocol):
             self._unread_timer = None
 
 
-def protocol_with(limits: LimitsSection) -> type[HttpLimits]:
+def protocol_with(
+    limits: LimitsSection,
+    descriptors: FileDescriptors,
+    cors: Cors | None = None,
+    proxies: TrustedProxies | None = None,
+) -> type[HttpLimits]:
     """The protocol class with these limits, as uvicorn takes it."""
-    bodies = HeldBodies(limits.max_receiving_bytes)
-    return type("LimitedHttp", (HttpLimits,), {"limits": limits, "bodies": bodies})
+    shared = {
+        "limits": limits,
+        "bodies": HeldBodies(limits.max_receiving_bytes),
+        "descriptors": descriptors,
+        "cors": cors,
+        "proxies": proxies,
+    }
+    return type("LimitedHttp", (HttpLimits,), shared)
 
 
 def _too_many_bytes() -> ApiError:

@@ -55,6 +55,8 @@ def audit(log: AccessLog, caller: Caller, scope: Scope, status: int) -> None:
     """Write the line of an operator's call. The socket's line has the peer's process and user."""
     peer = caller.peer
     who: dict[str, object] = {"who": caller.name}
+    if log.shows_clients and scope["client"] is not None:
+        who["client"] = scope["client"][0]
     if peer is not None:
         who |= {"pid": peer.pid, "uid": peer.uid}
     log.audit({**who, "method": scope["method"], "path": raw_target(scope), "status": status})

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from disagg.router.server.drain import Drain
+from disagg.router.telemetry.metrics import text_of
 
 
 class PeerProcesses(Protocol):
@@ -50,7 +51,7 @@ class SingleProcess:
         return self._drain.in_flight
 
     async def figures(self) -> bytes:
-        return generate_latest(self._registry)
+        return text_of(self._registry)
 
 
 def merged_metrics(texts: Mapping[int, str]) -> bytes:

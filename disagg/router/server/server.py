@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,11 +19,15 @@ from disagg.config import ConnectorName, RouterSection
 from disagg.credentials import ApiKey, TlsFiles
 from disagg.router.server import http_limits
 from disagg.router.server.app import create_app
+from disagg.router.server.cors import Cors
 from disagg.router.server.drain import Drain
-from disagg.router.server.endpoint import DirectRoutes
+from disagg.router.server.file_descriptors import FileDescriptors, raise_limit
+from disagg.router.server.ingress import Ingress
 from disagg.router.server.peer_processes import PeerProcesses, SingleProcess
+from disagg.router.server.proxies import TrustedProxies
 from disagg.router.topology import Away, EngineEndpoint
 
+_MOST_WAITING = 2048  # connections that the kernel accepts before the router does
 # The time for cut answers to close their connections, in seconds.
 _CLOSE_S = 1
 
@@ -44,6 +48,7 @@ class RouterPlan:
     def server(self, sock: socket.socket, admin: socket.socket | None = None) -> RouterServer:
         """A server for this plan on a bound socket, and on a listening socket for operators.
         Raises ConfigError for bad TLS files."""
+        raise_limit()
         app = create_app(
             self.section,
             self.engines,
@@ -192,15 +197,23 @@ class _Server(uvicorn.Server):
 
 
 def _config(app: FastAPI, tls: TlsFiles | None) -> uvicorn.Config:
+    section: RouterSection = app.state.settings
+    descriptors: FileDescriptors = app.state.descriptors
+    cors = Cors(section.cors) if section.cors.allowed_origins else None
+    proxies = TrustedProxies(section.proxies) if section.proxies.networks else None
     return uvicorn.Config(
-        DirectRoutes(app, app.state.direct),
+        Ingress(app, app.state.direct, section.root_path, cors),
         interface="asgi3",
         loop="uvloop",
-        http=http_limits.protocol_with(app.state.limits),
+        http=http_limits.protocol_with(section.limits, descriptors, cors, proxies),
         ws="none",
         log_level="warning",
         access_log=False,
-        proxy_headers=False,  # the client's address is not used
+        proxy_headers=False,  # proxies.py reads them
+        # Cast: a number of seconds, whole or not.
+        timeout_keep_alive=cast(int, section.limits.keep_alive_s),
+        # All that wait are accepted at once, before the first of them is looked at.
+        backlog=min(_MOST_WAITING, descriptors.reserve // 2),
         server_header=False,
         lifespan="on",
         ssl_certfile=tls.cert if tls else None,

@@ -52,6 +52,7 @@ class Failures:
             return
         shown = record.shown()
         shown.pop("key", None)
+        shown.pop("client", None)
         self._kept.append({"at": time.time(), "status": status, "why": why, **shown})
 
     def latest(self) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     status: int | None = None
     id: str = ""
     route: str = ""
+    client: str | None = None
     key: str | None = None
     prefill: str | None = None
     decode: str | None = None
@@ -63,6 +64,7 @@ class Record:
 
     route: str
     id: str
+    client: str | None = None
     key_name: str | None = None
     began: float = field(default_factory=time.monotonic)
     prefill: str | None = None
@@ -94,6 +96,7 @@ class Record:
             status,
             self.id,
             self.route,
+            self.client,
             self.key_name,
             self.prefill,
             self.decode,
@@ -115,8 +118,10 @@ class AccessLog:
     A failed write must never fail a request.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
+    def __init__(self, *, enabled: bool, shows_clients: bool = False) -> None:
         self._enabled, self._has_failed = enabled, False
+        self.shows_clients = shows_clients
+        """Whether lines have the client's address."""
         self._lines: list[str] = []
 
     def write(self, record: Record, status: int) -> None:

@@ -24,7 +24,7 @@ SCRAPE_S = 2.0
 FRESH_S = 1.0
 _LONGEST = 16 << 20  # bytes of one engine's metrics
 _MOST_SERIES = 4096  # of one engine
-OURS, OF_ROUTER = "disagg_", "disagg_router_"
+OURS, OF_ROUTER = "disagg_", ("disagg_router_", "disagg_build_")
 # The families of vLLM that are shown. An engine has thousands of lines.
 OF_VLLM = frozenset(
     {

@@ -16,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from disagg import __version__
 from disagg.router.telemetry.engine_metrics import Cached, EngineTexts
 from disagg.router.topology import EngineEndpoint, Topology, role_of
 
@@ -31,6 +32,9 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        Gauge(
+            "disagg_build_info", "The router's version.", ("version",), registry=self.registry
+        ).labels(__version__).set(1)
         # A cache of counters by labels: `labels()` takes longer than counting.
         self._counters: dict[tuple[object, ...], Counter] = {}
         self.requests = Counter(
@@ -126,6 +130,25 @@ class RouterMetrics:
     ) -> Histogram:
         full = f"disagg_router_{name}_seconds"
         return Histogram(full, documentation, buckets=buckets, registry=self.registry)
+
+
+def text_of(registry: Collector) -> bytes:
+    """The metrics in Prometheus's text format, without the times at which counters were created.
+
+    These are families of their own, `*_created`, as many as all others, and no query needs them.
+    """
+    return generate_latest(_WithoutCreated(registry))
+
+
+class _WithoutCreated(Collector):
+    def __init__(self, registry: Collector) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            created = f"{family.name}_created"
+            family.samples = [one for one in family.samples if one.name != created]
+            yield family
 
 
 class EnginesUp(Collector):

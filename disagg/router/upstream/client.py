@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeAlias
 
 import aiohttp
@@ -43,11 +43,24 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"cookie",
     b"expect",
     b"x-request-id",
+    # What a client says of itself; an engine on this host would believe it.
+    b"forwarded",
+    b"x-forwarded-for",
+    b"x-forwarded-proto",
+    b"origin",  # the router itself says which pages may read an answer
 }
 _TRACE = {b"traceparent", b"tracestate"}
 _BODY_HEADERS = {b"content-type", b"content-encoding"}
-_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"server", b"date"}
-RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
+_NOT_DOWNSTREAM = _HOP_BY_HOP | {
+    b"server",
+    b"date",
+    b"access-control-allow-credentials",
+    b"access-control-allow-origin",
+    b"access-control-expose-headers",
+}
+# The most frequent values of `Connection`. They name no header.
+_NAME_NOTHING = {b"keep-alive", b"close", b"Keep-Alive"}
+RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 
 def open_client(
@@ -88,6 +101,9 @@ def to_engine(
     `trace`: the router's own trace context, which replaces the client's.
     """
     left_out = _NOT_UPSTREAM | _TRACE if trace else _NOT_UPSTREAM
+    named = _of_connection(headers)
+    if named:
+        left_out = left_out | named
     sent = [header for header in headers if header[0] not in left_out]
     sent += [(name.encode(), value.encode()) for name, value in trace.items()]
     # Without compression, so that the router can add an error event to the stream.
@@ -103,7 +119,18 @@ def leg_header(headers: RawHeaders) -> bytes:
 def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     """The headers to send to the client, from an engine's. Repeated headers are kept."""
     lower = [(name.lower(), value) for name, value in headers]
-    return [header for header in lower if header[0] not in _NOT_DOWNSTREAM]
+    named = _of_connection(lower)
+    left_out = _NOT_DOWNSTREAM | named if named else _NOT_DOWNSTREAM
+    return [header for header in lower if header[0] not in left_out]
+
+
+def _of_connection(headers: RawHeaders) -> set[bytes]:
+    """The headers that belong to the connection because its `Connection` names them."""
+    named = set[bytes]()
+    for name, value in headers:
+        if name == b"connection" and value not in _NAME_NOTHING:
+            named |= {token.strip().lower() for token in value.split(b",")}
+    return named
 
 
 async def post_leg(

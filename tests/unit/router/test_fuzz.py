@@ -218,7 +218,7 @@ ODD = [
     head("GET /v1/models HTTP/1.1", "x: \x80\xff", "x: again"),
     head("GET /v1/models HTTP/1.1", "x: folded", "\tx-evil: b"),
     head("GET /v1/models HTTP/1.1", "x-request-id: a\tb", "x-request-id: c"),
-    head("GET /v1/models HTTP/1.1", "connection: upgrade", "upgrade: websocket"),
+    head("GET /v1/models HTTP/1.1", "connection: upgrade", "upgrade: tls/1.0"),
     head("GET /v1/models HTTP/1.1", "connection: upgrade, http2-settings", "upgrade: h2c"),
     head("GET /v1/models HTTP/1.1", "host: again", "content-length: 0"),
     b"GET /v1/models HTTP/1.0\r\n\r\n",
@@ -371,7 +371,7 @@ def test_a_request_that_arrives_too_slowly(make: Make, part: str, earlier: bytes
 
 
 def test_a_connection_without_a_request(make: Make) -> None:
-    setup = make(limits={"receive_timeout_s": 0.3})
+    setup = make(limits={"receive_timeout_s": 0.3, "keep_alive_s": 0.4})
     with connect(setup) as connection:
         assert rest(connection) == b""
     with connect(setup) as connection:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ import httpx
 import psutil
 import pytest
 from unit.router.conftest import FakeEngine, Loop, certificate
+from unit.router.test_fuzz import head, posting, refused
+from unit.router.test_fuzz import status as status_of
 
 from disagg.testing.http import client
 
-START_S, END_S, POLL_S = 60.0, 30.0, 0.02
+START_S, END_S, POLL_S = 240.0, 60.0, 0.02
 STREAM = {"model": "m", "prompt": "x", "stream": True}
 
 
@@ -88,10 +91,16 @@ def disagg(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def start(loop: Loop, tmp_path: Path) -> Iterator[Callable[..., Router]]:
-    """Starts a router with these options, and with a configuration file if `config` is given."""
+    """Starts a router with these options, and with a configuration file if `config` is given.
+    `through`: words before the command."""
     routers: list[Router] = []
 
-    def go(*options: str, config: str = "", env: dict[str, str] | None = None) -> Router:
+    def go(
+        *options: str,
+        config: str = "",
+        env: dict[str, str] | None = None,
+        through: Sequence[str] = (),
+    ) -> Router:
         engines = FakeEngine("prefill"), FakeEngine("decode")
         for engine in engines:
             loop.run(engine.start())
@@ -102,7 +111,7 @@ def start(loop: Loop, tmp_path: Path) -> Iterator[Callable[..., Router]]:
         out = tmp_path / f"{len(routers)}.out"
         with out.open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "disagg.cli", "router", *words],
+                [*through, sys.executable, "-m", "disagg.cli", "router", *words],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -310,6 +319,28 @@ def test_requests_that_do_not_finish_in_time_are_cut(start: Callable[..., Router
     until(router.decode.left.is_set, words="the engine was not told")
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_lost_terminal_drains(start: Callable[..., Router], processes: str) -> None:
+    router = start("--processes", processes)
+    children = router.children()
+    stream = Stream(router)
+    for process in [psutil.Process(router.process.pid), *children] * 2:  # a shell sends two
+        process.send_signal(signal.SIGHUP)
+    until(lambda: is_refused(router.url))
+    stream.go_on()
+    assert stream.whole
+    assert router.ended() == 0
+    assert "restarting it" not in router.text
+
+
+def test_nohup(start: Callable[..., Router]) -> None:
+    router = start(through=["nohup"])
+    router.process.send_signal(signal.SIGHUP)
+    assert complete(router.url).status_code == 200
+    router.process.send_signal(signal.SIGTERM)
+    assert router.ended() == 0
+
+
 def test_a_second_signal_exits_at_once(start: Callable[..., Router]) -> None:
     router = start()
     stream = Stream(router)
@@ -341,3 +372,82 @@ def test_a_drain_command_waits_for_all_processes(
         assert waiting.stdout.read() == "draining, 4 in flight\ndrained\n"
     assert router.ended() == 0
     assert not at.exists()
+
+
+# ---- file descriptors ----------------------------------------------------------------------
+
+LIMIT, CLIENTS = 128, 200
+
+
+def knock(router: Router, request: bytes) -> socket.socket:
+    host, port = router.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection.sendall(request)
+    return connection
+
+
+def open_in(router: Router) -> int:
+    return psutil.Process(router.process.pid).num_fds()
+
+
+def test_the_soft_limit_of_descriptors_is_raised(start: Callable[..., Router]) -> None:
+    router = start(through=["prlimit", "--nofile=200:4000"])
+    limits = psutil.Process(router.process.pid).rlimit(resource.RLIMIT_NOFILE)
+    assert limits == (4000, 4000)
+
+
+def test_idle_connections_give_way_to_new_ones(start: Callable[..., Router]) -> None:
+    router = start(through=["prlimit", f"--nofile={LIMIT}"])
+    health = head("GET /health HTTP/1.1")
+    kept = []
+    for _ in range(CLIENTS):
+        kept.append(knock(router, health))
+        assert status_of(kept[-1].recv(4096)) == 200
+    assert open_in(router) < LIMIT
+    assert kept[0].recv(1) == b""  # the oldest was closed in order
+    kept[-1].sendall(health)
+    assert status_of(kept[-1].recv(4096)) == 200
+    for connection in kept:
+        connection.close()
+    assert "file descriptors are in use" not in router.text
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["in turn", "at once"])
+def test_short_of_descriptors_requests_get_503(start: Callable[..., Router], at_once: bool) -> None:
+    router = start(
+        through=["prlimit", f"--nofile={LIMIT}"], config="pairing: {local_prefill_tokens: 0}"
+    )
+    router.decode.chunks, router.decode.chunk_s = 10_000, 0.2
+    taken: list[socket.socket] = []
+    asked: list[socket.socket] = []
+    for _ in range(CLIENTS):
+        asked.append(knock(router, posting()))
+        if not at_once:
+            asked[-1].recv(1, socket.MSG_PEEK)
+    for connection in asked:
+        answer = connection.recv(4096)
+        if status_of(answer) == 200:
+            taken.append(connection)
+            continue
+        assert refused(answer) == 503
+        assert b"short of file descriptors" in answer
+        assert b"retry-after: 1" in answer.lower()
+        connection.close()
+    assert 20 < len(taken) < CLIENTS
+    assert open_in(router) < LIMIT
+
+    # Those taken end well, no engine is blamed, and there is room again.
+    router.decode.chunks = router.decode.chunk_s = 0
+    for connection in taken:
+        connection.settimeout(END_S)
+        text = b""
+        while not text.endswith(b"0\r\n\r\n"):
+            piece = connection.recv(1 << 16)
+            assert piece, text[-300:]
+            text += piece
+        assert b"[DONE]" in text
+        connection.close()
+    until(lambda: complete(router.url).status_code == 200)
+    assert client().get(f"{router.url}/ready", timeout=20).json()["ready"]
+    assert "cannot be reached" not in router.text
+    assert router.text.count("file descriptors are in use") == 1

@@ -297,6 +297,16 @@ def test_bad_body(setup: Setup, body: bytes) -> None:
     assert answer.json()["error"]["type"] == "BadRequestError"
 
 
+@pytest.mark.parametrize("text", [r"\ud800", r"\udc00 b", r"\ud83d\u0041", r"\ud83d tail " * 9])
+def test_a_lone_surrogate_is_named(setup: Setup, text: str) -> None:
+    for body in (f'{{"prompt": "{text}"}}', f'{{"messages": [{{"content": ["{text}"]}}]}}'):
+        answer = client().post(f"{setup.url}/v1/completions", content=body.encode())
+        assert answer.status_code == 400
+        assert "has a lone surrogate" in answer.json()["error"]["message"]
+    cut = client().post(f"{setup.url}/v1/completions", content=rb'{"prompt": "\ud83d\ude00')
+    assert "truncated" in cut.json()["error"]["message"]
+
+
 def test_deeply_nested_bodies(setup: Setup) -> None:
     for depth in range(800, 1100, 10):
         body = b'{"prompt": "x", "a": ' + b"[" * depth + b"]" * depth + b"}"
