@@ -264,9 +264,9 @@ def _fields(plan: RequestPlan, may_fail_over: bool) -> Mapping[str, Any]:
 
 def _watcher(plan: RequestPlan, may_fail_over: bool) -> Watcher:
     """What follows the stream: with a state if another engine may continue or repeat it."""
-    if may_fail_over:
-        if plan.not_resumed is None:
-            return stream_state.Stream(plan)
-        if plan.not_replayed is None:
-            return Replay(plan.path)
-    return Plain(paths.ENDS[plan.path])
+    if may_fail_over and plan.not_resumed is None:
+        return stream_state.Stream(plan)
+    last = bodies.last_of_stream(plan.body, plan.path)
+    if may_fail_over and plan.not_replayed is None:
+        return Replay(plan.path, last)
+    return Plain(paths.ENDS[plan.path], last)
