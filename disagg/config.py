@@ -384,6 +384,14 @@ class PairingSection(Section):
         return self
 
 
+class EngineUrlsSection(Section):
+    """URLs of engines that `disagg router` finds running. `http://USER:PASSWORD@HOST:PORT/PREFIX`:
+    everything but scheme and host may be left out."""
+
+    prefill: list[str] = Field([], repr=False, description="URLs of the prefill engines")
+    decode: list[str] = Field([], repr=False, description="URLs of the decode engines")
+
+
 class RouterSection(Section):
     """The OpenAI endpoint."""
 
@@ -415,6 +423,20 @@ class RouterSection(Section):
         None, description="PEM certificate; with tls_key_file, the router serves https"
     )
     tls_key_file: LocalPath | None = Field(None, description="PEM key of the certificate")
+    engines: EngineUrlsSection = EngineUrlsSection()
+    engine_tls_ca_file: LocalPath | None = Field(
+        None,
+        description="PEM certificates of the authorities to trust for engines with https. Default: "
+        "those of the system",
+    )
+    engine_tls_cert_file: LocalPath | None = Field(
+        None,
+        description="PEM certificate that the router shows to engines with https; with "
+        "engine_tls_key_file",
+    )
+    engine_tls_key_file: LocalPath | None = Field(
+        None, description="PEM key of engine_tls_cert_file"
+    )
     processes: int = Field(
         1, ge=1, le=64, description="Number of router processes that share the port"
     )
@@ -426,6 +448,12 @@ class RouterSection(Section):
     )
     access_log: bool = Field(
         True, description="Write one line of JSON per request to standard output"
+    )
+    stream_keep_alive_s: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds of silence after which a stream gets a comment, so that load "
+        "balancers keep its connection. Default: never",
     )
     pairing: PairingSection = PairingSection()
     limits: LimitsSection = LimitsSection()

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from disagg.router.api import paths
 from disagg.router.api.errors import ApiError
+from disagg.router.request.keep_alive import KeptAlive
 from disagg.router.request.relay import Relayed
 from disagg.router.server import operators
 from disagg.router.server.api_keys import Caller, KeyRing, header
@@ -31,7 +32,7 @@ from disagg.router.telemetry.tracing import Trace
 
 _CLIENT_LEFT = 499
 _ID = ID_HEADER.encode()
-Answer: TypeAlias = Response | Relayed
+Answer: TypeAlias = Response | Relayed | KeptAlive
 Work: TypeAlias = Callable[[Request, bytes, Record], Awaitable[Answer]]
 
 
@@ -124,7 +125,7 @@ INTERNAL_ERROR = ApiError(500, "the router failed on this request; see its log")
 
 
 def _with_id(answer: Answer, record: Record) -> Answer:
-    """The answer with its request's id; `Relayed` adds the id itself."""
+    """The answer with its request's id; the others add the id themselves."""
     if isinstance(answer, Response):
         answer.headers[ID_HEADER] = record.id
     return answer

@@ -47,6 +47,7 @@ def contents(stream: bytes) -> list[tuple[str, Any]]:
 
 
 _ENDS = st.sampled_from(["\n", "\r", "\r\n"])
+_NO_LF = st.sampled_from(["\r", "\r\n"])
 _COMMENTS = st.sampled_from([": keep-alive", ":", ":data: [DONE]", ': {"error"', ": ä"])
 _OTHERS = st.sampled_from(["id: 7", "id", "retry: 3000", "unknown: x", "datas: [DONE]"])
 
@@ -71,10 +72,8 @@ def written(draw: st.DrawFn, events: Sequence[Said]) -> bytes:
         lines.append("")
     text, end = draw(st.sampled_from(["", BOM.decode()])), ""
     for line in lines:
-        if end == "\r" and not line:
-            end = draw(st.sampled_from(["\r", "\r\n"]))  # \r and \n would be one end
-        else:
-            end = draw(_ENDS)
+        # A line end of \r and an empty line's \n would be one end.
+        end = draw(_NO_LF if end == "\r" and not line else _ENDS)
         text += line + end
     return text.encode()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.router.event_forms import pieces, read, written
 
@@ -21,6 +21,7 @@ EVENTS = st.lists(
 )
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_the_events_of_any_form_and_cut(data: st.DataObject) -> None:
     events = data.draw(EVENTS)
@@ -36,6 +37,7 @@ def test_the_events_of_any_form_and_cut(data: st.DataObject) -> None:
     assert read(translated) == events
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_what_is_usual_needs_no_translation(data: st.DataObject) -> None:
     """The fast path is right whatever it lets pass: the parser would change nothing."""
