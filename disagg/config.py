@@ -472,6 +472,15 @@ class Deployment(Section):
     ray: RaySection = RaySection()
     router: RouterSection = RouterSection()
 
+    @model_validator(mode="after")
+    def _starts_its_engines(self) -> Deployment:
+        if self.router.engines.prefill or self.router.engines.decode:
+            raise ValueError(
+                "router.engines names engines that run already, but a deployment starts its own; "
+                "remove it, or run `disagg router`"
+            )
+        return self
+
     def pool(self, role: Role) -> PoolSection:
         """The section of this role's pool."""
         return self.prefill if role == "prefill" else self.decode

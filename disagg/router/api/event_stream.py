@@ -183,7 +183,7 @@ def _in_form_of(raw: bytes, event: bytes, said: bytes) -> bytes:
     """`said`, which takes the place of `event`, written as `raw` is, if that is simple."""
     (head, _, data), (said_head, _, said_data) = event.partition(DATA), said.partition(DATA)
     data, said_data = data.removesuffix(END), said_data.removesuffix(END)
-    if head != said_head or END in said_data or not data or raw.count(data) != 1:
+    if not said_data or head != said_head or END in said_data or raw.count(data) != 1:
         return said
     return raw.replace(data, said_data)
 

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 PROBE_S, _CONNECT_S = 2.0, 1.0
 _TRIAL_S, _TRIAL_TOKENS = 30.0, 32
-_COUNTER = "disagg_handoffs_total{"
+_FAMILY = "disagg_handoffs_total"
+_COUNTER = _FAMILY + "{"
 
 _decode_texts = msgspec.json.Decoder(dict[str, str]).decode
 
@@ -157,8 +158,10 @@ class Probes:
                 await second.read()
 
     def _count_handoffs(self, engine: EngineEndpoint, text: str) -> None:
-        counts = {"loaded": 0.0, "failed": 0.0}
-        for outcome, count in _handoff_counts(text):
+        counts, found = {"loaded": 0.0, "failed": 0.0}, list(_handoff_counts(text))
+        if not found and _FAMILY not in text:
+            return  # it says nothing about handoffs
+        for outcome, count in found:
             if outcome in counts:
                 counts[outcome] += count
         before = self._counts.get(engine.name, counts)

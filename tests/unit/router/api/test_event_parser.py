@@ -21,7 +21,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_the_events_of_any_form_and_cut(data: st.DataObject) -> None:
     events = data.draw(EVENTS)
@@ -37,7 +37,7 @@ def test_the_events_of_any_form_and_cut(data: st.DataObject) -> None:
     assert read(translated) == events
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_what_is_usual_needs_no_translation(data: st.DataObject) -> None:
     """The fast path is right whatever it lets pass: the parser would change nothing."""

@@ -38,7 +38,7 @@ def fed(watcher: EventWatcher, cut: list[bytes]) -> bytes:
     return b"".join(map(watcher.feed, cut))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_bytes_pass_untouched(data: st.DataObject) -> None:
     stream = data.draw(written(WHOLE))
@@ -48,7 +48,7 @@ def test_bytes_pass_untouched(data: st.DataObject) -> None:
         assert watcher.is_whole
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_the_same_state(data: st.DataObject) -> None:
     events = WHOLE[: data.draw(st.integers(0, len(WHOLE)))]
@@ -81,7 +81,7 @@ def rest_of(given: int, base: int) -> list[Said]:
     return [*events, DONE]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_another_engine_continues_after_any_byte(data: st.DataObject) -> None:
     """The client reads one stream with one id, whatever form either engine writes."""
@@ -105,7 +105,7 @@ def test_another_engine_continues_after_any_byte(data: st.DataObject) -> None:
     assert {content["id"] for _, content in events} == {events[0][1]["id"]}
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_another_engine_repeats_after_any_byte(data: st.DataObject) -> None:
     stream = data.draw(written(WHOLE))
