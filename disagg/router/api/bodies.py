@@ -262,7 +262,7 @@ def detokenize_body(model: Any, tokens: list[int]) -> dict[str, Any]:
 
 
 def last_of_stream(body: Mapping[str, Any], path: str) -> bytes | None:
-    """Bytes that only the last events of a whole stream for this body have, `[DONE]` apart; None if
+    """Bytes that only the last event of a whole stream for this body has, `[DONE]` apart; None if
     only the path's last event tells."""
     prompt, options = body.get("prompt"), body.get("stream_options")
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)

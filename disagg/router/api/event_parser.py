@@ -16,6 +16,7 @@ import msgspec
 
 END = b"\n\n"
 DATA = b"data: "
+_NEXT = END + DATA
 BOM = b"\xef\xbb\xbf"
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _USUAL_WITH_NAMES = re.compile(rb"(?:(?:event: [^\n]*\n)?data: [^\n]*\n\n)*+")
@@ -34,11 +35,11 @@ def is_usual(events: bytes) -> bool:
     line and a blank line, perhaps with an `event` line before."""
     if b"\r" in events:
         return False
-    if not events.startswith(DATA):
-        return _USUAL_WITH_NAMES.fullmatch(events) is not None
-    # As many lines as events of two lines have. Counting is faster than the expression.
-    if events.count(b"\n") == 2 * events.count(END + DATA) + 2:
-        return True
+    if events.startswith(DATA):
+        # As many lines as events of two lines have. Counting is faster than the expression.
+        lines = events.count(b"\n")
+        if lines == 2 or lines == 2 * events.count(_NEXT) + 2:
+            return True
     return _USUAL_WITH_NAMES.fullmatch(events) is not None
 
 

@@ -107,11 +107,14 @@ class EventWatcher:
             return self._parsed(self._parser, data)
         if self._tail:
             data = self._tail + data
+        if data.endswith(END) and is_usual(data):  # nearly every chunk of vLLM's
+            self._tail, self._is_start = b"", False
+            return self.take(data)
         cut = data.rfind(END) + len(END)
         if cut < len(END):
             cut = 0
-        events, tail = (data, b"") if cut == len(data) else (data[:cut], data[cut:])
-        if not ((not events or is_usual(events)) and _may_be_usual(tail)):
+        events, tail = data[:cut], data[cut:]
+        if (events and not is_usual(events)) or not _may_be_usual(tail):
             self._tail, self._parser = b"", EventParser(is_start=self._is_start)
             return self._parsed(self._parser, data)
         self._tail = tail
@@ -197,14 +200,14 @@ def _blank_line_behind(said: bytes) -> bytes:
 class Plain(EventWatcher):
     """The answer of one engine. It is whole once its last event begins with one of `ends`.
 
-    An engine may end its answer without that event. `last`: bytes that only the last events of a
-    whole answer have.
+    An engine may end its answer without that event. `last`: bytes that only the last event before
+    it has.
     """
 
     def __init__(self, ends: tuple[bytes, ...], last: bytes | None = None) -> None:
         super().__init__()
         self._ends, self._last = ends, last
-        self._is_whole = self._has_last = False
+        self._is_whole, self._latest = False, b""
 
     @property
     def is_whole(self) -> bool:
@@ -216,12 +219,12 @@ class Plain(EventWatcher):
         last = events.rfind(END, 0, -len(END))
         begins = 0 if last < 0 else last + len(END)
         self._is_whole = self._is_whole or events.startswith(self._ends, begins)
-        if self._last is not None and not self._has_last:
-            self._has_last = self._last in events
+        self._latest = events
         return events
 
     def finish(self) -> bytes:
         """See `Watcher`."""
         said = super().finish()
-        self._is_whole = self._is_whole or self._has_last
+        if self._last is not None and self._last in self._latest:
+            self._is_whole = True
         return said

@@ -118,8 +118,11 @@ class Probes:
     def _get(
         self, engine: EngineEndpoint, path: str, timeout: aiohttp.ClientTimeout | None = None
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        url, options = f"{engine.url}{path}", {} if timeout is None else {"timeout": timeout}
-        return self._client.get(url, headers=engine.headers, **options)
+        return self._client.get(
+            f"{engine.url}{path}",
+            headers=engine.headers,
+            timeout=timeout or self._client.timeout,
+        )
 
     async def _fingerprint(self, engine: EngineEndpoint) -> dict[str, str]:
         timeout = aiohttp.ClientTimeout(total=PROBE_S)

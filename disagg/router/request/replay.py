@@ -219,9 +219,9 @@ class Replay(Plain):
     def begins_anew(self) -> None:
         """The next events are of the same request at another engine."""
         self.migrations += 1
-        self._has_last = False
+        self._latest = b""
         self.restart()
         self._owed = Owed(self._sent)
 
     def _fails(self, failure: ApiError) -> None:
-        self.failure, self._is_whole, self._has_last = failure, False, False
+        self.failure, self._is_whole, self._latest = failure, False, b""

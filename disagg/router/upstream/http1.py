@@ -214,7 +214,7 @@ class Client:
         self._connect_s = connect_s
         self._key = fields([(b"authorization", b"Bearer " + key.encode())] if key else [])
         self._idle: dict[str, _Pool] = {}
-        self._heads: dict[tuple[str, str | None, str], bytes] = {}
+        self._heads: dict[tuple[str, str | None, str], tuple[bytes, bytes]] = {}
         self._tls = tls
         self._rounds = Rounds(round_s)
         self._on_data = loop_yield.data_arrived if loop_yield else None
@@ -227,11 +227,10 @@ class Client:
 
         `path`: without white space. `header`: from `fields`, without host and content-length.
         """
-        head = self._heads.get((engine.url, engine.authorization, path)) or self._new_head(
-            engine, path
-        )
+        known = self._heads.get((engine.url, engine.authorization, path))
+        head, key = known or self._new_head(engine, path)
         length = b"content-length: %d\r\n" % len(data)
-        request = b"".join((head, length, header, b"\r\n", data))
+        request = b"".join((head, length, header, key, b"\r\n", data))
         url = engine.url
         connection = self._idle_connection(url) or await self._connect(url)
         try:
@@ -248,15 +247,15 @@ class Client:
             kept.clear()
             kept.is_closed = True
 
-    def _new_head(self, engine: EngineEndpoint, path: str) -> bytes:
-        """The beginning of every request for this path, up to the fields that differ."""
+    def _new_head(self, engine: EngineEndpoint, path: str) -> tuple[bytes, bytes]:
+        """What every request for this path begins with, and the field with the key."""
         parts = urlsplit(engine.url)
         head = f"POST {parts.path}{path} HTTP/1.1\r\nhost: {parts.netloc}\r\n".encode()
         own = [(name.encode(), value.encode()) for name, value in engine.headers.items()]
-        head += fields(own) or self._key
+        known = head, fields(own) or self._key
         if len(self._heads) < _MOST_HEADS:
-            self._heads[engine.url, engine.authorization, path] = head
-        return head
+            self._heads[engine.url, engine.authorization, path] = known
+        return known
 
     def _idle_connection(self, url: str) -> _Connection | None:
         kept = self._idle.get(url)

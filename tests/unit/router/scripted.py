@@ -13,7 +13,7 @@ from typing import Any
 from unit.router.conftest import OPERATOR, Loop
 
 from disagg.chaos.expected_answers import answer, compact, content, detokenized
-from disagg.config import LimitsSection, RouterSection
+from disagg.config import LimitsSection, Role, RouterSection
 from disagg.router.main import RouterServer, bind, create_app
 from disagg.router.topology import EngineEndpoint
 
@@ -43,7 +43,7 @@ class Script:
 class ScriptedEngine:
     """An engine of one role that follows a script."""
 
-    role: str
+    role: Role
     script: Script
     tls: ssl.SSLContext | None = None
     port: int = 0
@@ -137,8 +137,7 @@ def routed(
         loop.run(engine.start())
         undo.append(engine.stop())
         name = f"{engine.role}-{number}"
-        role: Any = engine.role
-        plain = EngineEndpoint(name, role, f"http://127.0.0.1:{engine.port}")
+        plain = EngineEndpoint(name, engine.role, f"http://127.0.0.1:{engine.port}")
         endpoints.append(plain if endpoint is None else endpoint(engine, name))
     settings.setdefault("pairing", {"local_prefill_tokens": 0})
     settings.setdefault("limits", LimitsSection())

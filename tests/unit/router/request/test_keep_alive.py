@@ -20,7 +20,7 @@ from disagg.config import LimitsSection
 COMMENT = b": keep-alive\n\n"
 PATH = "/v1/completions"
 BODY = body_for(PATH)
-EVERY = {"stream_keep_alive_s": 0.1}
+EVERY: dict[str, Any] = {"stream_keep_alive_s": 0.1}
 
 
 def right(path: str, asked: Body) -> list[bytes]:

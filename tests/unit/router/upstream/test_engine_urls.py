@@ -6,6 +6,7 @@ import base64
 import json
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -114,8 +115,7 @@ def test_a_prefix_and_a_user_are_on_every_request(loop: Loop) -> None:
 
     def endpoint(engine: ScriptedEngine, name: str) -> EngineEndpoint:
         url = f"http://ann:s3cret@127.0.0.1:{engine.port}/team/a/v1"
-        role = "prefill" if engine.role == "prefill" else "decode"
-        return parse_endpoint(name, role, url, "x")
+        return parse_endpoint(name, engine.role, url, "x")
 
     with routed(loop, engines, endpoint) as url:
         shown = [httpx.get(f"{url}{path}").text for path in ("/ready", "/ui/state", "/metrics")]
@@ -145,14 +145,14 @@ def test_engines_with_a_certificate_that_want_one(loop: Loop, tmp_path: Path) ->
     Path(router[1]).chmod(0o600)
 
     def endpoint(engine: ScriptedEngine, name: str) -> EngineEndpoint:
-        role = "prefill" if engine.role == "prefill" else "decode"
-        return EngineEndpoint(name, role, f"https://127.0.0.1:{engine.port}")
+        return EngineEndpoint(name, engine.role, f"https://127.0.0.1:{engine.port}")
 
     def engines() -> list[ScriptedEngine]:
-        return [ScriptedEngine(role, script, context) for role in ("prefill", "decode")]
+        prefill = ScriptedEngine("prefill", script, context)
+        return [prefill, ScriptedEngine("decode", script, context)]
 
-    trusts = {"engine_tls_ca_file": own[0]}
-    shows = {"engine_tls_cert_file": router[0], "engine_tls_key_file": router[1]}
+    trusts: dict[str, Any] = {"engine_tls_ca_file": own[0]}
+    shows: dict[str, Any] = {"engine_tls_cert_file": router[0], "engine_tls_key_file": router[1]}
     with routed(loop, engines(), endpoint, **trusts, **shows) as url:
         assert wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
         stream = httpx.post(f"{url}/v1/completions", json={**COMPLETION, "stream": True})
