@@ -472,15 +472,6 @@ class Deployment(Section):
     ray: RaySection = RaySection()
     router: RouterSection = RouterSection()
 
-    @model_validator(mode="after")
-    def _starts_its_engines(self) -> Deployment:
-        if self.router.engines.prefill or self.router.engines.decode:
-            raise ValueError(
-                "router.engines names engines that run already, but a deployment starts its own; "
-                "remove it, or run `disagg router`"
-            )
-        return self
-
     def pool(self, role: Role) -> PoolSection:
         """The section of this role's pool."""
         return self.prefill if role == "prefill" else self.decode
@@ -519,9 +510,15 @@ def load(path: str | Path) -> Deployment:
     """Read a deployment's file. Raises ConfigError with one line for each problem."""
     content = read_mapping(Path(path))
     try:
-        return Deployment.model_validate(content)
+        deployment = Deployment.model_validate(content)
     except ValidationError as error:
         raise ConfigError(explain(error, Deployment)) from error
+    if deployment.router.engines.prefill or deployment.router.engines.decode:
+        raise ConfigError(
+            "router.engines: names engines that run already, but a deployment starts its own — "
+            "remove it, or run `disagg router`"
+        )
+    return deployment
 
 
 def replicas_of(words: Sequence[str]) -> dict[Role, int]:
