@@ -11,7 +11,7 @@ import httpx
 import pytest
 from unit.router.conftest import Loop, leave, wait_for
 from unit.router.event_forms import contents
-from unit.router.request.test_odd_streams import body_for, said
+from unit.router.request.test_relay import body_for, said
 from unit.router.scripted import Body, Script, ScriptedEngine, routed
 
 from disagg.chaos.expected_answers import events, generated, text_of
