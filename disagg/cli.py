@@ -197,7 +197,12 @@ def make_model(
 
 @app.command()
 def router(
-    decode: Annotated[list[str], typer.Option(help="URL of a decode engine; repeat for more.")],
+    decode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="URL of a decode engine; repeat for more. Default: engines.decode of the file."
+        ),
+    ] = None,
     prefill: Annotated[
         list[str] | None,
         typer.Option(
@@ -315,7 +320,7 @@ def router(
         run(
             section,
             prefill or [],
-            decode,
+            decode or [],
             engine_key_env=engine_key_env,
             connector=connector.value,
         )

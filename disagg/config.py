@@ -480,6 +480,14 @@ class ProxiesSection(Section):
     )
 
 
+class EngineUrlsSection(Section):
+    """URLs of engines that `disagg router` finds running. `http://USER:PASSWORD@HOST:PORT/PREFIX`:
+    everything but scheme and host may be left out."""
+
+    prefill: list[str] = Field([], repr=False, description="URLs of the prefill engines")
+    decode: list[str] = Field([], repr=False, description="URLs of the decode engines")
+
+
 class RouterSection(Section):
     """The OpenAI endpoint."""
 
@@ -511,6 +519,20 @@ class RouterSection(Section):
         None, description="PEM certificate; with tls_key_file, the router serves https"
     )
     tls_key_file: LocalPath | None = Field(None, description="PEM key of the certificate")
+    engines: EngineUrlsSection = EngineUrlsSection()
+    engine_tls_ca_file: LocalPath | None = Field(
+        None,
+        description="PEM certificates of the authorities to trust for engines with https. Default: "
+        "those of the system",
+    )
+    engine_tls_cert_file: LocalPath | None = Field(
+        None,
+        description="PEM certificate that the router shows to engines with https; with "
+        "engine_tls_key_file",
+    )
+    engine_tls_key_file: LocalPath | None = Field(
+        None, description="PEM key of engine_tls_cert_file"
+    )
     processes: int = Field(
         1, ge=1, le=64, description="Number of router processes that share the port"
     )
@@ -533,6 +555,12 @@ class RouterSection(Section):
     shares: dict[str, ShareSection] = Field(
         default_factory=dict,
         description="What clients are entitled to, by the name of their key; *: all others",
+    )
+    stream_keep_alive_s: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds of silence after which a stream gets a comment, so that load "
+        "balancers keep its connection. Default: never",
     )
     pairing: PairingSection = PairingSection()
     limits: LimitsSection = LimitsSection()
@@ -593,9 +621,15 @@ def load(path: str | Path) -> Deployment:
     """Read a deployment's file. Raises ConfigError with one line for each problem."""
     content = read_mapping(Path(path))
     try:
-        return Deployment.model_validate(content)
+        deployment = Deployment.model_validate(content)
     except ValidationError as error:
         raise ConfigError(explain(error, Deployment)) from error
+    if deployment.router.engines.prefill or deployment.router.engines.decode:
+        raise ConfigError(
+            "router.engines: names engines that run already, but a deployment starts its own — "
+            "remove it, or run `disagg router`"
+        )
+    return deployment
 
 
 def replicas_of(words: Sequence[str]) -> dict[Role, int]:

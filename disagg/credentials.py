@@ -158,6 +158,41 @@ def tls(router: RouterSection, section: str = "router.") -> TlsFiles | None:
     cert, key = router.tls_cert_file, router.tls_key_file
     if cert is None and key is None:
         return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    return _load_pair(context, cert_key, cert, key_key, key)
+
+
+def engine_tls(router: RouterSection, section: str = "router.") -> ssl.SSLContext | None:
+    """How the router trusts engines with https, and who it is to them; None for the system's
+    authorities and no certificate.
+
+    Raises ConfigError if a file is missing, unreadable, or does not fit the others.
+    """
+    ca, cert, key = (
+        router.engine_tls_ca_file,
+        router.engine_tls_cert_file,
+        router.engine_tls_key_file,
+    )
+    if ca is None and cert is None and key is None:
+        return None
+    ca_key = f"{section}engine_tls_ca_file"
+    authorities = None if ca is None else _text(ca_key, ca, secret=False)
+    try:
+        context = ssl.create_default_context(cadata=authorities)
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(f"{ca_key}: {str(ca)!r} — holds no certificate; name a PEM file") from (
+            error
+        )
+    if cert is not None or key is not None:
+        prefix = f"{section}engine_tls_"
+        _load_pair(context, f"{prefix}cert_file", cert, f"{prefix}key_file", key)
+    return context
+
+
+def _load_pair(
+    context: ssl.SSLContext, cert_key: str, cert: Path | None, key_key: str, key: Path | None
+) -> TlsFiles:
+    """Load a certificate and its key. Raises ConfigError, see `tls`."""
     if cert is None or key is None:
         given, missing = (cert_key, key_key) if key is None else (key_key, cert_key)
         raise ConfigError(
@@ -169,7 +204,7 @@ def tls(router: RouterSection, section: str = "router.") -> TlsFiles | None:
     try:
         # For an encrypted key OpenSSL would ask for a password at the terminal. It gets an empty
         # one instead.
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, lambda: b"")
+        context.load_cert_chain(cert, key, lambda: b"")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             problem = f"is not the key of {cert_key} ({str(cert)!r}); name that certificate's key"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.chaos.expected_answers import CHAT, generated, text_of
+from disagg.chaos.stream_forms import data_of
 
 RIGHT, EVENT, CUT, WRONG = "right", "error event", "cut", "WRONG"
 
@@ -67,12 +68,11 @@ def _whole(path: str, asked: dict[str, Any], got: Received) -> str:
 def _stream(path: str, asked: dict[str, Any], got: Received) -> str:
     if got.broken:
         raise _Wrong("cut without a word")
-    *events, rest = got.body.split(b"\n\n")
-    if rest or not all(event.startswith(b"data: ") for event in events):
+    data = data_of(got.body)
+    if data is None:
         raise _Wrong("broken events")
     if b'"token_ids":[' in got.body or b'"prompt_token_ids":[' in got.body:
         raise _Wrong("token ids that nobody asked for")
-    data = [event.removeprefix(b"data: ") for event in events]
     is_done = bool(data) and data[-1] == b"[DONE]"
     contents = [_json(one) for one in (data[:-1] if is_done else data)]
     tokens = generated(asked)

@@ -1,8 +1,8 @@
 """Fake engines that fail on purpose, down to single bytes, for `disagg bench router-faults`.
 
 They compute nothing. The header `x-fault` of each request names the faults
-(`prefill=reset/once,decode=stall/always`), so the checker knows them too. The engines count leases:
-granted, used, released.
+(`prefill=reset/once,decode=stall/always`), so the checker knows them too; `x-form` names the way to
+write a stream (`stream_forms.py`). The engines count leases: granted, used, released.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 from disagg.chaos.expected_answers import answer, compact, content, detokenized, events
+from disagg.chaos.stream_forms import FORMS, USUAL
 
 # hang: no answer. stall: half an answer, then silence. reset, die: no answer, half an answer, and
 # the connection is reset. close, cut: the same, and the connection is closed. long, short: the
@@ -68,6 +69,11 @@ class Request:
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
+
+    def events(self) -> Iterator[bytes]:
+        """The right stream, in the form that the header `x-form` names."""
+        write = FORMS[self.headers.get("x-form", USUAL)]
+        return map(write, events(self.path, self.body))
 
     def fault(self, state: State) -> str:
         """The fault of this request at this engine."""
@@ -153,7 +159,7 @@ class FaultyEngine(asyncio.Protocol):
         if not request.body.get("stream"):
             return self._whole(200, answer(request.path, request.body))
         self._head(200, "text/event-stream", "transfer-encoding: chunked")
-        for event in events(request.path, request.body):
+        for event in request.events():
             self._chunk(event)
             await asyncio.sleep(_EVENT_S)
         return self._write(b"0\r\n\r\n")
@@ -235,7 +241,7 @@ class FaultyEngine(asyncio.Protocol):
 
     async def _half_a_stream(self, request: Request, fault: str) -> None:
         self._use(request)
-        whole = list(events(request.path, request.body))
+        whole = list(request.events())
         if fault in ("long", "short"):
             text = b"".join(whole)
             half = len(text) // 2

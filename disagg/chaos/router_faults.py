@@ -1,7 +1,8 @@
 """`disagg bench router-faults`: the router in front of engines that fail on purpose.
 
 A real router process, with timeouts below a second, in front of fake engines that apply the faults
-named in each request, in every combination of a prefill and a decode fault. Each request must end
+named in each request, in every combination of a prefill and a decode fault. A part of the streams
+has comments, odd line ends or fields that vLLM does not write by default. Each request must end
 right or with one well-formed error, in time. At the end no request may be in flight, no lease held,
 no stack trace logged and no memory leaked, and plain requests must be served again.
 """
@@ -29,6 +30,7 @@ from disagg.chaos.answer_check import RIGHT, WRONG, Received, judge
 from disagg.chaos.expected_answers import CHAT, VOCABULARY
 from disagg.chaos.faulty_engine import DECODE, MID_STREAM, PREFILL
 from disagg.chaos.router_scene import DEADLINE_S, ENGINES, Scene
+from disagg.chaos.stream_forms import FORMS, USUAL
 from disagg.config import Role
 
 RECOVERY_S, RECOVERED = 40.0, 16
@@ -46,6 +48,8 @@ class FaultCase:
     decode: str
     path: str
     body: dict[str, Any]
+    form: str = USUAL
+    """How the engines write a stream; see `stream_forms.py`."""
 
     @property
     def kinds(self) -> tuple[str, str]:
@@ -70,6 +74,8 @@ class FaultReport:
     seconds: float = 0.0
     slowest_s: float = 0.0
     begun_at_prefill: int = 0
+    odd_streams: int = 0
+    """Streams that the engines wrote in another form than vLLM's usual one."""
 
     def total(self) -> Counter[str]:
         return sum(self.outcomes.values(), Counter[str]())
@@ -131,7 +137,9 @@ def _case(number: int, kinds: tuple[str, str], generator: random.Random) -> Faul
     if body["stream"] and generator.random() < 0.5:
         body["stream_options"] = {"include_usage": True}
     prefill, decode = (f"{kind}/{generator.choice(['once', 'always'])}" for kind in kinds)
-    return FaultCase(number, prefill, decode, path, body)
+    # Half of all streams have vLLM's usual form.
+    form = generator.choice(list(FORMS)) if body["stream"] and number % 2 else USUAL
+    return FaultCase(number, prefill, decode, path, body, form)
 
 
 # ---- the requests --------------------------------------------------------------------------
@@ -180,11 +188,13 @@ async def _all(scene: Scene, batch: Sequence[FaultCase], clients: int, report: F
             outcome = await ask(scene, case)
             report.slowest_s = max(report.slowest_s, time.monotonic() - began)
             if outcome.startswith(WRONG):
-                report.problems.append(f"{case.prefill} {case.decode} {case.path}: {outcome}")
+                what = f"{case.prefill} {case.decode} {case.path} {case.form}"
+                report.problems.append(f"{what}: {outcome}")
                 outcome = WRONG
             if outcome == RIGHT and case.body["stream"] and case.kinds[1] in MID_STREAM:
                 outcome = "continued"
             report.outcomes[case.kinds][outcome] += 1
+            report.odd_streams += case.form != USUAL
 
     await asyncio.gather(*(client() for _ in range(clients)))
 
@@ -194,6 +204,7 @@ async def ask(scene: Scene, case: FaultCase) -> str:
     headers = {
         "x-request-id": f"storm-{case.number}",
         "x-fault": f"prefill={case.prefill},decode={case.decode}",
+        "x-form": case.form,
     }
     content, broken = bytearray(), False
     try:
@@ -252,6 +263,7 @@ def _result_table(report: FaultReport) -> ResultTable:
     rows: list[Row] = [{"outcome": name, "count": counts[name]} for name in sorted(counts)]
     rows += [
         {"outcome": "streams that began with prefill's token", "count": report.begun_at_prefill},
+        {"outcome": "streams with comments, odd lines or fields", "count": report.odd_streams},
         {"outcome": "slowest answer, s", "count": round(report.slowest_s, 1)},
         {"outcome": "router's memory at the start, MiB", "count": round(report.rss_mib[0])},
         {"outcome": "router's memory at the end, MiB", "count": round(report.rss_mib[-1])},

@@ -97,6 +97,7 @@ def _start(
     secret = credentials.secret(deployment)
     keys = credentials.router_keys(deployment.router)
     credentials.tls(deployment.router)
+    credentials.engine_tls(deployment.router)
     section = _with_admin_socket(deployment.router)
     engine_key = secrets.token_hex(32)
     run_id = f"{deployment.name}-{os.urandom(4).hex()}"

@@ -48,6 +48,7 @@ def check(deployment: Deployment, *, running: bool = False) -> list[str]:
         *_unreadable(lambda: credentials.configured_secret(deployment)),
         *_unreadable(lambda: credentials.api_keys(deployment.router)),
         *_unreadable(lambda: credentials.tls(deployment.router)),
+        *_unreadable(lambda: credentials.engine_tls(deployment.router)),
     ]
     if problems:
         raise ConfigError(problems)

@@ -17,7 +17,7 @@ from disagg.router.processes.parent import claim, open_server
 from disagg.router.server.admin_socket import open_admin_socket
 from disagg.router.server.app import create_app
 from disagg.router.server.server import RouterPlan, RouterServer, bind, settle, url_of
-from disagg.router.topology import EngineEndpoint
+from disagg.router.topology import EngineEndpoint, parse_endpoint
 
 __all__ = ["RouterServer", "bind", "create_app", "run"]
 
@@ -32,17 +32,24 @@ def run(
 ) -> int:
     """Serve until a signal or `disagg drain`, then finish the requests in flight; status 0.
 
-    A second signal exits at once. SIGHUP drains too: it comes from a lost terminal, perhaps twice,
-    so a second one does not exit. Raises ConfigError or DisaggError.
+    `prefill`, `decode`: the engines' URLs; the section's if a list is empty. A second signal exits
+    at once. SIGHUP drains too: it comes from a lost terminal, perhaps twice, so a second one does
+    not exit. Raises ConfigError or DisaggError.
     """
+    decodes = _endpoints(section, "decode", decode)
+    if not decodes:
+        raise ConfigError(
+            "engines.decode: empty — name the URL of a decode engine, or --decode URL"
+        )
     plan = RouterPlan(
         section,
-        [*_endpoints("prefill", prefill), *_endpoints("decode", decode)],
+        [*_endpoints(section, "prefill", prefill), *decodes],
         api_keys=credentials.router_keys(section, ""),
         engine_key=credentials.engine_key(engine_key_env) if engine_key_env else None,
         connector=connector,
     )
     credentials.tls(section, "")
+    credentials.engine_tls(section, "")
     if section.pairing.first_token == "prefill" and connector != "disagg":
         raise ConfigError(
             f"pairing.first_token: 'prefill' — engines with the connector {connector} cannot "
@@ -95,7 +102,11 @@ async def _serve(plan: RouterPlan, sock: socket.socket, admin: socket.socket | N
         await server.stop(plan.section.limits.drain_s)
 
 
-def _endpoints(role: Role, urls: Sequence[str]) -> list[EngineEndpoint]:
+def _endpoints(section: RouterSection, role: Role, given: Sequence[str]) -> list[EngineEndpoint]:
+    """The engines of the command line, else of the file."""
+    listed: Sequence[str] = getattr(section.engines, role)
+    setting = f"--{role}" if given else f"engines.{role}"
     return [
-        EngineEndpoint(f"{role}-{number}", role, url.rstrip("/")) for number, url in enumerate(urls)
+        parse_endpoint(f"{role}-{number}", role, url, setting)
+        for number, url in enumerate(given or listed)
     ]

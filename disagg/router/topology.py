@@ -1,22 +1,115 @@
-"""The engines that the router knows."""
+"""The engines that the router knows, and how their URLs are read."""
 
 from __future__ import annotations
 
+import base64
+import ipaddress
+import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from disagg.config import Role
+from disagg.errors import ConfigError
+
+_EXAMPLE = "write it as http://HOST:8000"
+_URL_CHARACTERS = re.compile(r"[A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;=%]*", re.ASCII)
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?", re.ASCII)
+_CREDENTIALS = re.compile(r"^([^/?#]*://)?.*@")
 
 
 @dataclass(frozen=True)
 class EngineEndpoint:
-    """One engine: its name (`prefill-0`), its role, and the URL of its OpenAI server."""
+    """One engine: its name (`prefill-0`), its role, and the URL of its OpenAI server.
+
+    A path of an API is appended to `url`, which ends without a slash. `authorization`: the header
+    that this engine wants, in place of the key of all engines.
+    """
 
     name: str
     role: Role
     url: str
+    authorization: str | None = field(default=None, repr=False)
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What every request to this engine has besides its own headers."""
+        return {} if self.authorization is None else {"authorization": self.authorization}
+
+
+def parse_endpoint(name: str, role: Role, text: str, setting: str) -> EngineEndpoint:
+    """An engine at a URL that a user wrote. Raises ConfigError, which names `setting`.
+
+    A user and a password become basic authorization. `/v1` at the end is left out, because it is
+    part of the API's paths; any other path is a prefix of them.
+    """
+    try:
+        parts = urlsplit(text)
+        problem = _problem(text, parts)
+    except ValueError:  # of brackets that do not match
+        problem = "its host is no IPv6 address in brackets; " + _EXAMPLE
+    if problem is not None:
+        raise ConfigError(f"{setting}: {_without_secrets(text)!r} — {problem}")
+    user, _, host = parts.netloc.rpartition("@")
+    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    authorization = _basic(user) if user else None
+    return EngineEndpoint(name, role, f"{parts.scheme}://{host}{path}", authorization)
+
+
+def _problem(text: str, parts: SplitResult) -> str | None:
+    """Why the text is no URL of an engine; None if it is one."""
+    if not text.strip():
+        return "is empty; " + _EXAMPLE
+    if not _URL_CHARACTERS.fullmatch(text):
+        return "has a space or another character that no URL has; write it as %XX, or remove it"
+    if "://" not in text:
+        return "has no scheme; " + _EXAMPLE
+    if parts.scheme not in ("http", "https"):
+        return f"{parts.scheme or 'this'} is no scheme of engines; write http:// or https://"
+    if "?" in text or "#" in text:
+        return "has a query or a fragment; end the URL before it"
+    user, _, host = parts.netloc.rpartition("@")
+    if ":" in unquote(user.partition(":")[0]):
+        return "its user has a colon, which basic authorization cannot send; name another user"
+    if not parts.hostname:
+        return "names no host; " + _EXAMPLE
+    if not _is_host(parts.hostname):
+        return "its host is no name and no address; " + _EXAMPLE
+    if host.endswith(":") or not _has_valid_port(parts):
+        return "its port is no number from 1 to 65535; " + _EXAMPLE
+    if {".", ".."} & {unquote(segment) for segment in parts.path.split("/")}:
+        return "its path has . or ..; write the path that they lead to"
+    return None
+
+
+def _is_host(host: str) -> bool:
+    if ":" not in host:
+        return _HOST_NAME.fullmatch(host) is not None
+    try:
+        return bool(ipaddress.IPv6Address(host))
+    except ValueError:
+        return False
+
+
+def _has_valid_port(parts: SplitResult) -> bool:
+    try:
+        return parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+
+
+def _basic(user: str) -> str:
+    name, _, password = user.partition(":")
+    pair = f"{unquote(name)}:{unquote(password)}".encode()
+    return "Basic " + base64.b64encode(pair).decode()
+
+
+def _without_secrets(text: str) -> str:
+    """The URL without user, password and query."""
+    shown = _CREDENTIALS.sub(r"\1<hidden>@", text)
+    return re.sub(r"[?#].*", "?<hidden>", shown)
 
 
 class Away(NamedTuple):

@@ -73,6 +73,15 @@ def test_the_smallest_file_needs_only_a_model(tmp_path: Path) -> None:
             "transfer: {staging_bytes: 0}",
             "transfer.staging_bytes: 0 — must be more than 0; set a larger value",
         ),
+        (
+            "router: {engines: {decode: ['http://ann:s3cret@h:1']}}",
+            "router.engines: names engines that run already, but a deployment starts its own — "
+            "remove it, or run `disagg router`",
+        ),
+        (
+            "router: {engines: {decode: 'http://ann:s3cret@h:1'}}",
+            "router.engines.decode: 'http://<hidden>@h:1' — must be a list, like [one, two]",
+        ),
         ("transfer: {transports: []}", "transfer.transports: [] — must name at least 1"),
         ("engine: {env: {A: true}}", "engine.env.A: True — must be text; put it in quotes"),
         (

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from disagg.router.api.errors import ApiError
-from disagg.router.api.paths import COMPLETION, MESSAGES, RESPONSES
+from disagg.router.api.paths import CHAT, COMPLETION, MESSAGES, RESPONSES
 
 # Everything that shapes the answer but not the prompt's KV.
 _NOT_FOR_PREFILL = (
@@ -295,6 +295,17 @@ def continued_body(
 def detokenize_body(model: Any, tokens: list[int]) -> dict[str, Any]:
     """What asks an engine's `/detokenize` for the text of these tokens."""
     return {"model": model, "tokens": tokens}
+
+
+def last_of_stream(body: Mapping[str, Any], path: str) -> bytes | None:
+    """Bytes that only the last event of a whole stream for this body has, `[DONE]` apart; None if
+    only the path's last event tells."""
+    prompt, options = body.get("prompt"), body.get("stream_options")
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    if path not in (COMPLETION, CHAT) or body.get("n") not in (None, 1) or several:
+        return None
+    wants_usage = isinstance(options, dict) and options.get("include_usage")
+    return b'"choices":[]' if wants_usage else b'"finish_reason":"'
 
 
 def prefill_answer(answer: bytes) -> PrefillAnswer:

@@ -93,7 +93,8 @@ async def ask_one(
     url = URL(f"{engine.url}{target}", encoded=True)
     try:
         # A redirect could lead to a path that the caller may not use.
-        call = client.post(url, data=data or None, headers=headers, allow_redirects=False)
+        sent = [*headers, *engine.headers.items()]
+        call = client.post(url, data=data or None, headers=sent, allow_redirects=False)
         answer = await upstream.head(call, limit_s, engine.role)
         async with asyncio.timeout(limit_s):
             content = await answer.read()

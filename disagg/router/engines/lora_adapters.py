@@ -111,7 +111,9 @@ class LoraAdapters:
     async def _loaded(self, engine: EngineEndpoint) -> Loads | None:
         timeout = aiohttp.ClientTimeout(total=_ASK_S)
         try:
-            async with self._client.get(f"{engine.url}{LOADED}", timeout=timeout) as answer:
+            async with self._client.get(
+                f"{engine.url}{LOADED}", timeout=timeout, headers=engine.headers
+            ) as answer:
                 listed = _LISTS.decode(await answer.read()) if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ConnectionError, msgspec.MsgspecError):
             return None

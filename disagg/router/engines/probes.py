@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 
 import aiohttp
 import msgspec
@@ -23,7 +25,7 @@ from disagg.router.api import bodies
 from disagg.router.api.errors import ApiError
 from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
-from disagg.router.telemetry.engine_metrics import Cached, read_text
+from disagg.router.telemetry.engine_metrics import Cached, OddMetrics, read_text
 from disagg.router.topology import EngineEndpoint, Topology
 from disagg.router.upstream import client as upstream
 
@@ -31,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 PROBE_S, _CONNECT_S = 2.0, 1.0
 _TRIAL_S, _TRIAL_TOKENS = 30.0, 32
-_COUNTER = "disagg_handoffs_total{"
+_FAMILY = "disagg_handoffs_total"
+_COUNTER = _FAMILY + "{"
 
 _decode_texts = msgspec.json.Decoder(dict[str, str]).decode
 
@@ -93,36 +96,46 @@ class Probes:
         timeout = aiohttp.ClientTimeout(total=PROBE_S, sock_connect=_CONNECT_S)
         problem: str | None = "does not answer /health"
         try:
-            async with self._client.get(f"{engine.url}/health", timeout=timeout) as answer:
+            async with self._get(engine, "/health", timeout) as answer:
                 problem = None if answer.status == 200 else f"/health answers {answer.status}"
             if problem is None and not self._compatibility.knows(engine):
                 self._compatibility.note(engine, await self._fingerprint(engine))
             if problem is None and engine.role == "decode":
-                async with self._client.get(f"{engine.url}/metrics", timeout=timeout) as answer:
-                    self._count_handoffs(engine, await read_text(answer) or "")
+                async with self._get(engine, "/metrics", timeout) as answer:
+                    self._count_handoffs(engine, await read_text(answer))
         except (
             aiohttp.ClientError,
             TimeoutError,
             ConnectionError,
             ApiError,
+            OddMetrics,
         ):
             pass  # it did not answer /health, or has no counters
         if problem is not None:
             self._compatibility.forget(engine)  # another engine may come back at this address
         self._health.probed(engine, problem)
 
+    def _get(
+        self, engine: EngineEndpoint, path: str, timeout: aiohttp.ClientTimeout | None = None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._client.get(
+            f"{engine.url}{path}",
+            headers=engine.headers,
+            timeout=timeout or self._client.timeout,
+        )
+
     async def _fingerprint(self, engine: EngineEndpoint) -> dict[str, str]:
         timeout = aiohttp.ClientTimeout(total=PROBE_S)
         found: dict[str, str] = {}
-        async with self._client.get(f"{engine.url}/version", timeout=timeout) as answer:
+        async with self._get(engine, "/version", timeout) as answer:
             if answer.status == 200:
                 found["vllm"] = _fields(await answer.read()).get("version", "")
-        async with self._client.get(f"{engine.url}/v1/models", timeout=timeout) as answer:
+        async with self._get(engine, "/v1/models", timeout) as answer:
             if answer.status == 200:
                 models = await answer.read()
                 found["model"] = _first_model(models)
                 found |= _max_model_len(models)
-        async with self._client.get(f"{engine.url}/disagg/fingerprint", timeout=timeout) as answer:
+        async with self._get(engine, "/disagg/fingerprint", timeout) as answer:
             if answer.status == 200:
                 found |= _fields(await answer.read())
         return found
@@ -133,7 +146,7 @@ class Probes:
         if not prefills:
             return
         async with asyncio.timeout(_TRIAL_S):
-            async with self._client.get(f"{decode.url}/v1/models") as answer:
+            async with self._get(decode, "/v1/models") as answer:
                 model = _first_model(await answer.read())
             prompt = [random.randrange(256) for _ in range(_TRIAL_TOKENS)]
             body = {"model": model, "prompt": prompt, "max_tokens": 1}
@@ -148,8 +161,10 @@ class Probes:
                 await second.read()
 
     def _count_handoffs(self, engine: EngineEndpoint, text: str) -> None:
-        counts = {"loaded": 0.0, "failed": 0.0}
-        for outcome, count in _handoff_counts(text):
+        counts, found = {"loaded": 0.0, "failed": 0.0}, list(_handoff_counts(text))
+        if not found and _FAMILY not in text:
+            return  # it says nothing about handoffs
+        for outcome, count in found:
             if outcome in counts:
                 counts[outcome] += count
         before = self._counts.get(engine.name, counts)
@@ -189,8 +204,11 @@ def _handoff_counts(text: str) -> Iterator[tuple[str, float]]:
     """Outcomes and counts. Parses only the counter's lines: an engine's metrics have thousands."""
     at = text.find(_COUNTER)
     while at >= 0:
-        line = text[at : text.find("\n", at)]
+        end = text.find("\n", at)
+        line = text[at:] if end < 0 else text[at:end]
         labels, _, value = line.rpartition(" ")
         with contextlib.suppress(IndexError, ValueError):
-            yield labels.split('outcome="')[1].split('"')[0], float(value)
+            count = float(value)
+            if math.isfinite(count):
+                yield labels.split('outcome="')[1].split('"')[0], count
         at = text.find(_COUNTER, at + 1)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from disagg.router.api.bodies import PARAMS, REMOTE_DECODE_AND_TOKEN
-from disagg.router.api.event_stream import END
+from disagg.router.api.event_parser import END
 from disagg.router.pairing.in_flight import Seat
 from disagg.router.request.decode_leg import Opened
 from disagg.router.request.plan import RequestPlan

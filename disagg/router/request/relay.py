@@ -143,13 +143,13 @@ class Relayed:
             data = chunk if watcher is None else watcher.feed(chunk)
             failure = None if watcher is None else watcher.failure
             if failure is None and opened.answer.content.at_eof():
-                return data
+                return data if watcher is None else data + watcher.finish()
             if data:
                 await pass_on(data)
             if failure is not None:
                 raise failure
             chunk = await opened.chunk(self._silence_s)
-        return b""
+        return b"" if watcher is None else watcher.finish()
 
     async def _goes_on(self, broken: Opened, error: ApiError) -> Opened | None:
         """What is missing, of another engine, if there is one that adds it."""

@@ -19,7 +19,8 @@ import msgspec
 from disagg.router.api import event_fields
 from disagg.router.api.errors import ApiError
 from disagg.router.api.event_fields import Field, Json, Piece
-from disagg.router.api.event_stream import DONE, END, Plain, content_of, failure_in, with_content
+from disagg.router.api.event_parser import END
+from disagg.router.api.event_stream import DONE, Plain, content_of, failure_in, with_content
 from disagg.router.api.paths import ENDS
 
 _READ_AT = 64 << 10  # bytes of events that are kept as they are
@@ -101,12 +102,17 @@ class Owed:
         self._answer, self._names, self._number = sent.answer, {**sent.names}, sent.numbered
         self._renamed: dict[bytes, bytes] = {}
 
+    @property
+    def is_due(self) -> bool:
+        """Whether anything must still come again."""
+        return any(self._owed.values())
+
     def unsent(self, event: bytes) -> bytes:
         """What of this event of the new answer the client does not have, as part of the one that
         was begun. Raises `ApiError` if it is another answer."""
         content = content_of(event)
         if content is None:
-            if event.startswith(DONE) and any(self._owed.values()):
+            if event.startswith(DONE) and self.is_due:
                 raise _otherwise()
             return event + END
         for place, name in event_fields.names_of(content):
@@ -182,15 +188,15 @@ class Replay(Plain):
     asks_anew = True
     """It is never continued otherwise."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(ENDS[path])
+    def __init__(self, path: str, last: bytes | None = None) -> None:
+        super().__init__(ENDS[path], last)
         self.migrations = 0
         self._sent = Sent()
         self._owed: Owed | None = None
 
-    def feed(self, data: bytes) -> bytes:
-        """See `Watcher`; sets `failure` if the engine said that it failed, or says otherwise."""
-        events = super().feed(data)
+    def take(self, events: bytes) -> bytes:
+        """See `EventWatcher`; sets `failure` if the engine failed, or says otherwise."""
+        events = super().take(events)
         failed_at = failure_in(events)
         if failed_at is not None:
             events = events[:failed_at]
@@ -203,11 +209,19 @@ class Replay(Plain):
             self._sent.add(events)
         return events
 
+    def finish(self) -> bytes:
+        """See `Watcher`."""
+        said = super().finish()
+        if self._is_whole and self._owed is not None and self._owed.is_due:
+            self._fails(_otherwise())
+        return said
+
     def begins_anew(self) -> None:
         """The next events are of the same request at another engine."""
         self.migrations += 1
-        self._tail, self.failure = b"", None
+        self._latest = b""
+        self.restart()
         self._owed = Owed(self._sent)
 
     def _fails(self, failure: ApiError) -> None:
-        self.failure, self.is_whole = failure, False
+        self.failure, self._is_whole, self._latest = failure, False, b""

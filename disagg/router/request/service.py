@@ -35,6 +35,7 @@ from disagg.router.request import first_token, stream_state
 from disagg.router.request.decode_leg import Opened
 from disagg.router.request.failover import Failover
 from disagg.router.request.first_token import Begun
+from disagg.router.request.keep_alive import KeptAlive, kept_alive
 from disagg.router.request.legs import Legs
 from disagg.router.request.plan import Estimates, RequestPlan
 from disagg.router.request.relay import Progress, Relayed
@@ -67,6 +68,7 @@ class Service:
         self.client = client
         self._topology, self._compatibility = topology, compatibility
         self._metrics, self._settings = metrics, settings
+        self._keep_alive_s = settings.stream_keep_alive_s
         in_flight = InFlight(metrics)
         pairer = Pairer(topology, settings.pairing, in_flight, health, compatibility)
         self._served = Served(settings.shares)
@@ -97,10 +99,18 @@ class Service:
             self._legs, client, self._admission, compatibility, metrics, settings
         )
 
-    async def complete(
+    def complete(
+        self, path: str, body: dict[str, Any], headers: Headers, record: Record
+    ) -> Awaitable[Response | Relayed | KeptAlive]:
+        """Serve a request at one of `paths.PAIRED`; raises `ApiError`."""
+        work, interval_s = self._complete(path, body, headers, record), self._keep_alive_s
+        if interval_s is None or body.get("stream") is not True:
+            return work
+        return kept_alive(work, interval_s, record.id, paths.style(path))
+
+    async def _complete(
         self, path: str, body: dict[str, Any], headers: Headers, record: Record
     ) -> Response | Relayed:
-        """Serve a request at one of `paths.PAIRED`; raises `ApiError`."""
         body = self._prioritized(bodies.without_params(body), record.key_name)
         plan = RequestPlan(path, body, headers, record.key_name, self._estimates)
         self._check_length(plan)
@@ -207,8 +217,9 @@ class Service:
             # Taken as encoded: tidying `..` would lead to paths that the app has refused.
             url = URL(f"{engine.url}{target}", encoded=True)
             # A redirect could lead to a path that the caller may not use.
+            headers = [*sent, *engine.headers.items()]
             answer = self.client.request(
-                method, url, data=data or None, headers=sent, allow_redirects=False
+                method, url, data=data or None, headers=headers, allow_redirects=False
             )
             return upstream.head(answer, limit, "decode")
 
@@ -285,9 +296,9 @@ def _fields(plan: RequestPlan, may_fail_over: bool) -> Mapping[str, Any]:
 
 def _watcher(plan: RequestPlan, may_fail_over: bool) -> Watcher:
     """What follows the stream: with a state if another engine may continue or repeat it."""
-    if may_fail_over:
-        if plan.not_resumed is None:
-            return stream_state.Stream(plan)
-        if plan.not_replayed is None:
-            return Replay(plan.path)
-    return Plain(paths.ENDS[plan.path])
+    if may_fail_over and plan.not_resumed is None:
+        return stream_state.Stream(plan)
+    last = bodies.last_of_stream(plan.body, plan.path)
+    if may_fail_over and plan.not_replayed is None:
+        return Replay(plan.path, last)
+    return Plain(paths.ENDS[plan.path], last)

@@ -18,7 +18,8 @@ import msgspec
 
 from disagg.router.api import bodies
 from disagg.router.api.errors import ApiError
-from disagg.router.api.event_stream import DONE, END, Splitter, content_of, failure_in
+from disagg.router.api.event_parser import END
+from disagg.router.api.event_stream import DONE, EventWatcher, content_of, failure_in
 from disagg.router.request.plan import RequestPlan
 from disagg.router.request.replay import Owed, Sent
 
@@ -39,7 +40,7 @@ def watched(plan: RequestPlan) -> Stream | None:
     return Stream(plan) if plan.not_resumed is None else None
 
 
-class Stream(Splitter):
+class Stream(EventWatcher):
     """One answer on its way to the client."""
 
     def __init__(self, plan: RequestPlan) -> None:
@@ -82,10 +83,8 @@ class Stream(Splitter):
             return True
         return not self._is_plain and self._sent is not None
 
-    def feed(self, data: bytes) -> bytes:
-        """What to send of what has come: whole events. `failure` is set if the engine said that
-        it failed."""
-        events = self.whole(data)
+    def take(self, events: bytes) -> bytes:
+        """See `EventWatcher`. `failure` is set if the engine said that it failed."""
         failed_at = failure_in(events)
         if failed_at is not None:
             events = events[:failed_at]
@@ -177,6 +176,7 @@ class Stream(Splitter):
         body = self.rest(0, reports)
         assert body is not None, "prefill's answer had the prompt, and `may_begin` saw the length"
         self._base, self._continues = len(self._tokens), True
+        self.restart()
         return body
 
     def begins_anew(self) -> None:
@@ -190,7 +190,7 @@ class Stream(Splitter):
 
     def _restarts(self) -> None:
         self.migrations += 1
-        self._tail, self.failure = b"", None
+        self.restart()
 
     # ---- events --------------------------------------------------------------------------------
 

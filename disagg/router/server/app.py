@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from disagg import credentials
 from disagg.config import ConnectorName, RouterSection
 from disagg.credentials import ApiKey
 from disagg.router.api import bodies, openapi, paths
@@ -53,14 +54,15 @@ def create_app(
 ) -> FastAPI:
     """The router in front of these engines. Apps share no state with each other."""
     topology, metrics, keys = Topology(engines, down), RouterMetrics(), KeyRing(api_keys)
+    tls = credentials.engine_tls(settings)
     health, compatibility, failures = Health(metrics), Compatibility(), Failures()
     metrics.registry.register(EnginesUp(topology, health.problem))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with (
-            upstream.open_client(settings.limits, engine_key) as client,
-            upstream.open_client(settings.limits, engine_key, keep=False) as prober,
+            upstream.open_client(settings.limits, engine_key, tls=tls) as client,
+            upstream.open_client(settings.limits, engine_key, keep=False, tls=tls) as prober,
         ):
             service = Service(
                 client,
@@ -68,6 +70,7 @@ def create_app(
                     settings.limits.connect_timeout_s,
                     engine_key,
                     loop_yield=LoopYield() if settings.processes > 1 else None,
+                    tls=tls,
                 ),
                 topology,
                 health,
@@ -77,7 +80,7 @@ def create_app(
                 strict=strict,
                 connector=connector,
             )
-            texts = EngineTexts(client, lambda: topology.engines)
+            texts = EngineTexts(client, lambda: topology.engines, metrics.engine_metrics_are_odd)
             app.state.status = Status(texts, topology, health, failures)
             app.state.exposition = Exposition(
                 texts, lambda: topology.engines, lambda: app.state.peer_processes.figures()

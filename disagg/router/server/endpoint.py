@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from disagg.router.api import paths
 from disagg.router.api.errors import ApiError
+from disagg.router.request.keep_alive import KeptAlive
 from disagg.router.request.relay import Relayed
 from disagg.router.server import operators
 from disagg.router.server.api_keys import Caller, KeyRing, header
@@ -32,7 +33,7 @@ from disagg.router.telemetry.tracing import Trace
 
 _CLIENT_LEFT = 499
 _ID = ID_HEADER.encode()
-Answer: TypeAlias = Response | Relayed
+Answer: TypeAlias = Response | Relayed | KeptAlive
 Work: TypeAlias = Callable[[Request, bytes, Record], Awaitable[Answer]]
 
 
@@ -133,7 +134,7 @@ def _telling(send: Send, headers: Mapping[str, str]) -> Send:
 
 
 def _with_id(answer: Answer, record: Record) -> Answer:
-    """The answer with its request's id; `Relayed` adds the id itself."""
+    """The answer with its request's id; the others add the id themselves."""
     if isinstance(answer, Response):
         answer.headers[ID_HEADER] = record.id
     return answer

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter as TypeCount
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -96,6 +98,12 @@ class RouterMetrics:
             ("outcome",),
             registry=self.registry,
         )
+        self.engine_metrics_problems = Counter(
+            "disagg_router_engine_metrics_problems",
+            "Readings of an engine's metrics of which something was left out, by what is wrong.",
+            ("engine", "problem"),
+            registry=self.registry,
+        )
         self.queued = Gauge(
             "disagg_router_queued",
             "Requests that wait for a seat at an engine.",
@@ -117,6 +125,10 @@ class RouterMetrics:
     def paired(self, prefill: str, decode: str) -> None:
         """A request was handed off between these engines."""
         self._count(self.pairings, prefill, decode)
+
+    def engine_metrics_are_odd(self, engine: str, problem: str) -> None:
+        """Something of this engine's metrics was left out."""
+        self._count(self.engine_metrics_problems, engine, problem)
 
     def _count(self, family: Counter, *labels: object) -> None:
         key = (family, *labels)
@@ -211,15 +223,27 @@ class _Merged(Collector):
         self._scrapes = scrapes
 
     def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
-        for engine, text in self._scrapes:
+        merged: dict[str, Metric] = {}
+        each = [(engine, self._families(engine, text or "")) for engine, text in self._scrapes]
+        types: dict[str, TypeCount[str]] = defaultdict(TypeCount)
+        for _, families in each:
+            for family in families:
+                types[family.name][family.type] += 1
+        for engine, families in each:
             labels = {"engine": engine.name, "role": engine.role}
-            try:
-                for family in text_string_to_metric_families(text or ""):
-                    self._add(families, family, labels)
-            except ValueError as error:  # its lines are well-formed, but contradict each other
-                logger.warning("metrics of %s left out: %r", engine.name, str(error)[:200])
-        return families.values()
+            for family in families:
+                # An engine that gives a family another type than most must not change it for them.
+                if family.type == types[family.name].most_common(1)[0][0]:
+                    self._add(merged, family, labels)
+        return merged.values()
+
+    @staticmethod
+    def _families(engine: EngineEndpoint, text: str) -> list[Metric]:
+        try:
+            return list(text_string_to_metric_families(text))
+        except ValueError as error:  # its lines are well-formed, but contradict each other
+            logger.warning("metrics of %s left out: %r", engine.name, str(error)[:200])
+            return []
 
     @staticmethod
     def _add(families: dict[str, Metric], family: Metric, labels: dict[str, str]) -> None:

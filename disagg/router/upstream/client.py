@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -64,17 +65,24 @@ RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 
 def open_client(
-    limits: LimitsSection, engine_key: str | None = None, *, keep: bool = True
+    limits: LimitsSection,
+    engine_key: str | None = None,
+    *,
+    keep: bool = True,
+    tls: ssl.SSLContext | None = None,
 ) -> aiohttp.ClientSession:
     """An HTTP client for one app. It does not limit connections, and ignores cookies.
 
-    It sends `engine_key` with every request. `keep`: keep connections for the next request.
+    It sends `engine_key` with every request that has no authorization of its own. `keep`: keep
+    connections for the next request. `tls`: for engines with https; None trusts the system's
+    authorities.
     """
     connector = Connector(
         limit=0,
         keepalive_timeout=4 if keep else None,
         force_close=not keep,
         socket_factory=_keepalive_socket,
+        ssl=True if tls is None else tls,
     )
     return aiohttp.ClientSession(
         headers={"authorization": f"Bearer {engine_key}"} if engine_key else None,
@@ -143,7 +151,7 @@ async def post_leg(
 ) -> UpstreamResponse:
     """POST the JSON of a leg. Returns once the answer's head has arrived. Raises `ApiError`."""
     try:
-        return await client.post(engine.url, path, data, header, timeout_s)
+        return await client.post(engine, path, data, header, timeout_s)
     except TimeoutError as error:
         raise _timed_out(engine.role, timeout_s) from error
     except http1.NotConnected as error:
@@ -159,7 +167,7 @@ async def post(
     data: bytes,
 ) -> aiohttp.ClientResponse:
     """POST JSON. Returns once the answer's head has arrived. Raises `aiohttp.ClientError`."""
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", **engine.headers}
     return await client.post(f"{engine.url}{path}", data=data, headers=headers)
 
 

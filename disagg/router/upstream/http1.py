@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from disagg import keepalive
+from disagg.router.topology import EngineEndpoint
 from disagg.router.upstream.loop_yield import LoopYield
 from disagg.router.upstream.response import ROUND_S, Rounds, UpstreamResponse
 
@@ -201,7 +202,8 @@ class Client:
 
     `connect_s`: time limit to connect. `key`: the API key for engines. `round_s`: the length of
     `Rounds`; with 0 each chunk can be read when it arrives. `loop_yield`: for a process that shares
-    its core with other router processes.
+    its core with other router processes. `tls`: for engines with https; None trusts the system's
+    authorities.
     """
 
     def __init__(
@@ -211,30 +213,29 @@ class Client:
         *,
         round_s: float = ROUND_S,
         loop_yield: LoopYield | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._connect_s = connect_s
         self._key = fields([(b"authorization", b"Bearer " + key.encode())] if key else [])
         self._idle: dict[str, _Pool] = {}
-        self._heads: dict[tuple[str, str], bytes] = {}
-        self._tls: ssl.SSLContext | None = None
+        self._heads: dict[tuple[str, str | None, str], tuple[bytes, bytes]] = {}
+        self._tls = tls
         self._rounds = Rounds(round_s)
         self._on_data = loop_yield.data_arrived if loop_yield else None
 
     async def post(
-        self, url: str, path: str, data: bytes, header: bytes, limit_s: float
+        self, engine: EngineEndpoint, path: str, data: bytes, header: bytes, limit_s: float
     ) -> UpstreamResponse:
         """POST to an engine. Returns once the answer's head has arrived. Raises `EngineLost`, and
         `TimeoutError` if the head does not arrive within `limit_s` of sending the request.
 
         `path`: without white space. `header`: from `fields`, without host and content-length.
         """
-        head = self._heads.get((url, path))
-        if head is None:
-            head = f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\n".encode()
-            if len(self._heads) < _MOST_HEADS:
-                self._heads[url, path] = head
+        known = self._heads.get((engine.url, engine.authorization, path))
+        head, key = known or self._new_head(engine, path)
         length = b"content-length: %d\r\n" % len(data)
-        request = b"".join((head, length, header, self._key, b"\r\n", data))
+        request = b"".join((head, length, header, key, b"\r\n", data))
+        url = engine.url
         connection = self._idle_connection(url) or await self._connect(url)
         try:
             return await connection.ask(request, limit_s)
@@ -249,6 +250,16 @@ class Client:
                 connection.abort()
             kept.clear()
             kept.is_closed = True
+
+    def _new_head(self, engine: EngineEndpoint, path: str) -> tuple[bytes, bytes]:
+        """What every request for this path begins with, and the field with the key."""
+        parts = urlsplit(engine.url)
+        head = f"POST {parts.path}{path} HTTP/1.1\r\nhost: {parts.netloc}\r\n".encode()
+        own = [(name.encode(), value.encode()) for name, value in engine.headers.items()]
+        known = head, fields(own) or self._key
+        if len(self._heads) < _MOST_HEADS:
+            self._heads[engine.url, engine.authorization, path] = known
+        return known
 
     def _idle_connection(self, url: str) -> _Connection | None:
         kept = self._idle.get(url)

@@ -14,6 +14,7 @@ from disagg.chaos.answer_check import CUT, EVENT, RIGHT, WRONG, Received, judge
 from disagg.chaos.expected_answers import CHAT, answer, detokenized, events, generated
 from disagg.chaos.faulty_engine import DECODE, MID_STREAM, PREFILL
 from disagg.chaos.router_scene import Scene
+from disagg.chaos.stream_forms import FORMS
 
 COMPLETION = "/v1/completions"
 REQUESTS = len(PREFILL) * len(DECODE) + 20
@@ -28,6 +29,7 @@ def test_every_combination_of_faults() -> None:
     total = report.total()
     assert total.total() == REQUESTS
     assert not total[WRONG]
+    assert report.odd_streams > REQUESTS // 10
     # Faults there were, and not one outcome for all.
     assert all(total[one] for one in (RIGHT, EVENT, CUT, "continued", "error 503", "error 504"))
 
@@ -40,6 +42,17 @@ def test_streams_that_begin_with_a_token_of_prefills() -> None:
     total = report.total()
     assert not total[WRONG]
     assert all(total[one] for one in (RIGHT, EVENT, "continued"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_judge_reads_every_form(form: str) -> None:
+    body = {"prompt": [4, 5], "max_tokens": 3, "stream": True}
+    stream = b"".join(map(FORMS[form], events(COMPLETION, body)))
+    got = Received(200, "text/event-stream", stream, False)
+    assert judge(COMPLETION, body, got) == RIGHT
+    for end in range(1, len(stream) - 1, 7):  # a part of it is wrong, or a silent cut
+        cut = Received(200, "text/event-stream", stream[:end], False)
+        assert judge(COMPLETION, body, cut).startswith(WRONG)
 
 
 async def streams_whose_engine_dies(count: int) -> set[str]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
+import httpx
 import pytest
+from unit.router.conftest import Loop, wait_for
+from unit.router.scripted import Script, ScriptedEngine, routed
 
 from disagg.router.telemetry.engine_metrics import Cached, samples, usable_lines
 
@@ -78,3 +82,64 @@ def test_readers_share_a_value() -> None:
         assert await cached.get("b") == 3
 
     asyncio.run(scene())
+
+
+FIGURES = b"# TYPE disagg_leases_held gauge\ndisagg_leases_held 2\n"
+COUNTS = b'disagg_handoffs_total{outcome="loaded",transport="tcp"} 4'
+HTML = b"<!doctype html><html><body>disagg_leases_held 1</body></html>"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "problem"),
+    [
+        (HTML, b"text/html", "content_type"),
+        (HTML, b"text/plain", "content_type"),
+        (b'{"disagg_leases_held": 1}', b"application/json", "content_type"),
+        (b'{"disagg_leases_held": 1}', b"text/plain", "content_type"),
+        (FIGURES + b"disagg_x \xff\n", b"text/plain", "encoding"),
+        (FIGURES + b"\n" * (17 << 20), b"text/plain", "size"),
+        (b"disagg_leases_held two\n", b"text/plain", "line"),
+        (b"disagg_leases_held 1.2.3\n", b"text/plain", "line"),
+        (b'disagg_leases_held{a="1",a="2"} 1\n', b"text/plain", "line"),
+        (b'disagg_leases_held{a="1"', b"text/plain", "line"),
+        (b"disagg_leases_held 1\ndisagg_leases_held 2\n", b"text/plain", "contradiction"),
+        (FIGURES + b"# TYPE disagg_leases_held counter\n", b"text/plain", "contradiction"),
+        (b"# TYPE disagg_leases_held counter\ndisagg_leases_held_total 1\n", b"text/plain", None),
+        (b"disagg_leases_held NaN\n", b"text/plain", None),
+        (b"vllm:num_requests_running +Inf\n", b"text/plain", None),
+    ],
+)
+def test_odd_metrics_cost_one_engine_its_figures(
+    loop: Loop, text: bytes, kind: bytes, problem: str | None
+) -> None:
+    """The other engines keep theirs, in both documents, and the odd one is counted."""
+    odd = ScriptedEngine("decode", Script(metrics=text, metrics_type=kind))
+    good = [ScriptedEngine("decode", Script(metrics=FIGURES)) for _ in range(2)]
+    with routed(loop, [odd, *good]) as url:
+        shown = httpx.get(f"{url}/metrics").text
+        counted = httpx.get(f"{url}/metrics").text  # the own figures come before the engines'
+        state = httpx.get(f"{url}/ui/state").json()
+    for name in ("decode-1", "decode-2"):
+        assert f'disagg_leases_held{{engine="{name}",role="decode"}} 2.0' in shown
+    assert "# TYPE disagg_leases_held gauge" in shown
+    (held,) = {engine.get("leases") for engine in state["engines"] if engine["name"] != "decode-0"}
+    assert held == 2
+    found = re.findall(
+        r'engine_metrics_problems_total{engine="(.*)",problem="(.*)"} [1-9]', counted
+    )
+    assert found == ([("decode-0", problem)] if problem else [])
+
+
+@pytest.mark.parametrize("odd", [HTML, b"[]", b""])
+def test_odd_metrics_are_no_lost_handoffs(loop: Loop, odd: bytes) -> None:
+    """Counts that are missing for a while are no failures when they come back."""
+    failed = b'disagg_handoffs_total{outcome="failed",transport="tcp"} 9'
+    script = Script(metrics=failed)
+    engines = [ScriptedEngine("prefill", script), ScriptedEngine("decode", script)]
+    with routed(loop, engines) as url:
+        for text in (failed, odd, failed):
+            script.metrics = text
+            script.seen.clear()
+            assert wait_for(lambda: [p for p, _ in script.seen].count("/metrics") > 2)
+        ready = httpx.get(f"{url}/ready")
+    assert ready.status_code == 200, ready.text

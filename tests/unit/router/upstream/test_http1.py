@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from disagg.router.topology import EngineEndpoint
 from disagg.router.upstream.http1 import Client, EngineLost, fields
 from disagg.router.upstream.response import ROUND_S, UpstreamResponse
 
@@ -80,7 +81,11 @@ async def post(
     engine: Engine, client: Client, data: bytes = b"{}", limit_s: float = 5.0
 ) -> UpstreamResponse:
     return await client.post(
-        engine.url, "/v1/completions", data, fields([(b"x-b", "ü".encode("latin-1"))]), limit_s
+        EngineEndpoint("decode-0", "decode", engine.url),
+        "/v1/completions",
+        data,
+        fields([(b"x-b", "ü".encode("latin-1"))]),
+        limit_s,
     )
 
 
@@ -324,8 +329,9 @@ def test_a_broken_chunk_is_a_loss() -> None:
 
 def test_no_server() -> None:
     async def use(engine: Engine, client: Client) -> None:
+        nobody = EngineEndpoint("decode-0", "decode", "http://127.0.0.1:1")
         with pytest.raises(EngineLost, match="no connection"):
-            await client.post("http://127.0.0.1:1", "/", b"", b"", 5.0)
+            await client.post(nobody, "/", b"", b"", 5.0)
 
     asked(says(WHOLE), use)
 
