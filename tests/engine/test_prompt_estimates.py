@@ -79,7 +79,12 @@ def server(
     folder = tmp_path_factory.mktemp("estimates")
     write_model(folder / "model")
     (folder / "chat.jinja").write_text(TEMPLATE)
-    args = ("--chat-template", str(folder / "chat.jinja"), "--max-model-len", "32768")
+    args: tuple[str, ...] = (
+        "--chat-template",
+        str(folder / "chat.jinja"),
+        "--max-model-len",
+        "32768",
+    )
     args += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     args += ("--num-gpu-blocks-override", "260")
     with vllm_server("real-tokenizer", folder / "model", None, None, args) as server:

@@ -19,6 +19,7 @@ import msgspec
 import uvloop
 
 from disagg.bench.serve.trace import Ask
+from disagg.router.topology import EngineEndpoint
 from disagg.router.upstream.http1 import Client, fields
 from disagg.testing.openai_stream import ANSWER_S
 from disagg.testing.vllm_server import completion
@@ -74,24 +75,27 @@ async def _run(url: str, asks: Sequence[Ask], bodies: Sequence[bytes]) -> Batch:
     client = Client(_CONNECT_S, round_s=0)  # no gathering of chunks: it would change their times
     began, cpu = time.perf_counter(), time.process_time()
     under_way = []
+    target = EngineEndpoint("target", "decode", url)
     try:
         for ask, body in zip(asks, bodies, strict=True):
             due = began + ask.at
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            under_way.append(asyncio.create_task(_one(client, url, ask, body, due)))
+            under_way.append(asyncio.create_task(_one(client, target, ask, body, due)))
         outcomes = await asyncio.gather(*under_way)
     finally:
         client.close()
     return Batch(outcomes, time.perf_counter() - began, time.process_time() - cpu)
 
 
-async def _one(client: Client, url: str, ask: Ask, body: bytes, due: float) -> RequestOutcome:
+async def _one(
+    client: Client, target: EngineEndpoint, ask: Ask, body: bytes, due: float
+) -> RequestOutcome:
     late_s = time.perf_counter() - due
     reading = Reading()
     problem: str | None = None
     try:
         async with asyncio.timeout(ANSWER_S):
-            answer = await client.post(url, _PATH, body, _HEADER, ANSWER_S)
+            answer = await client.post(target, _PATH, body, _HEADER, ANSWER_S)
             try:
                 while piece := await answer.readany():
                     reading.pieces.append((time.perf_counter() - due, piece))

@@ -35,6 +35,10 @@ REQUEST_ID = "X-Request-Id"
 Params = dict[str, Any]
 
 
+def _nothing(folder: Path) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 @dataclass(frozen=True)
 class Connector:
     """One connector.
@@ -53,7 +57,7 @@ class Connector:
     prefill: Callable[[], Params]
     decode: Callable[[Mapping[str, str], Params, Any], Params | None]
     module: str = "vllm"
-    beside: Callable[[Path], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    beside: Callable[[Path], contextlib.AbstractContextManager[None]] = _nothing
 
     @property
     def missing(self) -> str | None:

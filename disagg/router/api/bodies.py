@@ -245,8 +245,9 @@ def may_name_params(data: bytes) -> bool:
 def with_priority(body: dict[str, Any], least: int) -> dict[str, Any]:
     """The body with a priority: the client's own, but none before `least`. Lower is earlier."""
     asked = body.get("priority")
-    is_number = isinstance(asked, int) and not isinstance(asked, bool)
-    return {**body, "priority": max(least, asked) if is_number else least}
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        least = max(least, asked)
+    return {**body, "priority": least}
 
 
 def prefill_body(

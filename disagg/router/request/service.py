@@ -37,6 +37,7 @@ from disagg.router.request.failover import Failover
 from disagg.router.request.first_token import Begun
 from disagg.router.request.keep_alive import KeptAlive, kept_alive
 from disagg.router.request.legs import Legs
+from disagg.router.request.metering import Metering
 from disagg.router.request.plan import Estimates, RequestPlan
 from disagg.router.request.relay import Progress, Relayed
 from disagg.router.request.replay import Replay
@@ -115,8 +116,8 @@ class Service:
         plan = RequestPlan(path, body, headers, record.key_name, self._estimates)
         self._check_length(plan)
         if self._settings.shares:
-            limits = self._rate_limits
-            record.told = limits.admit(plan.client, plan.tokens, plan.error_style)
+            told = self._rate_limits.admit(plan.client, plan.tokens, plan.error_style)
+            record.metering = Metering(told, lambda tokens: self._served_output(plan, tokens))
         header = upstream.leg_header(upstream.to_engine(headers.raw, record.id, record.trace))
         may_fail_over = self._may_fail_over()
         more = _fields(plan, may_fail_over)
@@ -257,6 +258,10 @@ class Service:
             return body
         return bodies.with_priority(body, self._served.share(client).priority)
 
+    def _served_output(self, plan: RequestPlan, tokens: int) -> None:
+        self._served.charge(plan.client, tokens)
+        self._rate_limits.answered(plan.client, tokens)
+
     async def _seat(self, plan: RequestPlan, record: Record) -> Seat:
         seat = await self._admission.seat("decode", plan)
         if seat is None:
@@ -275,9 +280,6 @@ class Service:
                 self._metrics.ttft.observe(record.first_byte_s)
 
         def ended(chunks: int) -> None:
-            self._served.charge(record.key_name, chunks)  # about its tokens
-            if self._settings.shares:
-                self._rate_limits.answered(record.key_name, chunks)
             if counts and chunks > 1 and record.first_byte_s is not None:
                 seconds = record.elapsed() - record.first_byte_s
                 self._metrics.between_chunks.observe(seconds / (chunks - 1))

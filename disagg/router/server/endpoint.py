@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from disagg.router.api import paths
 from disagg.router.api.errors import ApiError
@@ -90,8 +90,8 @@ class Endpoint:
                 async with WhileConnected(scope):
                     answer = await self._work(request, data, record)
                     status = answer.status_code
-                    if record.told:
-                        send = _telling(send, record.told)
+                    if record.metering is not None:
+                        send = record.metering.wrap(send)
                     await _with_id(answer, record)(scope, receive, send)
             except ApiError as error:
                 status, why = error.status, error.message
@@ -109,6 +109,8 @@ class Endpoint:
             raise
         finally:
             status = status or 500
+            if record.metering is not None:
+                record.metering.finish()
             self._metrics.answered(self._route, status)
             self._log.write(record, status)
             if operator is not None:
@@ -119,18 +121,6 @@ class Endpoint:
 
 
 INTERNAL_ERROR = ApiError(500, "the router failed on this request; see its log")
-
-
-def _telling(send: Send, headers: Mapping[str, str]) -> Send:
-    """Adds these headers to the answer."""
-    added = [(name.encode(), value.encode()) for name, value in headers.items()]
-
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], *added]}
-        await send(message)
-
-    return sending
 
 
 def _with_id(answer: Answer, record: Record) -> Answer:

@@ -16,9 +16,10 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+from starlette.types import Send
 
 ID_HEADER = "x-request-id"
 logger = logging.getLogger(__name__)
@@ -58,6 +59,16 @@ class _Line(msgspec.Struct, omit_defaults=True):
 _encode = msgspec.json.Encoder().encode
 
 
+class Metered(Protocol):
+    """What follows an answer to a client with limits. `request.metering.Metering` is one."""
+
+    def wrap(self, send: Send) -> Send:
+        """The same, and counts what is sent."""
+
+    def finish(self) -> None:
+        """The answer has ended."""
+
+
 @dataclass
 class Record:
     """One request, filled in while it is served. Times are seconds from its arrival."""
@@ -75,7 +86,7 @@ class Record:
     retries: int = 0
     migrations: int = 0
     queued_s: float | None = None
-    told: Mapping[str, str] = field(default_factory=dict)  # headers for the client
+    metering: Metered | None = None
     trace: Mapping[str, str] = field(default_factory=dict)  # trace context for the engines
 
     def elapsed(self) -> float:

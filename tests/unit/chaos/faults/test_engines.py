@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ def test_a_kind_ends_when_three_answers_in_a_row_of_requests_have_hung() -> None
         raise httpx.ReadTimeout("late")
 
     engines = object.__new__(Engines)
-    found = engines.alone([lambda number=number: hangs(number) for number in range(9)])
+    found = engines.alone([partial(hangs, number) for number in range(9)])
     assert MOST_HUNG == 3
     assert asked == [0, 1, 2, 3]
     assert found.count(Outcome.HUNG) == 3

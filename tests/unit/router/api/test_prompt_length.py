@@ -172,7 +172,7 @@ def test_media_count_as_the_settings_say() -> None:
     media = MediaSection(pixels_per_token=None, image_tokens=256, audio_tokens_per_s=10)
 
     def tokens(part: Any) -> int:
-        return RequestPlan(CHAT, asked(part), {}, Estimates(media)).tokens - 6
+        return RequestPlan(CHAT, asked(part), estimates=Estimates(media)).tokens - 6
 
     assert tokens({"type": "image_url", "image_url": {"url": PNG}}) == 256
     sound = {"data": agent_bodies.wav(30), "format": "wav"}
@@ -265,12 +265,12 @@ def test_estimates_follow_what_engines_report() -> None:
 
     def tokens(model: str) -> int:
         body = {**agent_bodies.long_document(), "model": model}
-        return RequestPlan(CHAT, body, {}, estimates).tokens
+        return RequestPlan(CHAT, body, estimates=estimates).tokens
 
     before = tokens("coarse")
     for _ in range(10):
         body = {**agent_bodies.long_document(), "model": "coarse"}
-        RequestPlan(CHAT, body, {}, estimates).has(2 * before)
+        RequestPlan(CHAT, body, estimates=estimates).has(2 * before)
     assert tokens("coarse") == pytest.approx(2 * before, rel=0.01)
     assert tokens("another") == before
 

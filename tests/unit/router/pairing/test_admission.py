@@ -19,6 +19,7 @@ from disagg.router.api.errors import ApiError
 from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
 from disagg.router.pairing.admission import Admission
+from disagg.router.pairing.fair_queue import Served
 from disagg.router.pairing.in_flight import InFlight, Seat
 from disagg.router.pairing.policies import Pairer
 from disagg.router.request.plan import RequestPlan
@@ -138,7 +139,7 @@ class Seats:
             Topology(ENGINES), PairingSection(), self.in_flight, Health(metrics), Compatibility()
         )
         section = LimitsSection.model_validate(limits)
-        self.admission = Admission(pairer, self.in_flight, section, metrics)
+        self.admission = Admission(pairer, self.in_flight, section, metrics, Served({}))
 
     def free(self) -> Seat:
         seat = self.admission.another("decode", REQUEST)
@@ -150,7 +151,9 @@ class Seats:
 
     async def asks(self, *tried: EngineEndpoint) -> asyncio.Task[Seat | None]:
         """A request that waits in the queue by now."""
-        task = asyncio.create_task(self.admission.seat("decode", REQUEST, tried))
+        task = asyncio.create_task(
+            self.admission.seat("decode", REQUEST, tried, is_admitted=bool(tried))
+        )
         await asyncio.sleep(0)
         return task
 

@@ -99,7 +99,7 @@ def test_processes_share_a_limit() -> None:
     assert "8 requests" in refused(limited).message
 
 
-def ask(setup: Setup, key: ApiKey, path: str = "completions", **more: Any) -> Any:
+def ask(setup: Setup, key: ApiKey, *, path: str = "completions", **more: Any) -> Any:
     headers = {"authorization": f"Bearer {key.value}"}
     body = {"model": "m", "prompt": "x", "messages": [], **more}
     return client().post(f"{setup.url}/v1/{path}", json=body, headers=headers, timeout=20)
@@ -111,7 +111,7 @@ def test_answers_say_what_is_left(make: Make) -> None:
     assert ask(setup, KEYS[0]).headers["x-ratelimit-remaining-requests"] == "1"
     last = ask(setup, KEYS[0], stream=True)
     assert last.headers["x-ratelimit-remaining-requests"] == "0"
-    over = ask(setup, KEYS[0], "messages")
+    over = ask(setup, KEYS[0], path="messages")
     assert over.status_code == 429
     assert over.json()["error"]["type"] == "rate_limit_error"
     assert over.headers["anthropic-ratelimit-requests-remaining"] == "0"
@@ -138,7 +138,7 @@ def test_a_client_cannot_put_itself_first(make: Make) -> None:
     replace(setup, setup.endpoints)
     until(lambda: client().get(f"{setup.url}/ready").status_code == 200)
     for asked, given in ((None, 2), (-9, 2), (7, 7)):
-        more = {} if asked is None else {"priority": asked}
+        more: dict[str, Any] = {} if asked is None else {"priority": asked}
         assert ask(setup, KEYS[1], **more).status_code == 200
         assert setup.decode.bodies[-1]["priority"] == given
         assert setup.prefill.bodies[-1]["priority"] == given

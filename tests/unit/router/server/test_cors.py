@@ -72,7 +72,9 @@ def test_a_preflight_that_is_refused_says_why(
 
 
 def test_answers_streams_and_errors_have_the_fields(make: Make) -> None:
-    setup = make(section=cors(), api_keys=KEYS, limits={"max_body_bytes": 1000})
+    setup = make(
+        section=cors(), api_keys=KEYS, limits={"max_body_bytes": 1000, "queue_timeout_s": 0.3}
+    )
     answers = {
         200: post(setup, {**STREAM, "stream": False}, **WITH_KEY),
         401: post(setup, STREAM),

@@ -1,0 +1,46 @@
+"""What an answer tells a client about its limits, and how many tokens the answer has.
+
+Only for clients with shares. Tokens are the engine's own count, if the answer has it; else the
+events of the stream, each of which has a token at least.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from starlette.types import Message, Send
+
+_USAGE = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
+_KEPT = 1024  # bytes of the end, where the usage is
+
+
+class Metering:
+    """One answer. `headers`: that it gets as well. `counted`: called with its tokens at the end."""
+
+    def __init__(self, headers: Mapping[str, str], counted: Callable[[int], None]) -> None:
+        self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._counted = counted
+        self._events = 0
+        self._end = b""
+
+    def wrap(self, send: Send) -> Send:
+        """The same, and counts what is sent."""
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *self._headers]}
+            else:
+                self._count(message.get("body", b""))
+            await send(message)
+
+        return sending
+
+    def finish(self) -> None:
+        """The answer has ended in whatever way."""
+        reported = [int(number) for number in _USAGE.findall(self._end)]
+        self._counted(max([self._events, *reported]))
+
+    def _count(self, data: bytes) -> None:
+        self._events += data.count(b"data:")
+        self._end = (self._end + data)[-_KEPT:]
