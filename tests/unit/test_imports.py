@@ -110,7 +110,7 @@ ALLOWED = {
     "router.engines": {*_ROUTER, "router.api", "router.telemetry", "router.upstream"},
     "router.upstream": {*_ROUTER, "keepalive", "router.api"},
     "router.telemetry": _ROUTER,
-    "router.api": set[str](),
+    "router.api": {"config"},
     # What an engine's own HTTP route needs to release a lease; never caches or transports.
     "engine": {
         *LEAVES, "identity", "safe_logging", "engine.vllm_patches", "transport.deadline",
@@ -121,7 +121,7 @@ ALLOWED = {
         *LEAVES, "config_file", "credentials", "engine", "router", "router.server",
         "router.processes", "cluster.supervisor", "identity.process", "private_files",
     },
-    "cluster.supervisor": {*LEAVES, "config_file", "cluster", "engine"},
+    "cluster.supervisor": {*LEAVES, "config_file", "cluster", "engine", "router.topology"},
     # The last ones may use what they measure.
     "testing": {
         *LEAVES, "cluster", "preflight", "router.api.bodies",
@@ -138,6 +138,7 @@ ALLOWED = {
     "bench.router": {*LEAVES, "testing", "bench.results"},
     "bench.serve": {
         *LEAVES, "testing", "bench.first_token", "bench.results", "router.upstream",
+        "router.topology",
     },
     "bench.speeds": {
         *LEAVES, "testing", "planning", "bench.first_token", "bench.results", "bench.serve",
