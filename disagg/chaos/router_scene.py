@@ -207,6 +207,7 @@ async def _serve_router(urls: dict[str, list[str]], first_token: Role) -> None:
             prefill_timeout_s=TIMEOUT_S,
             first_byte_timeout_s=TIMEOUT_S,
             between_bytes_timeout_s=TIMEOUT_S,
+            queue_timeout_s=TIMEOUT_S,
         ),
     )
     engines = [

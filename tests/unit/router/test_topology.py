@@ -160,9 +160,10 @@ def test_engines_with_a_certificate_that_want_one(loop: Loop, tmp_path: Path) ->
         assert 'disagg_x{engine="decode-1"' in httpx.get(f"{url}/metrics").text
         httpx.get(f"{url}/v1/models").raise_for_status()
     assert [body for body in script.asked if body.get("kv_transfer_params")]
+    hasty: dict[str, Any] = {"limits": {"queue_timeout_s": 0.3}}
     for settings in (trusts, {}):
         script.seen.clear()
-        with routed(loop, engines(), endpoint, **settings) as url:
+        with routed(loop, engines(), endpoint, **settings, **hasty) as url:
             refused = httpx.post(f"{url}/v1/completions", json=COMPLETION)
             assert refused.status_code == 503
             assert json.loads(refused.content)["error"]["type"] == "ServiceUnavailableError"
