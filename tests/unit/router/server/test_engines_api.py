@@ -95,14 +95,16 @@ def test_a_drain_ends_in_time_and_cuts_nothing(loop: Loop) -> None:
     with fakes(loop, "decode", "decode") as (first, second):
         first.gate = threading.Event()
         limits = {"drain_s": 0.5}
-        with managed(loop, (), [first.url, second.url], limits=limits) as at:
-            with ThreadPoolExecutor() as pool:
-                asked = [pool.submit(at.complete, stream=True) for _ in range(2)]
-                assert wait_for(lambda: first.bodies)
-                at.remove("decode-0")
-                assert wait_for(lambda: at.states() == {"decode-1": "serves"})
-                first.gate.set()
-                assert all(one.result().content.endswith(b"[DONE]\n\n") for one in asked)
+        with (
+            managed(loop, (), [first.url, second.url], limits=limits) as at,
+            ThreadPoolExecutor() as pool,
+        ):
+            asked = [pool.submit(at.complete, stream=True) for _ in range(2)]
+            assert wait_for(lambda: first.bodies)
+            at.remove("decode-0")
+            assert wait_for(lambda: at.states() == {"decode-1": "serves"})
+            first.gate.set()
+            assert all(one.result().content.endswith(b"[DONE]\n\n") for one in asked)
 
 
 def test_requests_wait_for_the_first_engine(loop: Loop) -> None:
