@@ -412,9 +412,7 @@ def remove_engines(
     admin_socket: RouterSocket = None,
     key_env: AdminKeyEnv = None,
     ca: TrustedCa = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when they are gone.")] = (
-        False
-    ),
+    wait: Annotated[bool, typer.Option("--wait", help="Return when they are gone.")] = (False),
     timeout: LongestWait = 600.0,
 ) -> None:
     """Let engines drain: they get no new requests, and those in flight end undisturbed.

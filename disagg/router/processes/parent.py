@@ -77,7 +77,7 @@ class Processes:
             "drain": self._drain,
             "in_flight": self._in_flight,
             "figures": self._figures,
-            "engines": lambda given: called(self._engine_calls, given["name"], given["given"]),
+            "engines": self._engines,
         }
 
     async def start(self) -> None:
@@ -201,6 +201,9 @@ class Processes:
 
     async def _figures(self, _: Any) -> dict[int, str]:
         return await self._ask("figures")
+
+    async def _engines(self, given: Any) -> dict[str, Any]:
+        return await called(self._engine_calls, given["name"], given["given"])
 
     async def _ask(
         self, name: str, argument: Any = None, *, timeout_s: float = ASK_S / 2

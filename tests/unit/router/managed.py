@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from unit.router.conftest import AS_OPERATOR, OPERATOR, FakeEngine, Loop
 
-from disagg.config import EngineUrlsSection, LimitsSection, Role, RouterSection
+from disagg.config import EngineUrlsSection, LimitsSection, PairingSection, Role, RouterSection
 from disagg.router.discovery.calls import RegistryCalls
 from disagg.router.discovery.registry import Registry
 from disagg.router.discovery.sources import open_registry
@@ -66,7 +66,7 @@ def managed(
         port=0,
         limits=LimitsSection(**(limits or {})),
         engines=found,
-        pairing={"local_prefill_tokens": 0},
+        pairing=PairingSection(local_prefill_tokens=0),
         probe_interval_s=0.2,
     )
 

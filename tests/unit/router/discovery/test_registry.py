@@ -290,7 +290,7 @@ def test_no_request_notices_that_engines_come_and_go(loop: Loop) -> None:
     with managed(loop) as at, ThreadPoolExecutor(17) as pool:
         engines = Coming(loop, at)
         for role in ("prefill", "decode", "decode"):
-            engines.come(role)  # type: ignore[arg-type]
+            engines.come(role)
         changes = pool.submit(engines.run)
         asked = [pool.submit(at.complete, stream=stream) for stream in streams]
         answers = [one.result() for one in asked]
