@@ -327,44 +327,101 @@ def router(
     )
 
 
+RouterUrl = Annotated[
+    str | None, typer.Argument(metavar="URL", help="The router's URL; needs --key-env.")
+]
+RouterSocket = Annotated[
+    Path | None,
+    typer.Option("--socket", metavar="PATH", help="The router's own socket; needs no key."),
+]
+AdminKeyEnv = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Environment variable with an admin key of the router."),
+]
+TrustedCa = Annotated[
+    Path | None, typer.Option("--ca", metavar="FILE", help="PEM certificates to trust.")
+]
+LongestWait = Annotated[float, typer.Option(help="Longest wait of --wait, in seconds.")]
+
+
 @app.command()
 def drain(
-    url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="The router's URL; needs --key-env.")
-    ] = None,
-    admin_socket: Annotated[
-        Path | None,
-        typer.Option("--socket", metavar="PATH", help="The router's own socket; needs no key."),
-    ] = None,
-    key_env: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Environment variable with an admin key of the router."),
-    ] = None,
-    ca: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM certificates to trust.")
-    ] = None,
+    url: RouterUrl = None,
+    admin_socket: RouterSocket = None,
+    key_env: AdminKeyEnv = None,
+    ca: TrustedCa = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Return when all running requests have ended.")
     ] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Accept requests again.")] = False,
-    timeout: Annotated[float, typer.Option(help="Longest wait of --wait, in seconds.")] = 600.0,
+    timeout: LongestWait = 600.0,
 ) -> None:
     """Make a router refuse new requests and end when the running requests have ended.
 
     The router of `disagg serve` does not end. --undo makes it accept requests again.
     """
     run = import_module("disagg.router.drain_client").run
-    raise typer.Exit(
-        run(
-            url,
-            admin_socket=admin_socket,
-            key_env=key_env,
-            ca=ca,
-            wait=wait,
-            undo=undo,
-            timeout_s=timeout,
-        )
-    )
+    client = _operator(url, admin_socket, key_env, ca)
+    raise typer.Exit(run(client, wait=wait, undo=undo, timeout_s=timeout))
+
+
+engines = typer.Typer(
+    help="List, add and remove the engines of a running `disagg router`.", no_args_is_help=True
+)
+app.add_typer(engines, name="engines")
+
+
+@engines.command("ls")
+def list_engines(
+    url: RouterUrl = None,
+    admin_socket: RouterSocket = None,
+    key_env: AdminKeyEnv = None,
+    ca: TrustedCa = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """List the engines: their state, the requests that need them, and who named them."""
+    show = import_module("disagg.router.engines_client").show
+    raise typer.Exit(show(_operator(url, admin_socket, key_env, ca), as_json=as_json))
+
+
+@engines.command("add")
+def add_engines(
+    url: RouterUrl = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(help="URL of a decode engine; repeat for more.")
+    ] = None,
+    prefill: Annotated[
+        list[str] | None, typer.Option(help="URL of a prefill engine; repeat for more.")
+    ] = None,
+    admin_socket: RouterSocket = None,
+    key_env: AdminKeyEnv = None,
+    ca: TrustedCa = None,
+) -> None:
+    """Add engines that are already running, or take back their removal."""
+    add = import_module("disagg.router.engines_client").add
+    client = _operator(url, admin_socket, key_env, ca)
+    raise typer.Exit(add(client, prefill or [], decode or []))
+
+
+@engines.command("remove")
+def remove_engines(
+    name: Annotated[
+        list[str], typer.Option(help="The engine's name, such as decode-1; repeat for more.")
+    ],
+    url: RouterUrl = None,
+    admin_socket: RouterSocket = None,
+    key_env: AdminKeyEnv = None,
+    ca: TrustedCa = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when they are gone.")] = (False),
+    timeout: LongestWait = 600.0,
+) -> None:
+    """Let engines drain: they get no new requests, and those in flight end undisturbed.
+
+    An engine is gone when no request needs it, or after limits.drain_s. It is not stopped.
+    """
+    remove = import_module("disagg.router.engines_client").remove
+    client = _operator(url, admin_socket, key_env, ca)
+    raise typer.Exit(remove(client, name, wait=wait, timeout_s=timeout))
 
 
 @app.command()
@@ -504,6 +561,13 @@ def version() -> None:
 def _unwind_on_sigterm() -> None:
     """Make SIGTERM raise SystemExit, so that context managers stop the started processes."""
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+
+
+def _operator(
+    url: str | None, admin_socket: Path | None, key_env: str | None, ca: Path | None
+) -> Any:
+    operator_client = import_module("disagg.router.operator_client").OperatorClient
+    return operator_client(url, admin_socket, key_env, ca)
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

@@ -480,12 +480,64 @@ class ProxiesSection(Section):
     )
 
 
+class KubernetesSection(Section):
+    """Engines in pods, found by their labels. Inside a cluster, the API server, the namespace and
+    the credentials are those of the router's own pod."""
+
+    api: str | None = Field(
+        None, pattern=r"^https?://[^\s?#]+$", description="URL of the API server"
+    )
+    namespace: str | None = Field(
+        None, pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$", description="Of the pods"
+    )
+    prefill: str | None = Field(
+        None, min_length=1, description="Label selector of the prefill engines' pods"
+    )
+    decode: str | None = Field(
+        None, min_length=1, description="Label selector of the decode engines' pods"
+    )
+    port: int = Field(8000, ge=1, le=65535, description="Port of the engines in their pods")
+    token_file: LocalPath | None = Field(
+        None, description="File with the bearer token, which is read anew for each request"
+    )
+    ca_file: LocalPath | None = Field(
+        None, description="PEM certificates to trust for the API server"
+    )
+
+    @model_validator(mode="after")
+    def _selects(self) -> KubernetesSection:
+        if self.prefill is None and self.decode is None:
+            raise ValueError("selects no pods; set decode (and prefill) to labels such as app=vllm")
+        return self
+
+
 class EngineUrlsSection(Section):
-    """URLs of engines that `disagg router` finds running. `http://USER:PASSWORD@HOST:PORT/PREFIX`:
-    everything but scheme and host may be left out."""
+    """The engines of `disagg router`, which run elsewhere.
+
+    A URL is `http://USER:PASSWORD@HOST:PORT/PREFIX`: everything but scheme and host may be left
+    out. `dns://HOST:PORT` stands for an engine at each address of that name.
+    """
 
     prefill: list[str] = Field([], repr=False, description="URLs of the prefill engines")
     decode: list[str] = Field([], repr=False, description="URLs of the decode engines")
+    file: LocalPath | None = Field(
+        None, description="YAML or JSON file with the keys prefill and decode, which is watched"
+    )
+    kubernetes: KubernetesSection | None = Field(None, description="Pods with these labels")
+    refresh_s: float = Field(
+        2.0, gt=0, description="Seconds between two looks at the file, and at names of dns:// URLs"
+    )
+    dns_keep_s: float = Field(
+        10.0,
+        ge=0,
+        description="Seconds for which an address stays that a name's answers lack. A look-up that "
+        "fails changes nothing",
+    )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it names no engine, and nothing that may name one later."""
+        return not (self.prefill or self.decode or self.file or self.kubernetes)
 
 
 class RouterSection(Section):
@@ -624,7 +676,7 @@ def load(path: str | Path) -> Deployment:
         deployment = Deployment.model_validate(content)
     except ValidationError as error:
         raise ConfigError(explain(error, Deployment)) from error
-    if deployment.router.engines.prefill or deployment.router.engines.decode:
+    if not deployment.router.engines.is_empty:
         raise ConfigError(
             "router.engines: names engines that run already, but a deployment starts its own — "
             "remove it, or run `disagg router`"

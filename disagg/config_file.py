@@ -38,9 +38,19 @@ class _Loader(yaml.SafeLoader):
 def read_mapping(path: Path) -> dict[Any, Any]:
     """The file's keys and values. Raises ConfigError if the file is unreadable or no mapping."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a YAML file that can be read") from error
+    return mapping_in(data, path)
+
+
+def mapping_in(
+    data: bytes, path: Path, example: str = "see serve_configs/cpu-1p1d.yaml for a small example"
+) -> dict[Any, Any]:
+    """The keys and values in a file's bytes. `example`: what to do if there are none. Raises
+    ConfigError if they are no mapping."""
+    try:
+        content = yaml.load(data.decode(), Loader=_Loader)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); save it as UTF-8") from error
     except yaml.YAMLError as error:
@@ -48,7 +58,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
     except ValueError as error:  # PyYAML does not wrap all errors, for example of 2026-13-01
         raise ConfigError(f"{path}: {error}; put the value in quotes") from error
     if content is None:
-        raise ConfigError(f"{path}: empty; see serve_configs/cpu-1p1d.yaml for a small example")
+        raise ConfigError(f"{path}: empty; {example}")
     if not isinstance(content, dict):
         raise ConfigError(
             f"{path}: a {type(content).__name__}, not sections; start with 'model:' and, "

@@ -11,13 +11,15 @@ from collections.abc import Sequence
 import uvloop
 
 from disagg import credentials
-from disagg.config import ConnectorName, Role, RouterSection
+from disagg.config import ConnectorName, RouterSection
 from disagg.errors import ConfigError, DisaggError
+from disagg.router.discovery.calls import RegistryCalls
+from disagg.router.discovery.registry import Registry
+from disagg.router.discovery.sources import open_registry
 from disagg.router.processes.parent import claim, open_server
 from disagg.router.server.admin_socket import open_admin_socket
 from disagg.router.server.app import create_app
 from disagg.router.server.server import RouterPlan, RouterServer, bind, settle, url_of
-from disagg.router.topology import EngineEndpoint, parse_endpoint
 
 __all__ = ["RouterServer", "bind", "create_app", "run"]
 
@@ -32,19 +34,29 @@ def run(
 ) -> int:
     """Serve until a signal or `disagg drain`, then finish the requests in flight; status 0.
 
-    `prefill`, `decode`: the engines' URLs; the section's if a list is empty. A second signal exits
+    `prefill`, `decode`: the engines' URLs; the section's if a list is empty. More engines come and
+    go as `section.engines` and operators say. A second signal exits
     at once. SIGHUP drains too: it comes from a lost terminal, perhaps twice, so a second one does
     not exit. Raises ConfigError or DisaggError.
     """
-    decodes = _endpoints(section, "decode", decode)
-    if not decodes:
+    keys = credentials.router_keys(section, "")
+    registry = open_registry(
+        section.engines,
+        prefill,
+        decode,
+        drain_s=section.limits.drain_s,
+        operators_add=section.admin_socket is not None or any(key.is_admin for key in keys),
+    )
+    if "decode" not in {*registry.down, *(engine.role for engine in registry.engines)}:
         raise ConfigError(
-            "engines.decode: empty — name the URL of a decode engine, or --decode URL"
+            "engines.decode: empty — name the URL of a decode engine, or --decode URL, or where "
+            "engines are found (engines.file, engines.kubernetes)"
         )
     plan = RouterPlan(
         section,
-        [*_endpoints(section, "prefill", prefill), *decodes],
-        api_keys=credentials.router_keys(section, ""),
+        registry.engines,
+        down=registry.down,
+        api_keys=keys,
         engine_key=credentials.engine_key(engine_key_env) if engine_key_env else None,
         connector=connector,
     )
@@ -65,14 +77,16 @@ def run(
     port = sock.getsockname()[1]
     admin = open_admin_socket(section.admin_socket, port) if section.admin_socket else None
     try:
-        uvloop.run(_serve(plan, sock, admin.socket if admin else None))
+        uvloop.run(_serve(plan, registry, sock, admin.socket if admin else None))
     finally:
         if admin:
             admin.remove()
     return 0
 
 
-async def _serve(plan: RouterPlan, sock: socket.socket, admin: socket.socket | None) -> None:
+async def _serve(
+    plan: RouterPlan, registry: Registry, sock: socket.socket, admin: socket.socket | None
+) -> None:
     stop_requested = asyncio.Event()
 
     def on_signal(signum: int) -> None:
@@ -87,7 +101,9 @@ async def _serve(plan: RouterPlan, sock: socket.socket, admin: socket.socket | N
     url = url_of(plan.section, sock.getsockname()[1])
     server = open_server(plan, sock, admin)
     try:
+        server.manage(RegistryCalls(registry))
         await server.start()
+        registry.start(server)
         settle()
         print(f"Ready: {url}/v1", flush=True)
         ended = asyncio.create_task(server.ended())
@@ -99,14 +115,5 @@ async def _serve(plan: RouterPlan, sock: socket.socket, admin: socket.socket | N
     except RuntimeError as error:
         raise DisaggError(str(error)) from error
     finally:
+        await registry.close()
         await server.stop(plan.section.limits.drain_s)
-
-
-def _endpoints(section: RouterSection, role: Role, given: Sequence[str]) -> list[EngineEndpoint]:
-    """The engines of the command line, else of the file."""
-    listed: Sequence[str] = getattr(section.engines, role)
-    setting = f"--{role}" if given else f"engines.{role}"
-    return [
-        parse_endpoint(f"{role}-{number}", role, url, setting)
-        for number, url in enumerate(given or listed)
-    ]

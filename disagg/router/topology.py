@@ -114,11 +114,13 @@ def _without_secrets(text: str) -> str:
 
 class Away(NamedTuple):
     """A missing engine. `why`: for people to read. `returns`: whether it will serve again.
-    `back_s`: about how many seconds until then, if that is known."""
+    `back_s`: about how many seconds until then, if that is known. `leaves`: it is going for good,
+    and nobody misses it."""
 
     why: str
     returns: bool = True
     back_s: float | None = None
+    leaves: bool = False
 
 
 def role_of(name: str) -> str:
@@ -140,7 +142,12 @@ class Topology:
 
     def knows(self, role: Role) -> bool:
         """Whether the deployment has engines of this role, up or down."""
-        return bool(self.of(role)) or any(role_of(name) == role for name in self.down)
+        missing = (name for name, away in self.down.items() if not away.leaves)
+        return bool(self.of(role)) or any(role_of(name) == role for name in missing)
+
+    def has(self, engine: EngineEndpoint) -> bool:
+        """Whether this is an engine of now."""
+        return engine in self.of(engine.role)
 
     def returning(self, role: Role) -> Mapping[str, Away]:
         """The missing engines of this role that will serve again, with the seconds left."""

@@ -49,10 +49,16 @@ class _Record:
 
 
 class Health:
-    """The health of the engines, as seen by this router process. clock: monotonic seconds."""
+    """The health of the engines, as seen by this router process. clock: monotonic seconds.
+    is_known: whether an engine may get requests, or has left."""
 
-    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic) -> None:
-        self._metrics, self._clock = metrics, clock
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        is_known: Callable[[EngineEndpoint], bool] = lambda engine: True,
+    ) -> None:
+        self._metrics, self._clock, self._is_known = metrics, clock, is_known
         self._records: defaultdict[str, _Record] = defaultdict(_Record)
         # All engines that are not well. Each request asks twice: usually this set is empty.
         self._unwell: set[str] = set()
@@ -93,6 +99,8 @@ class Health:
 
     def failed(self, engine: EngineEndpoint) -> None:
         """The engine was unreachable, broke off its answer, or was silent for too long."""
+        if not self._is_known(engine):
+            return  # an engine that has left may end before its last requests
         record = self._record(engine)
         if self._clock() < record.paused_until and not record.is_on_trial:
             return  # it was sent before the pause, with the others that failed

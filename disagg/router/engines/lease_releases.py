@@ -1,9 +1,11 @@
-"""Releases leases whose blocks no engine will fetch. It must never delay an answer."""
+"""The leases at prefill engines: which are held for a decode engine, and the release of those whose
+blocks no engine will fetch. It must never delay an answer."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -28,11 +30,25 @@ class Prefilled(NamedTuple):
 
 
 class LeaseReleases:
-    """The releases under way. A lease that cannot be released ends at its deadline."""
+    """The leases held and the releases under way. A lease that cannot be released ends at its
+    deadline."""
 
     def __init__(self, client: aiohttp.ClientSession, metrics: RouterMetrics) -> None:
         self._client, self._metrics = client, metrics
         self._background: set[asyncio.Task[None]] = set()
+        self._held: dict[int, Prefilled] = {}
+
+    def hold(self, prefilled: Prefilled) -> None:
+        """A decode engine is going to fetch; until `fetched` or the end of the release."""
+        self._held[id(prefilled)] = prefilled
+
+    def fetched(self, prefilled: Prefilled | None) -> None:
+        """The decode engine has what it needs."""
+        self._held.pop(id(prefilled), None)
+
+    def by_engine(self) -> Counter[str]:
+        """How many leases each prefill engine holds for requests of this process, by name."""
+        return Counter(one.prefill.name for one in self._held.values())
 
     def give_back(self, prefilled: Prefilled | None) -> None:
         """Release the lease in the background; returns at once."""
@@ -41,6 +57,7 @@ class LeaseReleases:
         task = asyncio.create_task(self._release(prefilled.prefill, prefilled.params))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        task.add_done_callback(lambda _: self.fetched(prefilled))
 
     async def close(self) -> None:
         """Wait for the releases under way."""

@@ -110,6 +110,14 @@ class InFlight:
         """How many requests have a seat at this engine."""
         return self._of(engine).requests
 
+    def by_engine(self) -> dict[str, int]:
+        """How many requests have a seat at each engine that has any, by name."""
+        return {name: load.requests for name, load in self._loads.items() if load.requests}
+
+    def forget(self, engine: str) -> None:
+        """The engine of this name is gone. Seats that are left there stay valid."""
+        self._loads.pop(engine, None)
+
     def of_role(self, role: Role) -> int:
         """How many requests have a seat at engines of this role."""
         return self._by_role[role]

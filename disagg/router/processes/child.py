@@ -13,6 +13,7 @@ import contextlib
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import uvloop
@@ -39,6 +40,7 @@ class Child:
             "drain": lambda on: self._own.drain(on),
             "in_flight": lambda _: self._own.in_flight(),
             "figures": self._figures,
+            "running": lambda _: self._server.running(),
             "finish": lambda grace_s: self._server.finish(grace_s),
         }
 
@@ -114,6 +116,10 @@ class ParentPeers:
     async def figures(self) -> bytes:
         texts: dict[str, str] = await self._ask("figures") or {}
         return merged_metrics({int(number): text for number, text in texts.items()})
+
+    async def engines(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] | None = await self._ask("engines", {"name": name, "given": given})
+        return answer or {"status": 503, "content": {"error": "the router is shutting down"}}
 
     async def _ask(self, name: str, argument: Any = None) -> Any:
         with contextlib.suppress(RpcClosed):

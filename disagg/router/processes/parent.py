@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from disagg.router.processes.rpc import ASK_S, RpcChannel, RpcClosed, open_channel
-from disagg.router.server.peer_processes import merged_metrics
+from disagg.router.server.peer_processes import EngineCalls, called, merged_metrics
 from disagg.router.server.server import RouterPlan, RouterServer, bind
 from disagg.router.topology import Away, EngineEndpoint
 
@@ -71,10 +72,12 @@ class Processes:
         self._stopping = asyncio.Event()
         self._draining = False
         self.drain_requested = asyncio.Event()
+        self._engine_calls: EngineCalls | None = None
         self._handlers = {
             "drain": self._drain,
             "in_flight": self._in_flight,
             "figures": self._figures,
+            "engines": self._engines,
         }
 
     async def start(self) -> None:
@@ -91,8 +94,20 @@ class Processes:
     async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
         """Use these engines from now on, in later children too; see `Topology.replace`."""
         self._plan = replace(self._plan, engines=engines, down=down)
-        given = {"engines": [asdict(engine) for engine in engines], "down": dict(down)}
-        await self._ask("replace", given)
+        await self._ask("replace", self._replace_argument())
+
+    async def running(self) -> Mapping[str, int] | None:
+        """How many requests of all processes need each engine, by name; None if one process does
+        not answer."""
+        asked = set(self._channels)
+        answers = await self._ask("running")
+        if asked - answers.keys() & self._channels.keys():
+            return None
+        return sum(map(Counter, answers.values()), Counter[str]())
+
+    def manage(self, engines: EngineCalls) -> None:
+        """Operators' calls about engines go there."""
+        self._engine_calls = engines
 
     async def figures(self) -> bytes:
         """The router's own metrics, of all processes, in the text format of `/metrics`."""
@@ -145,7 +160,11 @@ class Processes:
         serving = asyncio.create_task(channel.serve())
         try:
             if not self._stopping.is_set():
+                told = self._plan
                 await channel.call("start", self._start_argument(), timeout_s=START_S)
+                while told is not self._plan:  # they changed while it started
+                    told = self._plan
+                    await channel.call("replace", self._replace_argument(), timeout_s=START_S)
                 self._channels[number] = channel
                 ready.set()
                 await serving
@@ -163,6 +182,10 @@ class Processes:
         plan = TypeAdapter(RouterPlan).dump_json(self._plan).decode()
         return {"plan": plan, "port": port, "draining": self._draining}
 
+    def _replace_argument(self) -> dict[str, Any]:
+        engines = [asdict(engine) for engine in self._plan.engines]
+        return {"engines": engines, "down": dict(self._plan.down)}
+
     # ---- calls of a child, passed to all children ------------------------------------------
 
     async def _drain(self, on: bool) -> int:
@@ -178,6 +201,9 @@ class Processes:
 
     async def _figures(self, _: Any) -> dict[int, str]:
         return await self._ask("figures")
+
+    async def _engines(self, given: Any) -> dict[str, Any]:
+        return await called(self._engine_calls, given["name"], given["given"])
 
     async def _ask(
         self, name: str, argument: Any = None, *, timeout_s: float = ASK_S / 2

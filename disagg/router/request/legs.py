@@ -7,6 +7,7 @@ lease that nobody will fetch is released.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -117,6 +118,8 @@ class Legs:
             raise
         if isinstance(prefilled, Response):
             seat.leave()
+        elif prefilled is not None:
+            self._releases.hold(prefilled)
         return prefilled
 
     async def decode(
@@ -161,6 +164,7 @@ class Legs:
         else:
             if self._pairing.local_prefill_tokens:
                 self._known.note((prompt or plan).prefix_keys, opened.engine.name)
+            self._releases.fetched(prefilled)
             if prefilled is not None:
                 self._metrics.paired(prefilled.prefill.name, opened.engine.name)
                 self._metrics.handoff_time.observe(record.elapsed() - prefilled_s)
@@ -169,6 +173,10 @@ class Legs:
     def give_back(self, prefilled: Prefilled) -> None:
         """Release the lease: nobody will fetch it."""
         self._releases.give_back(prefilled)
+
+    def running(self) -> dict[str, int]:
+        """How much each engine is needed for, by name: requests at it, and leases to be fetched."""
+        return dict(self._releases.by_engine() + Counter(self._in_flight.by_engine()))
 
     async def close(self) -> None:
         """Wait for releases under way, then close the connections of legs."""

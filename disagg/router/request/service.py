@@ -68,9 +68,10 @@ class Service:
     ) -> None:
         self.client = client
         self._topology, self._compatibility = topology, compatibility
+        self._in_flight = InFlight(metrics)
         self._metrics, self._settings = metrics, settings
         self._keep_alive_s = settings.stream_keep_alive_s
-        in_flight = InFlight(metrics)
+        in_flight = self._in_flight
         pairer = Pairer(topology, settings.pairing, in_flight, health, compatibility)
         self._served = Served(settings.shares)
         self._rate_limits = RateLimits(self._served.share, settings.processes)
@@ -230,6 +231,15 @@ class Service:
     def engines_changed(self) -> None:
         """Admit waiting requests: an engine may have room for them now."""
         self._admission.admit_waiting()
+
+    def running(self) -> dict[str, int]:
+        """How much each engine is needed for; see `Legs.running`."""
+        return self._legs.running()
+
+    def engine_gone(self, name: str) -> None:
+        """Forget an engine that is neither up nor missing."""
+        self._in_flight.forget(name)
+        self._metrics.forget(name)
 
     async def close(self) -> None:
         """Wait for releases under way."""

@@ -23,7 +23,7 @@ from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
 from disagg.router.engines.probes import Probes
 from disagg.router.request.service import Service
-from disagg.router.server import drain_api, operators, ui
+from disagg.router.server import drain_api, engines_api, operators, ui
 from disagg.router.server.api_keys import KeyRing
 from disagg.router.server.drain import DrainMiddleware
 from disagg.router.server.endpoint import INTERNAL_ERROR, Answer, Endpoint
@@ -55,7 +55,8 @@ def create_app(
     """The router in front of these engines. Apps share no state with each other."""
     topology, metrics, keys = Topology(engines, down), RouterMetrics(), KeyRing(api_keys)
     tls = credentials.engine_tls(settings)
-    health, compatibility, failures = Health(metrics), Compatibility(), Failures()
+    health = Health(metrics, is_known=topology.has)
+    compatibility, failures = Compatibility(), Failures()
     metrics.registry.register(EnginesUp(topology, health.problem))
 
     @asynccontextmanager
@@ -97,13 +98,16 @@ def create_app(
     def replace(engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
         """Forget the state of engines that changed. Requests in flight to them are not cut."""
         service: Service = app.state.service
-        known = set(topology.engines)
+        known, names = set(topology.engines), {*topology.down}
         for engine in known ^ set(engines):
             health.forget(engine)
             compatibility.forget(engine)
         for engine in set(engines) - known:
             service.adapters.engine_added(engine, known & set(engines))
         topology.replace(engines, down)
+        names |= {engine.name for engine in known}
+        for name in names - {engine.name for engine in engines} - {*down}:
+            service.engine_gone(name)
         service.engines_changed()
 
     app = FastAPI(title="disagg", lifespan=lifespan, docs_url=None, openapi_url=None)
@@ -114,6 +118,7 @@ def create_app(
     has_proxies = bool(settings.proxies.networks)
     log = AccessLog(enabled=settings.access_log, shows_clients=has_proxies)
     drain_api.install(app, metrics.registry, keys, log)
+    engines_api.install(app, keys, log)
     _add_own_routes(app, topology, health, compatibility, keys)
     ui.install(app, keys)
     _add_api_routes(app, settings, metrics, failures, keys, log)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -17,6 +17,13 @@ from prometheus_client.registry import Collector
 
 from disagg.router.server.drain import Drain
 from disagg.router.telemetry.metrics import text_of
+
+
+class EngineCalls(Protocol):
+    """What operators may do to a router's engines."""
+
+    async def call(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns `status` (of HTTP) and `content`; `content.error` is a message."""
 
 
 class PeerProcesses(Protocol):
@@ -31,6 +38,9 @@ class PeerProcesses(Protocol):
     async def figures(self) -> bytes:
         """The router's own metrics, of all processes."""
 
+    async def engines(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """See `EngineCalls.call`."""
+
 
 class SingleProcess:
     """The only process of its router. `drain_requested`: set by a drain command."""
@@ -38,6 +48,7 @@ class SingleProcess:
     def __init__(self, drain: Drain, registry: CollectorRegistry) -> None:
         self._drain, self._registry = drain, registry
         self.drain_requested = asyncio.Event()
+        self.engine_calls: EngineCalls | None = None
 
     async def drain(self, on: bool) -> int:
         if on:
@@ -52,6 +63,19 @@ class SingleProcess:
 
     async def figures(self) -> bytes:
         return text_of(self._registry)
+
+    async def engines(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        return await called(self.engine_calls, name, given)
+
+
+async def called(
+    engines: EngineCalls | None, name: str, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Call them, if the engines may be changed so."""
+    if engines is None:
+        words = "the engines are a deployment's: change them with `disagg scale` or `disagg apply`"
+        return {"status": 409, "content": {"error": words}}
+    return await engines.call(name, given)
 
 
 def merged_metrics(texts: Mapping[int, str]) -> bytes:

@@ -17,13 +17,14 @@ from fastapi import FastAPI
 from disagg import credentials
 from disagg.config import ConnectorName, RouterSection
 from disagg.credentials import ApiKey, TlsFiles
+from disagg.router.request.service import Service
 from disagg.router.server import http_limits
 from disagg.router.server.app import create_app
 from disagg.router.server.cors import Cors
 from disagg.router.server.drain import Drain
 from disagg.router.server.file_descriptors import FileDescriptors, raise_limit
 from disagg.router.server.ingress import Ingress
-from disagg.router.server.peer_processes import PeerProcesses, SingleProcess
+from disagg.router.server.peer_processes import EngineCalls, PeerProcesses, SingleProcess
 from disagg.router.server.proxies import TrustedProxies
 from disagg.router.topology import Away, EngineEndpoint
 
@@ -140,6 +141,16 @@ class RouterServer:
     async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
         """Use these engines from now on; see `Topology.replace`."""
         self.app.state.replace(engines, down)
+
+    async def running(self) -> Mapping[str, int]:
+        """How many requests need each engine, by name; without those that none needs."""
+        service: Service = self.app.state.service
+        return service.running()
+
+    def manage(self, engines: EngineCalls) -> None:
+        """Operators' calls about engines go there."""
+        process: SingleProcess = self.app.state.peer_processes
+        process.engine_calls = engines
 
     async def figures(self) -> bytes:
         """The router's own metrics, in the text format of `/metrics`."""

@@ -126,6 +126,16 @@ class RouterMetrics:
         """A request was handed off between these engines."""
         self._count(self.pairings, prefill, decode)
 
+    def forget(self, engine: str) -> None:
+        """Drop the series of an engine that is gone: engines that come and go must not add up."""
+        for role in ("prefill", "decode"):
+            self.engine_resting.remove(engine, role)
+        gone = [key for key in self._counters if engine in key[1:]]
+        for family, *labels in gone:
+            assert isinstance(family, Counter)
+            family.remove(*labels)
+            del self._counters[family, *labels]
+
     def engine_metrics_are_odd(self, engine: str, problem: str) -> None:
         """Something of this engine's metrics was left out."""
         self._count(self.engine_metrics_problems, engine, problem)
@@ -177,9 +187,18 @@ class EnginesUp(Collector):
         )
         for engine in self._topology.engines:
             up.add_metric((engine.name, engine.role), float(self._problem(engine) is None))
-        for name in self._topology.down:
-            up.add_metric((name, role_of(name)), 0.0)
+        drains = GaugeMetricFamily(
+            "disagg_router_engine_drains",
+            "1 while an engine that goes finishes its requests.",
+            labels=("engine", "role"),
+        )
+        for name, away in self._topology.down.items():
+            if away.leaves:
+                drains.add_metric((name, role_of(name)), 1.0)
+            else:
+                up.add_metric((name, role_of(name)), 0.0)
         yield up
+        yield drains
 
 
 class Exposition:

@@ -1,0 +1,1 @@
+"""Engines that come and go while the router serves: where they are found, and how they leave."""
