@@ -6,16 +6,17 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import uvloop
 
 from disagg import credentials
-from disagg.config import ConnectorName, Role, RouterSection
+from disagg.config import ConnectorName, PairingSection, Role, RouterSection
 from disagg.errors import ConfigError, DisaggError
 from disagg.router.processes.parent import claim, open_server
 from disagg.router.server.admin_socket import open_admin_socket
 from disagg.router.server.app import create_app
+from disagg.router.server.models import endpoints
 from disagg.router.server.server import RouterPlan, RouterServer, bind, settle, url_of
 from disagg.router.topology import EngineEndpoint, parse_endpoint
 
@@ -36,25 +37,22 @@ def run(
     at once. SIGHUP drains too: it comes from a lost terminal, perhaps twice, so a second one does
     not exit. Raises ConfigError or DisaggError.
     """
-    decodes = _endpoints(section, "decode", decode)
-    if not decodes:
-        raise ConfigError(
-            "engines.decode: empty — name the URL of a decode engine, or --decode URL"
-        )
+    engines = _engines(section, prefill, decode)
     plan = RouterPlan(
         section,
-        [*_endpoints(section, "prefill", prefill), *decodes],
+        engines,
         api_keys=credentials.router_keys(section, ""),
         engine_key=credentials.engine_key(engine_key_env) if engine_key_env else None,
         connector=connector,
     )
     credentials.tls(section, "")
     credentials.engine_tls(section, "")
-    if section.pairing.first_token == "prefill" and connector != "disagg":
-        raise ConfigError(
-            f"pairing.first_token: 'prefill' — engines with the connector {connector} cannot "
-            "continue after prefill's token; set decode, or use engines with --connector disagg"
-        )
+    for name, settings, used in _connectors(section, connector):
+        if settings.first_token == "prefill" and used != "disagg":
+            raise ConfigError(
+                f"{name}first_token: 'prefill' — engines with the connector {used} cannot "
+                "continue after prefill's token; set decode, or use engines with --connector disagg"
+            )
     try:
         sock = claim(section.host, section.port, section.processes)
     except OSError as error:
@@ -100,6 +98,36 @@ async def _serve(plan: RouterPlan, sock: socket.socket, admin: socket.socket | N
         raise DisaggError(str(error)) from error
     finally:
         await server.stop(plan.section.limits.drain_s)
+
+
+def _engines(
+    section: RouterSection, prefill: Sequence[str], decode: Sequence[str]
+) -> list[EngineEndpoint]:
+    """The engines of all models. Raises ConfigError."""
+    if section.models:
+        if prefill or decode or section.engines.prefill or section.engines.decode:
+            raise ConfigError(
+                "models: names the engines of each model, so engines, --prefill and --decode must "
+                "not; remove them, or models"
+            )
+        return endpoints(section.models)
+    decodes = _endpoints(section, "decode", decode)
+    if not decodes:
+        raise ConfigError(
+            "engines.decode: empty — name the URL of a decode engine, or --decode URL"
+        )
+    return [*_endpoints(section, "prefill", prefill), *decodes]
+
+
+def _connectors(
+    section: RouterSection, connector: ConnectorName
+) -> Iterator[tuple[str, PairingSection, ConnectorName]]:
+    """The connector for each model, and the pairing with its place in the file."""
+    if not section.models:
+        yield "pairing.", section.pairing, connector
+    for number, model in enumerate(section.models):
+        pairing = section.of_model(model).pairing
+        yield f"models.{number}.pairing.", pairing, model.connector or connector
 
 
 def _endpoints(section: RouterSection, role: Role, given: Sequence[str]) -> list[EngineEndpoint]:
