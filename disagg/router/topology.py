@@ -22,7 +22,7 @@ _CREDENTIALS = re.compile(r"^([^/?#]*://)?.*@")
 
 @dataclass(frozen=True)
 class EngineEndpoint:
-    """One engine: its name (`prefill-0`; see `name_in`), its role, and the URL of its OpenAI server.
+    """One engine: its name (`prefill-0`; see `name_in`), its role, its OpenAI server's URL.
 
     A path of an API is appended to `url`, which ends without a slash. `authorization`: the header
     that this engine wants, in place of the key of all engines.

@@ -53,11 +53,9 @@ def create_app(
     strict: bool = False,
 ) -> FastAPI:
     """The router in front of these engines. Apps share no state with each other."""
-    models, keys = (
-        Models(_groups(settings, engines, down or {}, connector, strict)),
-        KeyRing(api_keys),
-    )
-    tls, failures = credentials.engine_tls(settings), Failures()
+    models = Models(_groups(settings, engines, down or {}, connector, strict))
+    keys, failures = KeyRing(api_keys), Failures()
+    tls = credentials.engine_tls(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -163,7 +161,7 @@ def _add_api_routes(
     app.state.direct = {}
     descriptors: FileDescriptors = app.state.descriptors
     limit, tracer = settings.limits.max_body_bytes, open_tracer()
-    forwarding = Forwarding(models)
+    forward = Forwarding(models).forward
 
     # Plain functions: each coroutine that a request is in adds a cost to every wait.
     def complete(request: Request, data: bytes, record: Record) -> Awaitable[Answer]:
@@ -200,7 +198,7 @@ def _add_api_routes(
     app.add_route("/disagg/{rest:path}", internal, methods=_METHODS)
     other = Endpoint(
         "other",
-        forwarding.forward,
+        forward,
         metrics,
         failures,
         keys,

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from disagg.config import ModelRouteSection
+from disagg.config import ModelRouteSection, Role
 from disagg.errors import ConfigError
 from disagg.router.api.errors import ApiError
 from disagg.router.server.model_group import ModelGroup
@@ -240,11 +240,12 @@ def endpoints(models: Sequence[ModelRouteSection]) -> list[EngineEndpoint]:
             raise ConfigError(
                 f"models.{number}.engines.decode: empty — name the URL of a decode engine"
             )
+    roles: tuple[Role, ...] = ("prefill", "decode")
     return [
         parse_endpoint(
             name_in(model.name, f"{role}-{place}"), role, url, f"models.{number}.engines.{role}"
         )
         for number, model in enumerate(models)
-        for role, urls in (("prefill", model.engines.prefill), ("decode", model.engines.decode))
-        for place, url in enumerate(urls)
+        for role in roles
+        for place, url in enumerate(getattr(model.engines, role))
     ]
