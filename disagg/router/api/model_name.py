@@ -7,7 +7,6 @@ name again, so a body that it reads in another way gets its own refusal.
 from __future__ import annotations
 
 from email.message import Message
-from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -16,24 +15,25 @@ _LONGEST_VALUE = 1024  # bytes of a form's field
 
 
 class _Body(msgspec.Struct):
-    model: Any = None
-    lora_name: Any = None
+    # Strings alone: of anything else, however large, not even the first value is decoded.
+    model: str | None = None
+    lora_name: str | None = None
 
 
 _BODIES = msgspec.json.Decoder(_Body)
 
 
-def named(data: bytes, content_type: str, query: bytes) -> object:
+def named(data: bytes, content_type: str, query: bytes) -> str | None:
     """The model that the body (JSON or a multipart form) names, or else the query's; None if no
     model is named."""
-    model = None
+    model: str | None = None
     if data:
         boundary = _boundary(content_type)
         model = _field(data, boundary) if boundary else _read(data).model
     return model if model is not None else _of_query(query)
 
 
-def adapter(data: bytes) -> object:
+def adapter(data: bytes) -> str | None:
     """The `lora_name` of a JSON body; None without one."""
     return _read(data).lora_name
 
@@ -48,7 +48,7 @@ def _read(data: bytes) -> _Body:
 def _of_query(query: bytes) -> str | None:
     if b"model" not in query:
         return None
-    values = parse_qs(query.decode("latin-1"), max_num_fields=None).get("model")
+    values = parse_qs(query.decode("latin-1")).get("model")
     return values[0] if values else None
 
 
@@ -58,7 +58,7 @@ def _boundary(content_type: str) -> str | None:
     head = Message()
     head["content-type"] = content_type
     boundary = head.get_boundary()
-    return boundary or None
+    return str(boundary) if boundary else None
 
 
 def _field(data: bytes, boundary: str) -> str | None:

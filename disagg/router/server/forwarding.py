@@ -46,14 +46,14 @@ class Forwarding:
             await self._models.changed()
         return answer
 
-    async def _group(self, path: str, model: object, data: bytes) -> ModelGroup:
+    async def _group(self, path: str, model: str | None, data: bytes) -> ModelGroup:
         if path in (LOAD, UNLOAD):
             return await self._group_of_adapter(path, model, model_name.adapter(data))
         if model is None and path in _ANY:
             return self._models.any_up()
         return await self._models.find(model)
 
-    async def _group_of_adapter(self, path: str, model: object, name: object) -> ModelGroup:
+    async def _group_of_adapter(self, path: str, model: str | None, name: str | None) -> ModelGroup:
         """The group of an adapter's base model. An adapter that is loaded tells its own base."""
         owner = self._models.known(name)
         if model is None and path == UNLOAD and owner is not None:
@@ -66,6 +66,6 @@ class Forwarding:
         return base
 
 
-def _named(request: Request, data: bytes) -> object:
+def _named(request: Request, data: bytes) -> str | None:
     content_type = request.headers.get("content-type", "")
     return model_name.named(data, content_type, request.scope["query_string"])

@@ -205,7 +205,10 @@ def test_other_paths_go_where_the_body_or_the_query_says(models: Models) -> None
     assert models.post("/v1/embeddings", {"model": "org/code", "input": "x"}).status_code == 200
     assert models.post("/tokenize?model=org/code", {"prompt": "x"}).status_code == 200
     assert models.get("/load?model=org%2Fcode").status_code == 200
-    form = {"model": (None, "org/code"), "file": ("a.wav", b'name="model"\r\n\r\nchat')}
+    form: dict[str, Any] = {
+        "model": (None, "org/code"),
+        "file": ("a.wav", b'name="model"\r\n\r\nchat'),
+    }
     url = f"{models.url}/v1/audio/transcriptions"
     assert client().post(url, files=form, timeout=LIMIT_S).status_code == 200
     asked = ["/v1/embeddings", "/tokenize?model=org/code", "/load?model=org%2Fcode"]
