@@ -76,7 +76,7 @@ def create_app(
 
     app = FastAPI(title="disagg", lifespan=lifespan, docs_url=None, openapi_url=None)
     app.state.settings, app.state.descriptors = settings, FileDescriptors()
-    app.state.replace = models.replace
+    app.state.models, app.state.replace = models, models.replace
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(Exception, _internal_error)
     has_proxies = bool(settings.proxies.networks)

@@ -68,6 +68,8 @@ class Models:
         """What the engines of a group listed last, by the group's name."""
         self._names: Mapping[str, ModelGroup] = dict(self.groups)
         self._listing = Cached(self._read_lists)
+        self._lacking: set[str] = set()
+        """The groups whose engines do not list the model of that name."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -197,7 +199,22 @@ class Models:
             for item in items:
                 names.setdefault(item["id"], self.groups[name])
         self._names = names
+        for name, items in found.items():
+            self._note(name, [item["id"] for item in items])
         return found
+
+    def _note(self, name: str, listed: Sequence[str]) -> None:
+        """Log once if the engines of a group do not serve its model."""
+        if name in listed:
+            self._lacking.discard(name)
+        elif name not in self._lacking:
+            self._lacking.add(name)
+            logger.warning(
+                "engines of the model %r list %s, so they will refuse its requests; correct "
+                "models.name, or start them with --served-model-name",
+                name,
+                ", ".join(repr(each) for each in listed[:_MOST_SHOWN]) or "none",
+            )
 
 
 async def _list_of(group: ModelGroup) -> Sequence[Item] | None:

@@ -4,131 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from aiohttp import web
-from prometheus_client.parser import text_string_to_metric_families
-from unit.router.conftest import AS_OPERATOR, OPERATOR, FakeEngine, Loop, wait_for
+from unit.router.conftest import AS_OPERATOR, wait_for
+from unit.router.server.conftest import LIMIT_S, Models, StartModels
 
-from disagg.config import Role, RouterSection
+from disagg.config import RouterSection
 from disagg.errors import ConfigError
-from disagg.router.main import RouterServer, bind, create_app
 from disagg.router.server.models import endpoints
 from disagg.router.topology import Away
-from disagg.testing.http import client
 
 PAIRED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-LIMIT_S = 20.0
-
-
-@dataclass
-class Engine(FakeEngine):
-    """A fake engine that loads adapters. `served`: models besides its own."""
-
-    served: list[str] = field(default_factory=list)
-
-    async def _respond(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/v1/load_lora_adapter":
-            self.served.append((await request.json())["lora_name"])
-        return await super()._respond(request)
-
-    @property
-    def calls(self) -> list[str]:
-        """What it was asked besides probes."""
-        probes = ("/health", "/version", "/disagg/")
-        return [path for path in self.asked if not path.startswith(probes)]
-
-    async def _other(self, request: web.Request) -> web.Response:
-        if request.path == "/v1/unload_lora_adapter":
-            self.served.remove((await request.json())["lora_name"])
-        return await super()._other(request)
-
-    async def _models(self, request: web.Request) -> web.Response:
-        data = [{"id": name, "object": "model"} for name in (self.model, *self.served)]
-        return web.json_response({"object": "list", "data": data})
-
-
-@dataclass
-class Models:
-    """A router with several models, and the engines of each."""
-
-    url: str
-    engines: dict[str, list[Engine]]
-    loop: Loop
-    server: RouterServer
-
-    def decode(self, model: str) -> Engine:
-        return next(engine for engine in self.engines[model] if engine.role == "decode")
-
-    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return client().post(f"{self.url}{path}", json=body, timeout=LIMIT_S, **options)
-
-    def complete(self, model: str, **body: Any) -> httpx.Response:
-        return self.post("/v1/completions", {"model": model, "prompt": "x", **body})
-
-    def get(self, path: str, **options: Any) -> httpx.Response:
-        return client().get(f"{self.url}{path}", timeout=LIMIT_S, **options)
-
-    def samples(self) -> list[tuple[str, dict[str, str], float]]:
-        families = text_string_to_metric_families(self.get("/metrics").text)
-        return [(s.name, s.labels, s.value) for family in families for s in family.samples]
-
-
-Make = Callable[..., Models]
-
-
-@pytest.fixture
-def make(loop: Loop) -> Iterator[Make]:
-    """Starts a router for the models `chat` and `org/code`, each with its engines. `own`: settings
-    by model; `section`: of the router."""
-    undo: list[Callable[[], Coroutine[Any, Any, None]]] = []
-
-    def start(
-        *,
-        roles: Sequence[Role] = ("prefill", "decode"),
-        own: dict[str, dict[str, Any]] | None = None,
-        **section: Any,
-    ) -> Models:
-        engines: dict[str, list[Engine]] = {}
-        for name in ("chat", "org/code"):
-            engines[name] = [Engine(role, model=name) for role in roles]
-            for engine in engines[name]:
-                loop.run(engine.start())
-                undo.append(engine.stop)
-        listed = [
-            {
-                "name": name,
-                "engines": {
-                    role: [engine.url for engine in group if engine.role == role]
-                    for role in ("prefill", "decode")
-                },
-                **(own or {}).get(name, {}),
-            }
-            for name, group in engines.items()
-        ]
-        section.setdefault("pairing", {"local_prefill_tokens": 0})
-        settings = RouterSection.model_validate({"port": 0, "models": listed, **section})
-        sock = bind("127.0.0.1", 0)
-        app = create_app(settings, endpoints(settings.models), api_keys=[OPERATOR])
-        server = RouterServer(app, sock)
-        loop.run(server.start())
-        undo.append(lambda: server.stop(1))
-        return Models(f"http://127.0.0.1:{sock.getsockname()[1]}", engines, loop, server)
-
-    yield start
-    for stop in reversed(undo):
-        loop.run(stop())
-
-
-@pytest.fixture
-def models(make: Make) -> Models:
-    return make()
 
 
 # ---- which engines ----------------------------------------------------------------------------
@@ -197,75 +86,19 @@ def test_openai_s_client(models: Models) -> None:
     assert refused.value.param == "model"
 
 
-# ---- paths that are passed on -------------------------------------------------------------------
+# ---- names -------------------------------------------------------------------------------------
 
 
-def test_other_paths_go_where_the_body_or_the_query_says(models: Models) -> None:
-    code = models.decode("org/code")
-    assert models.post("/v1/embeddings", {"model": "org/code", "input": "x"}).status_code == 200
-    assert models.post("/tokenize?model=org/code", {"prompt": "x"}).status_code == 200
-    assert models.get("/load?model=org%2Fcode").status_code == 200
-    form: dict[str, Any] = {
-        "model": (None, "org/code"),
-        "file": ("a.wav", b'name="model"\r\n\r\nchat'),
-    }
-    url = f"{models.url}/v1/audio/transcriptions"
-    assert client().post(url, files=form, timeout=LIMIT_S).status_code == 200
-    asked = ["/v1/embeddings", "/tokenize?model=org/code", "/load?model=org%2Fcode"]
-    assert code.calls == [*asked, "/v1/audio/transcriptions"]
-    assert models.get("/version").json()["path"] == "/version"
-    unknown = models.post("/v1/embeddings", {"model": "other"})
-    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
-    unnamed = models.post("/tokenize", {"prompt": "x"})
-    assert unnamed.status_code == 400
-    assert "?model=NAME" in unnamed.json()["error"]["message"]
-
-
-def test_a_call_that_changes_engines_changes_those_of_one_model(models: Models) -> None:
-    assert models.post("/sleep?model=chat", None, headers=AS_OPERATOR).status_code == 200
-    assert models.post("/sleep", None, headers=AS_OPERATOR).status_code == 400
-    assert models.post("/sleep?model=chat", None).status_code == 403
-    assert [engine.calls for engine in models.engines["chat"]] == [["/sleep?model=chat"]] * 2
-    assert [engine.calls for engine in models.engines["org/code"]] == [[], []]
-
-
-def listed(models: Models) -> list[str]:
-    return [model["id"] for model in models.get("/v1/models").json()["data"]]
-
-
-def test_the_list_is_that_of_all_engines(models: Models) -> None:
-    models.decode("chat").served = ["poet", "org/code"]  # it does not get another model's requests
-    assert wait_for(lambda: listed(models) == ["chat", "poet", "org/code"])
-    assert models.get("/v1/models").json()["object"] == "list"
-    assert models.complete("org/code").status_code == 200
-    assert len(models.decode("org/code").bodies) == 1
-    assert models.get("/v1/models?model=org/code").json()["data"] == [
-        {"id": "org/code", "object": "model"}
-    ]
-
-
-# ---- adapters ---------------------------------------------------------------------------------
-
-
-def test_adapters_belong_to_their_base(models: Models) -> None:
-    def admin(path: str, **body: Any) -> httpx.Response:
-        return models.post(path, body, headers=AS_OPERATOR)
-
-    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-    assert models.complete("poet").status_code == 404
-    assert admin(load, lora_name="poet", lora_path="/a").status_code == 400
-    assert admin(load, model="chat", lora_name="poet", lora_path="/a").status_code == 200
-    assert models.complete("poet").status_code == 200
-    assert models.decode("chat").bodies[-1]["model"] == "poet"
-    assert "poet" in listed(models)
-    taken = admin(load, model="org/code", lora_name="poet", lora_path="/a")
-    assert (taken.status_code, taken.json()["error"]["param"]) == (400, "lora_name")
-    assert models.decode("org/code").served == []
-    assert admin(unload, lora_name="poet").status_code == 200
-    assert models.complete("poet").status_code == 404
-    assert admin(load, model="org/code", lora_name="poet", lora_path="/a").status_code == 200
-    assert models.complete("poet").status_code == 200
-    assert models.decode("org/code").bodies[-1]["model"] == "poet"
+def test_engines_without_their_model_are_told_of_once(
+    models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    models.decode("chat").model = "ch\x1bat"
+    assert wait_for(lambda: models.listed() == ["ch\x1bat", "org/code"])
+    for _ in range(3):
+        models.loop.run(models.server.app.state.models.changed())
+    told = [record.getMessage() for record in caplog.records if "list" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("engines of the model 'chat' list 'ch\\x1bat'")
 
 
 def test_an_adapter_that_somebody_else_loaded_is_found(models: Models) -> None:
@@ -278,15 +111,17 @@ def test_an_adapter_that_somebody_else_loaded_is_found(models: Models) -> None:
 @pytest.mark.parametrize("name", ["x" * 300, "", 5, None, ["chat"]])
 def test_an_odd_list_costs_nothing(models: Models, name: Any) -> None:
     models.decode("chat").model = name
-    assert wait_for(lambda: listed(models) == ["org/code"])
+    assert wait_for(lambda: models.listed() == ["org/code"])
     assert models.complete("chat").status_code == 200
 
 
 # ---- failures ---------------------------------------------------------------------------------
 
 
-def test_a_model_whose_engines_are_down_costs_itself_alone(make: Make) -> None:
-    models = make(probe_interval_s=0.1, limits={"queue_timeout_s": 0.2, "connect_timeout_s": 1})
+def test_a_model_whose_engines_are_down_costs_itself_alone(start_models: StartModels) -> None:
+    models = start_models(
+        probe_interval_s=0.1, limits={"queue_timeout_s": 0.2, "connect_timeout_s": 1}
+    )
     models.decode("chat").served.append("poet")
     assert wait_for(lambda: models.complete("poet").status_code == 200)
     for engine in models.engines["chat"]:
@@ -294,13 +129,15 @@ def test_a_model_whose_engines_are_down_costs_itself_alone(make: Make) -> None:
     assert wait_for(lambda: not models.get("/ready").json()["models"]["chat"])
     ready = models.get("/ready")
     assert (ready.status_code, ready.json()["models"]) == (200, {"chat": False, "org/code": True})
-    for name in ("chat", "poet"):  # 503, not 404: the name is known
+    assert wait_for(lambda: models.complete("poet").status_code == 503)
+    for name in ("chat", "poet"):  # not 404: the name is known
         for path in PAIRED:
             refused = models.post(path, {"model": name, "prompt": "x"})
-            assert refused.status_code == 503
+            # 429 if a rest of the engine ends while the request waits.
+            assert refused.status_code in (503, 429)
             assert refused.json()["error"]["message"]
     assert models.complete("org/code").status_code == 200
-    assert wait_for(lambda: listed(models) == ["org/code"])
+    assert wait_for(lambda: models.listed() == ["org/code"])
     up = {
         labels["engine"]: value
         for name, labels, value in models.samples()
@@ -322,8 +159,8 @@ def test_a_model_whose_engines_are_down_costs_itself_alone(make: Make) -> None:
     assert wait_for(lambda: models.get("/ready").status_code == 503)
 
 
-def test_failover_stays_within_the_model(make: Make) -> None:
-    models = make(roles=("prefill", "decode", "decode"))
+def test_failover_stays_within_the_model(start_models: StartModels) -> None:
+    models = start_models(roles=("prefill", "decode", "decode"))
     first, second = models.engines["chat"][1:]
     first.dies = second.dies = True
     assert models.complete("chat").status_code >= 500
@@ -334,12 +171,12 @@ def test_failover_stays_within_the_model(make: Make) -> None:
     assert not any(engine.bodies for engine in models.engines["org/code"])
 
 
-def test_limits_and_pairing_of_each_model(make: Make) -> None:
+def test_limits_and_pairing_of_each_model(start_models: StartModels) -> None:
     own = {
         "chat": {"limits": {"max_in_flight": 1, "max_queued": 0}},
         "org/code": {"limits": {"max_prompt_tokens": 50}, "pairing": {"local_prefill_tokens": 40}},
     }
-    models = make(own=own)
+    models = start_models(own=own)
     gate = models.decode("chat").gate = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(models.complete, "chat")
