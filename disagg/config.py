@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -297,22 +297,9 @@ class TiersSection(Section):
     blocks_per_chunk: int = Field(1, ge=1, description="Blocks that are stored and moved together")
 
 
-class LimitsSection(Section):
-    """Limits of the router. Each router process counts on its own."""
+class ModelLimitsSection(Section):
+    """Limits of the requests for one model. Each router process counts on its own."""
 
-    max_body_bytes: int = Field(32 << 20, gt=0, description="Largest body of a request")
-    max_receiving_bytes: int = Field(
-        256 << 20,
-        gt=0,
-        description="Bytes of the bodies over 64 KiB of all open requests together; a body that "
-        "would exceed it gets status 503",
-    )
-    max_json_elements: int = Field(
-        2_000_000,
-        gt=0,
-        description="Most values in a JSON body; a tenth of it is the most strings, arrays and "
-        "objects",
-    )
     max_prompt_tokens: int | None = Field(
         None,
         gt=0,
@@ -335,6 +322,24 @@ class LimitsSection(Section):
     )
     between_bytes_timeout_s: float = Field(
         120.0, gt=0, description="Seconds between two reads from an engine"
+    )
+
+
+class LimitsSection(ModelLimitsSection):
+    """Limits of the router. Each router process counts on its own."""
+
+    max_body_bytes: int = Field(32 << 20, gt=0, description="Largest body of a request")
+    max_receiving_bytes: int = Field(
+        256 << 20,
+        gt=0,
+        description="Bytes of the bodies over 64 KiB of all open requests together; a body that "
+        "would exceed it gets status 503",
+    )
+    max_json_elements: int = Field(
+        2_000_000,
+        gt=0,
+        description="Most values in a JSON body; a tenth of it is the most strings, arrays and "
+        "objects",
     )
     receive_timeout_s: float = Field(
         60.0, gt=0, description="Seconds in which a client must send its request"
@@ -540,6 +545,34 @@ class EngineUrlsSection(Section):
         return not (self.prefill or self.decode or self.file or self.kubernetes)
 
 
+def _each_model_once(models: list[ModelRouteSection]) -> list[ModelRouteSection]:
+    names = [model.name for model in models]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"names the model {twice!r} twice; name the engines of a model together")
+    return models
+
+
+class ModelRouteSection(Section):
+    """One of several models behind a router: its engines and its own policies and limits."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9_.:@+-]+(/[A-Za-z0-9_.:@+-]+)*$",
+        max_length=200,
+        description="The model's name in requests. The names of its adapters, and other names that "
+        "its engines serve, are read from the engines",
+    )
+    engines: EngineUrlsSection
+    connector: ConnectorName | None = Field(
+        None, description="The KV connector of its engines; default: --connector"
+    )
+    pairing: PairingSection = Field(
+        PairingSection(), description="Keys that differ from router.pairing"
+    )
+    limits: ModelLimitsSection = Field(
+        ModelLimitsSection(), description="Keys that differ from router.limits"
+    )
+
+
 class RouterSection(Section):
     """The OpenAI endpoint."""
 
@@ -572,6 +605,10 @@ class RouterSection(Section):
     )
     tls_key_file: LocalPath | None = Field(None, description="PEM key of the certificate")
     engines: EngineUrlsSection = EngineUrlsSection()
+    models: Annotated[list[ModelRouteSection], AfterValidator(_each_model_once)] = Field(
+        default_factory=list,
+        description="Several models behind this router, in place of engines",
+    )
     engine_tls_ca_file: LocalPath | None = Field(
         None,
         description="PEM certificates of the authorities to trust for engines with https. Default: "
@@ -616,6 +653,23 @@ class RouterSection(Section):
     )
     pairing: PairingSection = PairingSection()
     limits: LimitsSection = LimitsSection()
+
+    def of_model(self, model: ModelRouteSection) -> RouterSection:
+        """The settings for the requests of one model."""
+        return self.model_copy(
+            update={
+                "pairing": _replaced(self.pairing, model.pairing),
+                "limits": _replaced(self.limits, model.limits),
+            }
+        )
+
+
+_Section = TypeVar("_Section", bound=Section)
+
+
+def _replaced(section: _Section, own: Section) -> _Section:
+    """The section with the keys that `own` sets."""
+    return section.model_copy(update={key: getattr(own, key) for key in own.model_fields_set})
 
 
 class Deployment(Section):
@@ -676,9 +730,10 @@ def load(path: str | Path) -> Deployment:
         deployment = Deployment.model_validate(content)
     except ValidationError as error:
         raise ConfigError(explain(error, Deployment)) from error
-    if not deployment.router.engines.is_empty:
+    given = "models" if deployment.router.engines.is_empty else "engines"
+    if given == "engines" or deployment.router.models:
         raise ConfigError(
-            "router.engines: names engines that run already, but a deployment starts its own — "
+            f"router.{given}: names engines that run already, but a deployment starts its own — "
             "remove it, or run `disagg router`"
         )
     return deployment

@@ -121,7 +121,9 @@ def _shown(loc: tuple[int | str, ...], value: object) -> str:
 
 def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
     for part in loc:
-        annotation = model.model_fields[str(part)].annotation
+        if isinstance(part, int):
+            continue  # an item of a list, whose section was found with the list
+        annotation = model.model_fields[part].annotation
         kinds = get_args(annotation) or (annotation,)  # a section that may be missing is a union
         model = next(k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
     return model

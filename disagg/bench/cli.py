@@ -263,8 +263,8 @@ def router(
     mode: Annotated[str, typer.Option(help="Answers: stream, whole, or both.")] = "both",
     targets: Annotated[
         str,
-        typer.Option(help="Comma-separated: no router, disagg's in three settings, vllm-router."),
-    ] = "direct,ours,ours-2-processes,ours-migration,vllm-router",
+        typer.Option(help="Comma-separated: no router, disagg's in four settings, vllm-router."),
+    ] = "direct,ours,ours-2-processes,ours-migration,ours-2-models,vllm-router",
     pace_ms: Annotated[
         float, typer.Option(help="Milliseconds between two tokens of an answer.")
     ] = 0,

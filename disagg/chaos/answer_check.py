@@ -10,10 +10,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from disagg.chaos.expected_answers import CHAT, generated, text_of
+from disagg.chaos.expected_answers import CHAT, MODELS, NO_MODEL, generated, text_of
 from disagg.chaos.stream_forms import data_of
 
 RIGHT, EVENT, CUT, WRONG = "right", "error event", "cut", "WRONG"
+UNKNOWN = "unknown model"
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,26 @@ class _Wrong(Exception):
 
 
 def judge(path: str, asked: dict[str, Any], got: Received) -> str:
-    """RIGHT, EVENT, CUT, `error 503` etc., or WRONG with the reason after a colon."""
+    """RIGHT, EVENT, CUT, UNKNOWN, `error 503` etc., or WRONG with the reason after a colon."""
     try:
         if b"127.0.0.1" in got.body or b"Traceback" in got.body:
             raise _Wrong("names an address, or shows a stack trace")
+        if asked.get("model") == NO_MODEL:
+            return _unknown(got)
         if got.status != 200:
             return _refusal(got)
         return _stream(path, asked, got) if asked["stream"] else _whole(path, asked, got)
     except (_Wrong, LookupError, TypeError, AttributeError) as error:
         return f"{WRONG}: {error!r}; {got.status} {got.kind} {got.body[-300:]!r}"
+
+
+def _unknown(got: Received) -> str:
+    if got.status != 404 or got.broken:
+        raise _Wrong("an unknown model is 404")
+    if any(f" {model}" not in _json(got.body)["error"]["message"] for model in MODELS):
+        raise _Wrong("it does not say which models there are")
+    _check_error(_json(got.body))
+    return UNKNOWN
 
 
 def _refusal(got: Received) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 VOCABULARY = 50_021
+MODELS, NO_MODEL = ("m", "other"), "nobody"
 CHAT = "/v1/chat/completions"
 _SPECIAL = 6  # every sixth token id is a special token
 

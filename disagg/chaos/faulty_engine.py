@@ -42,18 +42,19 @@ _EVENT_S = 0.001
 _UNREAD_S = 1.0
 _REASONS = {200: b"OK", 404: b"Not Found", 500: b"Broken", 502: b"Bad", 503: b"Busy"}
 _SAID = {
-    "/v1/models": b'{"data":[{"id":"m","max_model_len":4096}]}',
     "/disagg/fingerprint": b'{"chats":"plain"}',
 }
+_NOT_MINE = b'{"error":{"message":"no such model","type":"NotFoundError","param":null,"code":404}}'
 _ERROR = b'{"error":{"message":"told to","type":"InternalServerError","param":null,"code":500}}'
 _HTML = b"<html><body>bad gateway at http://127.0.0.1:1/</body></html>"
 
 
 @dataclass
 class State:
-    """State of all engines of one process. `tries`: by request id."""
+    """State of all engines of one process, which serve one model. `tries`: by request id."""
 
     role: str
+    model: str
     granted: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     released: set[str] = field(default_factory=set)
@@ -145,8 +146,12 @@ class FaultyEngine(asyncio.Protocol):
             self._whole(200, b"{}")
         elif request.path == "/detokenize":
             self._whole(200, compact({"prompt": detokenized(request.body["tokens"])}))
+        elif request.path == "/v1/models":
+            self._whole(200, compact({"data": [{"id": self._state.model, "max_model_len": 4096}]}))
         elif not request.path.endswith("completions"):
             self._whole(200, _SAID.get(request.path, b""))
+        elif request.body["model"] != self._state.model:
+            self._whole(404, _NOT_MINE)  # to a client, a wrong answer
         elif (fault := request.fault(self._state)) == "right":
             await self._right(request)
         else:

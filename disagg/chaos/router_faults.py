@@ -26,8 +26,8 @@ from rich.table import Table
 
 from disagg.bench.results import Output, Row, Target, target
 from disagg.bench.results import Table as ResultTable
-from disagg.chaos.answer_check import RIGHT, WRONG, Received, judge
-from disagg.chaos.expected_answers import CHAT, VOCABULARY
+from disagg.chaos.answer_check import RIGHT, UNKNOWN, WRONG, Received, judge
+from disagg.chaos.expected_answers import CHAT, MODELS, NO_MODEL, VOCABULARY
 from disagg.chaos.faulty_engine import DECODE, MID_STREAM, PREFILL
 from disagg.chaos.router_scene import DEADLINE_S, ENGINES, Scene
 from disagg.chaos.stream_forms import FORMS, USUAL
@@ -36,6 +36,7 @@ from disagg.config import Role
 RECOVERY_S, RECOVERED = 40.0, 16
 _PER_ROUND = 2500
 _RSS_MIB = 16.0
+_UNKNOWN = 1 / 64  # of the requests name a model that there is not
 _MILD = 15  # requests without a prefill fault, per request that may have one
 
 
@@ -124,7 +125,8 @@ def _case(number: int, kinds: tuple[str, str], generator: random.Random) -> Faul
     # The first token is unique, so that no answer passes for that of another prompt.
     prompt = [number % VOCABULARY, *(generator.randrange(VOCABULARY) for _ in range(20))]
     text = " ".join(map(str, prompt))
-    body: dict[str, Any] = {"model": "m", "max_tokens": generator.randrange(4, 12)}
+    model = generator.choice(MODELS) if generator.random() > _UNKNOWN else NO_MODEL
+    body: dict[str, Any] = {"model": model, "max_tokens": generator.randrange(4, 12)}
     if path == CHAT:
         body["messages"] = [{"role": "user", "content": text}]
     else:
@@ -237,7 +239,7 @@ async def _recovery(scene: Scene, number: int) -> list[str]:
         outcome = await ask(scene, _case(number, ("right", "right"), generator))
         if outcome.startswith(WRONG):
             return [f"plain request: {outcome}"]
-        in_a_row = in_a_row + 1 if outcome == RIGHT else 0
+        in_a_row = in_a_row + 1 if outcome in (RIGHT, UNKNOWN) else 0
     return []
 
 

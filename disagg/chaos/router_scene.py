@@ -6,6 +6,7 @@ Each process ends when its standard input ends, so none outlives the command.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import tempfile
@@ -14,21 +15,30 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, get_args
 
 import aiohttp
 import psutil
 import uvloop
 
+from disagg.chaos.expected_answers import MODELS
 from disagg.chaos.faulty_engine import FaultyEngine, State
-from disagg.config import LimitsSection, PairingSection, Role, RouterSection
+from disagg.config import (
+    EngineUrlsSection,
+    LimitsSection,
+    ModelRouteSection,
+    PairingSection,
+    Role,
+    RouterSection,
+)
 from disagg.errors import StartupError
 from disagg.router.server.app import create_app
+from disagg.router.server.models import endpoints
 from disagg.router.server.server import RouterServer, bind
-from disagg.router.topology import EngineEndpoint
 
-ENGINES = 3  # of each role
+ENGINES = 3  # of each role and model
 TIMEOUT_S = 0.4
+QUEUE_S = 2.0  # for which requests wait while all decode engines refuse
 # Two prefill and two decode attempts, head and body each, and slack for a busy machine.
 DEADLINE_S = 8.0
 START_S, SETTLE_S = 60.0, 6.0
@@ -42,18 +52,19 @@ class Scene:
         self, url: str, client: aiohttp.ClientSession, router: Process, log: IO[bytes]
     ) -> None:
         self.url, self.client, self._router, self._log = url, client, router, log
-        self._engines: list[Process] = []
+        self._engines: list[tuple[Role, Process]] = []
         self._granted, self._ended = set[str](), set[str]()
 
     @staticmethod
     async def open(stack: AsyncExitStack, first_token: Role = "decode") -> Scene:
         """Start everything; the stack ends it. `first_token`: as in `router.pairing`."""
-        engines, urls = [], dict[str, list[str]]()
-        for role in ("prefill", "decode"):
-            words = ["engines", role, str(ENGINES)]
+        engines: list[tuple[Role, Process]] = []
+        urls: dict[str, dict[str, list[str]]] = {model: {} for model in MODELS}
+        for model, role in itertools.product(MODELS, get_args(Role)):
+            words = ["engines", role, model, str(ENGINES)]
             process, ports = await _launch(stack, words, None)
-            engines.append(process)
-            urls[role] = [f"http://127.0.0.1:{port}" for port in ports]
+            engines.append((role, process))
+            urls[model][role] = [f"http://127.0.0.1:{port}" for port in ports]
         log = tempfile.TemporaryFile()  # noqa: SIM115
         stack.callback(log.close)
         words = ["router", json.dumps(urls), first_token]
@@ -64,15 +75,15 @@ class Scene:
         return scene
 
     async def refuse(self, refusing: tuple[int, int]) -> None:
-        """From now on this many engines of each role refuse connections."""
-        for process, count in zip(self._engines, refusing, strict=True):
-            await self._tell(process, count)
+        """From now on this many prefill and decode engines of each model refuse connections."""
+        for role, process in self._engines:
+            await self._tell(process, refusing[role == "decode"])
 
     async def settled(self) -> list[str]:
         """Waits until nothing is in flight and no lease is held; returns a line if that fails."""
         deadline = time.monotonic() + SETTLE_S
         while True:
-            for process in self._engines:
+            for _, process in self._engines:
                 await self._tell(process, None)
             held, in_flight = self._granted - self._ended, await self._in_flight()
             if not held and not any(in_flight.values()):
@@ -103,7 +114,8 @@ class Scene:
     async def figure(self, prefix: str) -> float:
         """The sum of the router's counters with this prefix."""
         figures = await self._figures(prefix)
-        return sum(value for name, value in figures.items() if name.endswith("_total"))
+        named = ((name.partition("{")[0], value) for name, value in figures.items())
+        return sum(value for name, value in named if name.endswith("_total"))
 
     async def _in_flight(self) -> dict[str, float]:
         return await self._figures("disagg_router_in_flight")
@@ -157,11 +169,11 @@ async def _end(process: Process) -> None:
     await process.wait()
 
 
-async def _serve_engines(role: str, count: int) -> None:
+async def _serve_engines(role: str, model: str, count: int) -> None:
     """Serve until standard input ends. First prints the ports. Each input line is the number of
     engines that refuse (null: no change); the answer is the leases counted since the last line."""
-    loop, state = asyncio.get_running_loop(), State(role)
-    names, connections = [f"{role}-{i}" for i in range(count)], set[FaultyEngine]()
+    loop, state = asyncio.get_running_loop(), State(role, model)
+    names, connections = [f"{model}-{role}-{i}" for i in range(count)], set[FaultyEngine]()
     ports = [0] * count
     servers: list[asyncio.Server | None] = [None] * count
 
@@ -192,17 +204,22 @@ async def _serve_engines(role: str, count: int) -> None:
             leases.clear()
 
 
-async def _serve_router(urls: dict[str, list[str]], first_token: Role) -> None:
+async def _serve_router(urls: dict[str, dict[str, list[str]]], first_token: Role) -> None:
     # The hold is about as long as a fake engine takes, so that either token may come first.
     hold_s = 0.005 if first_token == "prefill" else 0.0
     settings = RouterSection(
         port=0,
         access_log=False,
         probe_interval_s=0.2,
+        models=[
+            ModelRouteSection(name=model, engines=EngineUrlsSection.model_validate(engines))
+            for model, engines in urls.items()
+        ],
         pairing=PairingSection(
             local_prefill_tokens=0, first_token=first_token, first_token_hold_s=hold_s
         ),
         limits=LimitsSection(
+            queue_timeout_s=QUEUE_S,
             connect_timeout_s=TIMEOUT_S,
             prefill_timeout_s=TIMEOUT_S,
             first_byte_timeout_s=TIMEOUT_S,
@@ -210,13 +227,8 @@ async def _serve_router(urls: dict[str, list[str]], first_token: Role) -> None:
             queue_timeout_s=TIMEOUT_S,
         ),
     )
-    engines = [
-        EngineEndpoint(f"{role}-{i}", "prefill" if role == "prefill" else "decode", url)
-        for role in urls
-        for i, url in enumerate(urls[role])
-    ]
     sock = bind("127.0.0.1", 0)
-    await RouterServer(create_app(settings, engines), sock).start()
+    await RouterServer(create_app(settings, endpoints(settings.models)), sock).start()
     print(json.dumps(f"http://127.0.0.1:{sock.getsockname()[1]}"), flush=True)
     end = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
@@ -226,7 +238,7 @@ async def _serve_router(urls: dict[str, list[str]], first_token: Role) -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["engines", role, count]:
-            uvloop.run(_serve_engines(role, int(count)))
+        case ["engines", role, model, count]:
+            uvloop.run(_serve_engines(role, model, int(count)))
         case ["router", urls, "prefill" | "decode" as first_token]:
             uvloop.run(_serve_router(json.loads(urls), first_token))

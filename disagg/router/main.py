@@ -6,12 +6,13 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import uvloop
 
 from disagg import credentials
-from disagg.config import ConnectorName, RouterSection
+from disagg.config import ConnectorName, PairingSection, RouterSection
+from disagg.credentials import ApiKey
 from disagg.errors import ConfigError, DisaggError
 from disagg.router.discovery.calls import RegistryCalls
 from disagg.router.discovery.registry import Registry
@@ -19,7 +20,9 @@ from disagg.router.discovery.sources import open_registry
 from disagg.router.processes.parent import claim, open_server
 from disagg.router.server.admin_socket import open_admin_socket
 from disagg.router.server.app import create_app
+from disagg.router.server.models import endpoints
 from disagg.router.server.server import RouterPlan, RouterServer, bind, settle, url_of
+from disagg.router.topology import EngineEndpoint
 
 __all__ = ["RouterServer", "bind", "create_app", "run"]
 
@@ -40,33 +43,23 @@ def run(
     not exit. Raises ConfigError or DisaggError.
     """
     keys = credentials.router_keys(section, "")
-    registry = open_registry(
-        section.engines,
-        prefill,
-        decode,
-        drain_s=section.limits.drain_s,
-        operators_add=section.admin_socket is not None or any(key.is_admin for key in keys),
-    )
-    if "decode" not in {*registry.down, *(engine.role for engine in registry.engines)}:
-        raise ConfigError(
-            "engines.decode: empty — name the URL of a decode engine, or --decode URL, or where "
-            "engines are found (engines.file, engines.kubernetes)"
-        )
+    registry = None if section.models else _registry(section, prefill, decode, keys)
     plan = RouterPlan(
         section,
-        registry.engines,
-        down=registry.down,
+        _of_models(section, prefill, decode) if registry is None else registry.engines,
+        down={} if registry is None else registry.down,
         api_keys=keys,
         engine_key=credentials.engine_key(engine_key_env) if engine_key_env else None,
         connector=connector,
     )
     credentials.tls(section, "")
     credentials.engine_tls(section, "")
-    if section.pairing.first_token == "prefill" and connector != "disagg":
-        raise ConfigError(
-            f"pairing.first_token: 'prefill' — engines with the connector {connector} cannot "
-            "continue after prefill's token; set decode, or use engines with --connector disagg"
-        )
+    for name, settings, used in _connectors(section, connector):
+        if settings.first_token == "prefill" and used != "disagg":
+            raise ConfigError(
+                f"{name}first_token: 'prefill' — engines with the connector {used} cannot "
+                "continue after prefill's token; set decode, or use engines with --connector disagg"
+            )
     try:
         sock = claim(section.host, section.port, section.processes)
     except OSError as error:
@@ -85,7 +78,7 @@ def run(
 
 
 async def _serve(
-    plan: RouterPlan, registry: Registry, sock: socket.socket, admin: socket.socket | None
+    plan: RouterPlan, registry: Registry | None, sock: socket.socket, admin: socket.socket | None
 ) -> None:
     stop_requested = asyncio.Event()
 
@@ -101,9 +94,11 @@ async def _serve(
     url = url_of(plan.section, sock.getsockname()[1])
     server = open_server(plan, sock, admin)
     try:
-        server.manage(RegistryCalls(registry))
+        if registry is not None:
+            server.manage(RegistryCalls(registry))
         await server.start()
-        registry.start(server)
+        if registry is not None:
+            registry.start(server)
         settle()
         print(f"Ready: {url}/v1", flush=True)
         ended = asyncio.create_task(server.ended())
@@ -115,5 +110,48 @@ async def _serve(
     except RuntimeError as error:
         raise DisaggError(str(error)) from error
     finally:
-        await registry.close()
+        if registry is not None:
+            await registry.close()
         await server.stop(plan.section.limits.drain_s)
+
+
+def _registry(
+    section: RouterSection, prefill: Sequence[str], decode: Sequence[str], keys: Sequence[ApiKey]
+) -> Registry:
+    """The engines of a router with one model. Raises ConfigError."""
+    registry = open_registry(
+        section.engines,
+        prefill,
+        decode,
+        drain_s=section.limits.drain_s,
+        operators_add=section.admin_socket is not None or any(key.is_admin for key in keys),
+    )
+    if "decode" not in {*registry.down, *(engine.role for engine in registry.engines)}:
+        raise ConfigError(
+            "engines.decode: empty — name the URL of a decode engine, or --decode URL, or where "
+            "engines are found (engines.file, engines.kubernetes)"
+        )
+    return registry
+
+
+def _of_models(
+    section: RouterSection, prefill: Sequence[str], decode: Sequence[str]
+) -> list[EngineEndpoint]:
+    """The engines of several models, which stay. Raises ConfigError."""
+    if prefill or decode or not section.engines.is_empty:
+        raise ConfigError(
+            "models: names the engines of each model, so engines, --prefill and --decode must "
+            "not; remove them, or models"
+        )
+    return endpoints(section.models)
+
+
+def _connectors(
+    section: RouterSection, connector: ConnectorName
+) -> Iterator[tuple[str, PairingSection, ConnectorName]]:
+    """The connector for each model, and the pairing with its place in the file."""
+    if not section.models:
+        yield "pairing.", section.pairing, connector
+    for number, model in enumerate(section.models):
+        pairing = section.of_model(model).pairing
+        yield f"models.{number}.pairing.", pairing, model.connector or connector

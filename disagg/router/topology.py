@@ -22,7 +22,7 @@ _CREDENTIALS = re.compile(r"^([^/?#]*://)?.*@")
 
 @dataclass(frozen=True)
 class EngineEndpoint:
-    """One engine: its name (`prefill-0`), its role, and the URL of its OpenAI server.
+    """One engine: its name (`prefill-0`; see `name_in`), its role, its OpenAI server's URL.
 
     A path of an API is appended to `url`, which ends without a slash. `authorization`: the header
     that this engine wants, in place of the key of all engines.
@@ -123,9 +123,19 @@ class Away(NamedTuple):
     leaves: bool = False
 
 
+def name_in(deployment: str, name: str) -> str:
+    """What the router calls this engine (`prefill-0`) of one of its deployments."""
+    return f"{deployment}/{name}" if deployment else name
+
+
+def deployment_of(name: str) -> str:
+    """The deployment of the engine with this name; empty if the router has only one."""
+    return name.rpartition("/")[0]
+
+
 def role_of(name: str) -> str:
-    """The role of the engine with this name: names begin with the role."""
-    return name.partition("-")[0]
+    """The role of the engine with this name: `prefill` of `prefill-0` and of `chat/prefill-0`."""
+    return name.rpartition("/")[2].partition("-")[0]
 
 
 class Topology:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from disagg.config import load
+from disagg.config import load, load_router
 from disagg.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted([*ROOT.glob("serve_configs/*.y*ml"), *ROOT.glob("examples/*.y*ml")])
+ROUTERS = [ROOT / "examples/two_models.yaml"]  # of `disagg router`
+SHIPPED = sorted({*ROOT.glob("serve_configs/*.y*ml"), *ROOT.glob("examples/*.y*ml")} - set(ROUTERS))
 
 
 def write(folder: Path, text: str) -> Path:
@@ -31,6 +32,11 @@ def problems_of(folder: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_file_is_valid(path: Path) -> None:
     assert load(path).model.path
+
+
+@pytest.mark.parametrize("path", ROUTERS, ids=lambda path: path.name)
+def test_every_shipped_router_is_valid(path: Path) -> None:
+    assert [model.name for model in load_router(path, {}).models] == ["tiny", "wide"]
 
 
 def test_there_are_shipped_files() -> None:
@@ -79,6 +85,11 @@ def test_the_smallest_file_needs_only_a_model(tmp_path: Path) -> None:
             "remove it, or run `disagg router`",
         ),
         (
+            "router: {models: [{name: a, engines: {decode: ['http://h:1']}}]}",
+            "router.models: names engines that run already, but a deployment starts its own — "
+            "remove it, or run `disagg router`",
+        ),
+        (
             "router: {engines: {decode: 'http://ann:s3cret@h:1'}}",
             "router.engines.decode: 'http://<hidden>@h:1' — must be a list, like [one, two]",
         ),
@@ -93,6 +104,59 @@ def test_the_smallest_file_needs_only_a_model(tmp_path: Path) -> None:
 )
 def test_a_wrong_value_is_one_line(tmp_path: Path, text: str, line: str) -> None:
     assert problems_of(tmp_path, f"model: {{path: org/name}}\n{text}") == [line]
+
+
+URLS = "engines: {decode: ['http://h:1']}"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (f"models: [{{{URLS}}}]", "models.0.name: missing; set it"),
+        ("models: [{name: a}]", "models.0.engines: missing; set it"),
+        (
+            f"models: [{{name: a, {URLS}, limit: {{}}}}]",
+            "models.0.limit: unknown key; did you mean limits?",
+        ),
+        (
+            f"models: [{{name: a, {URLS}, limits: {{max_queue: 1}}}}]",
+            "models.0.limits.max_queue: unknown key; did you mean max_queued?",
+        ),
+        (
+            f"models: [{{name: a, {URLS}, limits: {{max_in_flight: 0}}}}]",
+            "models.0.limits.max_in_flight: 0 — must be more than 0; set a larger value",
+        ),
+        (
+            f"models: [{{name: a, {URLS}, connector: mooncake}}]",
+            "models.0.connector: 'mooncake' — must be 'disagg', 'nixl' or 'example'",
+        ),
+        (f"models: {{name: a, {URLS}}}", "must be a list, like [one, two]"),
+        (f"models: [{{name: a, {URLS}}}, {{name: a, {URLS}}}]", "names the model 'a' twice"),
+        (f"models: [{{name: 'a b', {URLS}}}]", "models.0.name: 'a b' — must match"),
+        (f"models: [{{name: /a, {URLS}}}]", "models.0.name: '/a' — must match"),
+    ],
+)
+def test_a_wrong_model_of_a_router(tmp_path: Path, text: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_router(write(tmp_path, text), {})
+    assert len(caught.value.problems) == 1
+    assert line in caught.value.problems[0]
+
+
+def test_a_model_of_a_router_differs_where_it_says_so(tmp_path: Path) -> None:
+    text = f"""
+        pairing: {{decode: round_robin, local_prefill_tokens: 7}}
+        limits: {{max_queued: 3, max_body_bytes: 1000, queue_timeout_s: 9}}
+        models:
+        - {{name: a, {URLS}, pairing: {{decode: least_loaded}}, limits: {{queue_timeout_s: 30}}}}
+        - {{name: org/b, {URLS}}}
+    """
+    router = load_router(write(tmp_path, text), {})
+    one, other = (router.of_model(model) for model in router.models)
+    assert (one.pairing.decode, one.pairing.local_prefill_tokens) == ("least_loaded", 7)
+    assert (one.limits.queue_timeout_s, one.limits.max_queued) == (30, 3)
+    assert one.limits.max_body_bytes == 1000
+    assert (other.pairing, other.limits) == (router.pairing, router.limits)
 
 
 def test_a_missing_section_is_named(tmp_path: Path) -> None:

@@ -159,7 +159,9 @@ def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
     for name, field in model.model_fields.items():
         sections = [t for t in (field.annotation, *getattr(field.annotation, "__args__", ()))
                     if isinstance(t, type) and issubclass(t, BaseModel)]  # fmt: skip
-        if sections and sections[0] not in (AutoscaleSection, LimitsSection):
+        if prefix.endswith(".models.") and name in ("pairing", "limits"):
+            yield f"{prefix}{name}", None  # keys of sections that the page has already
+        elif sections and sections[0] not in (AutoscaleSection, LimitsSection):
             yield from settings_of(sections[0], f"{prefix}{name}.")
         elif sections and sections[0] is LimitsSection:
             continue  # in router.md

@@ -16,7 +16,7 @@ MANIFESTS = sorted((ROOT / "examples/kuberay").glob("*.yaml"))
 DEPLOYMENTS = [
     *sorted((ROOT / "serve_configs").glob("*.yaml")),
     ROOT / "docker/serve.yaml",
-    ROOT / "examples/two_models.yaml",
+    ROOT / "examples/two_models_wide.yaml",
 ]
 
 

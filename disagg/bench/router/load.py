@@ -23,6 +23,7 @@ from disagg.bench.router.fake_engine import CHUNKS, PARAMS
 BATCH_S = 60.0
 # A batch of slow answers ends after this time: no new request starts, those under way finish.
 _NO_MORE_S = 5.0
+MODEL = "fake"
 _LAST_CHUNK = b"0\r\n\r\n"
 # No prompt is sent twice: for a known prefix a router may leave a leg out.
 _numbers = itertools.count()
@@ -83,7 +84,7 @@ async def _run(load: RouterLoad) -> Batch:
 def _request(load: RouterLoad) -> tuple[bytes, bytes]:
     """The bytes before and after the number that makes each prompt unique."""
     body: dict[str, Any] = {
-        "model": "fake",
+        "model": MODEL,
         "prompt": f"{_NUMBER.decode()} " + "hello " * 98,
         "max_tokens": CHUNKS,
         "temperature": 0,

@@ -21,7 +21,9 @@ from disagg.bench.router.fake_engine import CHUNKS
 MODES = ("stream", "whole")
 DIRECT, OURS, PEER = "direct", "ours", "vllm-router"
 WITH_TWO_PROCESSES, WITH_MIGRATION = "ours-2-processes", "ours-migration"
-TARGETS = (DIRECT, OURS, WITH_TWO_PROCESSES, WITH_MIGRATION, PEER)
+WITH_TWO_MODELS = "ours-2-models"
+VARIANTS = (WITH_TWO_PROCESSES, WITH_MIGRATION, WITH_TWO_MODELS)
+TARGETS = (DIRECT, OURS, *VARIANTS, PEER)
 _MEASURES = ("requests_s", "first_p50", "cpu")
 _BUSY = (16, 64)  # numbers of clients that the targets are for
 
@@ -79,7 +81,7 @@ def rows(samples: Samples) -> list[dict[str, Any]]:
         mine = samples[case, name]
         row = _row(case, name, mine)
         row |= _ratios("peer", mine, samples.get((case, PEER)) if name.startswith(OURS) else None)
-        variant = name in (WITH_TWO_PROCESSES, WITH_MIGRATION)
+        variant = name in VARIANTS
         row |= _ratios("ours", mine, samples.get((case, OURS)) if variant else None)
         found.append(row)
     return found

@@ -7,11 +7,13 @@ case and target in random order, so that drift of the machine affects all alike.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ from rich.console import Console
 
 from disagg.bench.results import Output
 from disagg.bench.router import load as router_load
+from disagg.bench.router.load import MODEL
 from disagg.bench.router.report import (
     DIRECT,
     MODES,
@@ -31,6 +34,7 @@ from disagg.bench.router.report import (
     PEER,
     TARGETS,
     WITH_MIGRATION,
+    WITH_TWO_MODELS,
     WITH_TWO_PROCESSES,
     RouterCase,
     Sample,
@@ -132,12 +136,13 @@ def _start(
 ) -> dict[str, _Target]:
     """The targets of a plan that start here. disagg's own router must."""
     targets = {}
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
     for name in plan.targets:
         if name == DIRECT:
             targets[name] = _Target(urls["decode"], None, [])
             continue
         try:
-            url, process = launch(stack, name, _router(name, urls))
+            url, process = launch(stack, name, _router(name, urls, Path(folder)))
         except (StartupError, OSError) as error:
             if name == OURS:
                 raise
@@ -147,10 +152,19 @@ def _start(
     return targets
 
 
-def _router(name: str, urls: dict[str, str]) -> list[str]:
+def _router(name: str, urls: dict[str, str], folder: Path) -> list[str]:
+    """The command of a target. `folder`: for its files."""
     legs = ["--prefill", urls["prefill"], "--decode", urls["decode"]]
     where = ["--host", "127.0.0.1", "--port", "{port}"]
-    ours = [sys.executable, "-m", "disagg.cli", "router", *where, *legs]
+    alone = [sys.executable, "-m", "disagg.cli", "router", *where]
+    if name == WITH_TWO_MODELS:
+        # The same engines for both: a model more costs its choice, and nothing for the machine.
+        engines = {role: [url] for role, url in urls.items()}
+        models = [{"name": model, "engines": engines} for model in (MODEL, "other")]
+        config = folder / "two-models.json"
+        config.write_text(json.dumps({"models": models}))
+        return [*alone, "--config", str(config)]
+    ours = [*alone, *legs]
     if name == WITH_TWO_PROCESSES:
         return [*ours, "--processes", "2"]
     if name == WITH_MIGRATION:

@@ -41,10 +41,19 @@ Style = Literal["openai", "named", "anthropic"]
 
 
 class ApiError(Exception):
-    """The request fails with this status and message."""
+    """The request fails with this status and message. `param`: the field that is wrong, if one is
+    alone."""
 
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        param: str | None = None,
+    ) -> None:
         self.status, self.message, self.headers = status, message, headers
+        self._param = param
         super().__init__(message)
 
     def response(self, style: Style = "openai") -> JSONResponse:
@@ -68,7 +77,7 @@ class ApiError(Exception):
             "error": {
                 "message": self.message,
                 "type": _TYPES.get(self.status, "InternalServerError"),
-                "param": None,
+                "param": self._param,
                 "code": self.status,
             }
         }

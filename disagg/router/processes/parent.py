@@ -179,8 +179,9 @@ class Processes:
 
     def _start_argument(self) -> dict[str, Any]:
         port = self._socket.getsockname()[1]
-        plan = TypeAdapter(RouterPlan).dump_json(self._plan).decode()
-        return {"plan": plan, "port": port, "draining": self._draining}
+        # Only what is set: a model's own settings replace those of the router.
+        data = TypeAdapter(RouterPlan).dump_json(self._plan, exclude_unset=True)
+        return {"plan": data.decode(), "port": port, "draining": self._draining}
 
     def _replace_argument(self) -> dict[str, Any]:
         engines = [asdict(engine) for engine in self._plan.engines]

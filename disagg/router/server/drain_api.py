@@ -6,7 +6,7 @@ It is for operators alone; see `operators.py`.
 from __future__ import annotations
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,7 +19,7 @@ from disagg.router.server.peer_processes import PeerProcesses, SingleProcess
 from disagg.router.telemetry.access_log import AccessLog
 
 
-def install(app: FastAPI, registry: CollectorRegistry, keys: KeyRing, log: AccessLog) -> None:
+def install(app: FastAPI, registry: Collector, keys: KeyRing, log: AccessLog) -> None:
     """Make the app drainable. Sets `drain` and `peer_processes` in the app's state."""
     drain = app.state.drain = Drain()
     app.state.peer_processes = SingleProcess(drain, registry)

@@ -6,7 +6,7 @@ an answer would pass too. So this module must catch every error itself.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 from starlette.requests import Request
@@ -40,14 +40,15 @@ Work: TypeAlias = Callable[[Request, bytes, Record], Awaitable[Answer]]
 class Endpoint:
     """One route as an ASGI app. `work` returns the answer; the endpoint sends and counts it.
 
-    `limit`: of the body, in bytes. `guarded`: the route has operators' paths too.
+    `metrics`: by the name of the deployment that served a request; "" if none did. `limit`: of the
+    body, in bytes. `guarded`: the route has operators' paths too.
     """
 
     def __init__(
         self,
         route: str,
         work: Work,
-        metrics: RouterMetrics,
+        metrics: Mapping[str, RouterMetrics],
         failures: Failures,
         keys: KeyRing,
         limit: int,
@@ -111,7 +112,7 @@ class Endpoint:
             status = status or 500
             if record.metering is not None:
                 record.metering.finish()
-            self._metrics.answered(self._route, status)
+            self._metrics[record.deployment].answered(self._route, status)
             self._log.write(record, status)
             if operator is not None:
                 operators.audit(self._log, operator, scope, status)

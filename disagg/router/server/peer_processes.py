@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from disagg.router.server.drain import Drain
-from disagg.router.telemetry.metrics import text_of
+from disagg.router.telemetry.metrics import merged, text_of
 
 
 class EngineCalls(Protocol):
@@ -45,7 +45,7 @@ class PeerProcesses(Protocol):
 class SingleProcess:
     """The only process of its router. `drain_requested`: set by a drain command."""
 
-    def __init__(self, drain: Drain, registry: CollectorRegistry) -> None:
+    def __init__(self, drain: Drain, registry: Collector) -> None:
         self._drain, self._registry = drain, registry
         self.drain_requested = asyncio.Event()
         self.engine_calls: EngineCalls | None = None
@@ -94,13 +94,5 @@ class _Labelled(Collector):
         self._texts = texts
 
     def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
-        for process, text in self._texts.items():
-            for family in text_string_to_metric_families(text):
-                shown = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                for sample in family.samples:
-                    labels = {**sample.labels, "process": str(process)}
-                    shown.add_sample(sample.name, labels, sample.value)
-        return families.values()
+        each = self._texts.items()
+        return merged("process", ((str(n), text_string_to_metric_families(t)) for n, t in each))

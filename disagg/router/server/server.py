@@ -17,13 +17,13 @@ from fastapi import FastAPI
 from disagg import credentials
 from disagg.config import ConnectorName, RouterSection
 from disagg.credentials import ApiKey, TlsFiles
-from disagg.router.request.service import Service
 from disagg.router.server import http_limits
 from disagg.router.server.app import create_app
 from disagg.router.server.cors import Cors
 from disagg.router.server.drain import Drain
 from disagg.router.server.file_descriptors import FileDescriptors, raise_limit
 from disagg.router.server.ingress import Ingress
+from disagg.router.server.models import Models
 from disagg.router.server.peer_processes import EngineCalls, PeerProcesses, SingleProcess
 from disagg.router.server.proxies import TrustedProxies
 from disagg.router.topology import Away, EngineEndpoint
@@ -144,8 +144,8 @@ class RouterServer:
 
     async def running(self) -> Mapping[str, int]:
         """How many requests need each engine, by name; without those that none needs."""
-        service: Service = self.app.state.service
-        return service.running()
+        models: Models = self.app.state.models
+        return models.needed()
 
     def manage(self, engines: EngineCalls) -> None:
         """Operators' calls about engines go there."""

@@ -14,11 +14,11 @@ from collections import deque
 from typing import Any
 
 from disagg.config import TransferSection
-from disagg.router.engines.health import Health
+from disagg.router.server.models import Models
 from disagg.router.server.peer_processes import PeerProcesses
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.engine_metrics import Cached, EngineTexts, samples
-from disagg.router.topology import EngineEndpoint, Topology, role_of
+from disagg.router.topology import EngineEndpoint, role_of
 
 PATH = "/ui/state"
 _FAILURES = 50
@@ -35,7 +35,7 @@ _TRANSPORTS = frozenset(TransferSection().transports)
 _OTHER = "other"  # in place of a word that an engine chose
 # What everybody may see of a failure. An engine or a client may have written `why` and `id`.
 _OPEN_FIELDS = frozenset(
-    ["at", "status", "route", "prefill", "decode", "local", "retries", "migrations"]
+    ["at", "status", "route", "deployment", "prefill", "decode", "local", "retries", "migrations"]
 )
 _TIMES = ("ttft", "between_chunks", "prefill", "handoff", "queue")
 
@@ -63,11 +63,8 @@ class Failures:
 class Status:
     """Makes the status document."""
 
-    def __init__(
-        self, texts: EngineTexts, topology: Topology, health: Health, failures: Failures
-    ) -> None:
-        self._texts, self._topology = texts, topology
-        self._health, self._failures = health, failures
+    def __init__(self, texts: EngineTexts, models: Models, failures: Failures) -> None:
+        self._texts, self._models, self._failures = texts, models, failures
         self._cached: Cached[dict[str, Any]] | None = None
 
     async def document(self, peer_processes: PeerProcesses, *, has_key: bool) -> dict[str, Any]:
@@ -75,11 +72,11 @@ class Status:
         describes its fields. `has_key`: whether the viewer may see all of it."""
         if self._cached is None:
             self._cached = Cached(lambda: self._make(peer_processes))
-        made = await self._cached.get((self._topology.engines, self._topology.down))
+        made = await self._cached.get((self._models.engines, self._models.down))
         return made if has_key else _for_everybody(made)
 
     async def _make(self, peer_processes: PeerProcesses) -> dict[str, Any]:
-        down = self._topology.down
+        down = self._models.down
         own, texts = await asyncio.gather(peer_processes.figures(), self._texts.get())
         shown = [self._engine(*pair) for pair in texts]
         away = [
@@ -93,7 +90,7 @@ class Status:
         }
 
     def _engine(self, engine: EngineEndpoint, text: str | None) -> dict[str, Any]:
-        problem = self._health.problem(engine) or (None if text else "does not answer /metrics")
+        problem = self._models.problem(engine) or (None if text else "does not answer /metrics")
         return {
             "name": engine.name,
             "role": engine.role,

@@ -45,6 +45,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     route: str = ""
     client: str | None = None
     key: str | None = None
+    deployment: str = ""
     prefill: str | None = None
     decode: str | None = None
     local: str | None = None
@@ -71,12 +72,14 @@ class Metered(Protocol):
 
 @dataclass
 class Record:
-    """One request, filled in while it is served. Times are seconds from its arrival."""
+    """One request, filled in while it is served. Times are seconds from its arrival. `deployment`:
+    that serves it, if the router has several."""
 
     route: str
     id: str
     client: str | None = None
     key_name: str | None = None
+    deployment: str = ""
     began: float = field(default_factory=time.monotonic)
     prefill: str | None = None
     prefill_s: float | None = None
@@ -109,6 +112,7 @@ class Record:
             self.route,
             self.client,
             self.key_name,
+            self.deployment,
             self.prefill,
             self.decode,
             self.local,

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import Counter as TypeCount
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -20,10 +20,12 @@ from prometheus_client.registry import Collector
 
 from disagg import __version__
 from disagg.router.telemetry.engine_metrics import Cached, EngineTexts
-from disagg.router.topology import EngineEndpoint, Topology, role_of
+from disagg.router.topology import EngineEndpoint, Topology, deployment_of, role_of
 
 logger = logging.getLogger(__name__)
 
+_BUILD = "disagg_build_info"
+_OF_NO_DEPLOYMENT = frozenset([_BUILD, "disagg_router_requests"])
 _OF_ENGINES = "Of the engines; docs of disagg and vLLM describe it."
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -34,9 +36,8 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        Gauge(
-            "disagg_build_info", "The router's version.", ("version",), registry=self.registry
-        ).labels(__version__).set(1)
+        build = Gauge(_BUILD, "The router's version.", ("version",), registry=self.registry)
+        build.labels(__version__).set(1)
         # A cache of counters by labels: `labels()` takes longer than counting.
         self._counters: dict[tuple[object, ...], Counter] = {}
         self.requests = Counter(
@@ -173,6 +174,36 @@ class _WithoutCreated(Collector):
             yield family
 
 
+def merged(label: str, each: Iterable[tuple[str, Iterable[Metric]]]) -> Iterable[Metric]:
+    """Several sets of families as one. `label` gets the name of the set, in every sample."""
+    families: dict[str, Metric] = {}
+    for name, members in each:
+        for family in members:
+            shown = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            for sample in family.samples:
+                shown.add_sample(sample.name, {**sample.labels, label: name}, sample.value)
+    return families.values()
+
+
+class ByDeployment(Collector):
+    """The router's metrics if it has several deployments: those of each, by its name, with the
+    label `deployment`. The registry of "" has what belongs to none of them."""
+
+    def __init__(self, registries: Mapping[str, Collector]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterable[Metric]:
+        return merged("deployment", ((name, self._of(name)) for name in self._registries))
+
+    def _of(self, name: str) -> Iterable[Metric]:
+        for family in self._registries[name].collect():
+            is_shown = family.name in _OF_NO_DEPLOYMENT if name == "" else family.name != _BUILD
+            if is_shown:
+                yield family
+
+
 class EnginesUp(Collector):
     """Which engines are up, including engines that are missing. `problem`: why one is not up."""
 
@@ -250,6 +281,8 @@ class _Merged(Collector):
                 types[family.name][family.type] += 1
         for engine, families in each:
             labels = {"engine": engine.name, "role": engine.role}
+            if deployment := deployment_of(engine.name):
+                labels["deployment"] = deployment
             for family in families:
                 # An engine that gives a family another type than most must not change it for them.
                 if family.type == types[family.name].most_common(1)[0][0]:

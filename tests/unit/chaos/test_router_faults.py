@@ -10,8 +10,15 @@ import pytest
 import uvloop
 
 from disagg.chaos import router_faults
-from disagg.chaos.answer_check import CUT, EVENT, RIGHT, WRONG, Received, judge
-from disagg.chaos.expected_answers import CHAT, answer, detokenized, events, generated
+from disagg.chaos.answer_check import CUT, EVENT, RIGHT, UNKNOWN, WRONG, Received, judge
+from disagg.chaos.expected_answers import (
+    CHAT,
+    NO_MODEL,
+    answer,
+    detokenized,
+    events,
+    generated,
+)
 from disagg.chaos.faulty_engine import DECODE, MID_STREAM, PREFILL
 from disagg.chaos.router_scene import Scene
 from disagg.chaos.stream_forms import FORMS
@@ -31,7 +38,9 @@ def test_every_combination_of_faults() -> None:
     assert not total[WRONG]
     assert report.odd_streams > REQUESTS // 10
     # Faults there were, and not one outcome for all.
-    assert all(total[one] for one in (RIGHT, EVENT, CUT, "continued", "error 503", "error 504"))
+    assert all(
+        total[one] for one in (RIGHT, EVENT, CUT, UNKNOWN, "continued", "error 503", "error 504")
+    )
 
 
 @pytest.mark.timeout(120)
@@ -42,6 +51,20 @@ def test_streams_that_begin_with_a_token_of_prefills() -> None:
     total = report.total()
     assert not total[WRONG]
     assert all(total[one] for one in (RIGHT, EVENT, "continued"))
+
+
+def test_an_unknown_model_is_404_with_the_list() -> None:
+    def verdict_on(status: int, message: str) -> str:
+        error = {"message": message, "type": "NotFoundError", "param": "model", "code": status}
+        got = Received(status, "application/json", json.dumps({"error": error}).encode(), False)
+        return judge(COMPLETION, {**asked(COMPLETION, stream=False), "model": NO_MODEL}, got)
+
+    assert verdict_on(404, "there are: m, other") == UNKNOWN
+    for status, message in ((404, "there are: m"), (503, "there are: m, other")):
+        assert verdict_on(status, message).startswith(WRONG)
+    text = b"".join(stream())
+    got = Received(200, "text/event-stream", text, False)
+    assert judge(COMPLETION, {**asked(COMPLETION, stream=True), "model": NO_MODEL}, got) != RIGHT
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -12,9 +12,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from aiohttp import web
-from unit.router.conftest import Loop, Setup, leave
+from unit.router.conftest import Setup, leave, wait_for
 
 from disagg.testing.http import client
 
@@ -111,29 +111,47 @@ def test_batch_refuses_wrong_lines(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def gateway(loop: Loop) -> Iterator[Callable[..., str]]:
-    """Starts examples/two_models.py in front of these routers; returns its URL."""
-    example = loaded("two_models")
-    runners: list[web.AppRunner] = []
+def gateway(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Runs `disagg router` on examples/two_models.yaml, with these addresses in place of its own
+    and `more` settings; returns its URL."""
+    running: list[subprocess.Popen[str]] = []
 
-    async def start(*routers: str) -> str:
-        runners.append(web.AppRunner(example.app(list(routers)), handler_cancellation=True))
-        await runners[-1].setup()
-        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runners[-1].addresses[0][1]}"
+    def start(*addresses: str, more: str = "") -> str:
+        text = (EXAMPLES / "two_models.yaml").read_text().replace("port: 8080", "port: 0")
+        for number, address in enumerate(addresses):
+            text = text.replace(f"http://127.0.0.1:{8000 + number}]", f"{address}]")
+        (tmp_path / "router.yaml").write_text(f"{text}\n{more}")
+        command = ["-m", "disagg.cli", "router", "--config", str(tmp_path / "router.yaml")]
+        out = tmp_path / "router.out"
+        with out.open("w") as log:
+            running.append(
+                subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, text=True)
+            )
+        ready = re.compile(r"Ready: (\S+)/v1")
+        assert wait_for(lambda: ready.search(out.read_text()) or running[0].poll(), 240)
+        found = ready.search(out.read_text())
+        assert found is not None, out.read_text()
+        return found[1]
 
-    yield lambda *routers: loop.run(start(*routers))
-    for runner in runners:
-        loop.run(runner.cleanup())
+    yield start
+    for process in running:
+        process.terminate()
+        process.wait(60)
 
 
-def test_two_models_behind_one_address(make: Make, gateway: Callable[..., str]) -> None:
+LIMITS = "limits: {max_prompt_tokens: 40000}"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_two_models_behind_one_address(
+    make: Make, gateway: Callable[..., str], processes: int
+) -> None:
     one, other = make(), make()
     for setup, name in ((one, "tiny"), (other, "wide")):
         setup.prefill.model = setup.decode.model = name
-    url = gateway(f"{one.url}/", other.url, "http://127.0.0.1:1")
+    url = gateway(one.url, f"{other.url}/v1", more=f"processes: {processes}\n{LIMITS}")
     listed = client().get(f"{url}/v1/models").json()["data"]
-    assert sorted(model["id"] for model in listed) == ["tiny", "wide"]
+    assert [model["id"] for model in listed] == ["tiny", "wide"]
     for setup, name in ((one, "tiny"), (other, "wide"), (other, "wide")):
         before = len(setup.decode.bodies)
         body = {"model": name, "prompt": "x", "stream": True}
@@ -143,10 +161,32 @@ def test_two_models_behind_one_address(make: Make, gateway: Callable[..., str]) 
             assert answer.read().count(b"data: ") >= setup.decode.chunks
         assert len(setup.decode.bodies) == before + 1
         assert setup.decode.bodies[-1]["model"] == name
+        assert len(setup.prefill.bodies) == len(setup.decode.bodies)  # its router paired them
     refused = client().post(f"{url}/v1/completions", json={"model": "other", "prompt": "x"})
     assert refused.status_code == 404
-    assert refused.json()["error"]["message"] == "no model 'other'; there are: tiny, wide"
+    assert refused.json()["error"]["message"].endswith("there are: tiny, wide")
     assert client().post(f"{url}/v1/completions", content=b"[]").status_code == 400
+    # A model has the settings of the router besides its own, in each process.
+    for name, words, status in (
+        ("tiny", 20_000, 200),
+        ("tiny", 60_000, 400),
+        ("wide", 20_000, 400),
+    ) * 3:
+        body = {"model": name, "prompt": "word " * words}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+        assert answer.status_code == status
+    metrics = client().get(f"{url}/metrics").text
+    assert re.search(r'disagg_router_queued{.*deployment="wide"', metrics)
+    # As `disagg status` reads it.
+    told = subprocess.run(
+        [sys.executable, "-m", "disagg.cli", "status", url],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "wide/decode-0" in told.stdout
 
 
 def test_a_client_that_leaves_the_gateway_frees_the_engine(
@@ -155,9 +195,5 @@ def test_a_client_that_leaves_the_gateway_frees_the_engine(
     setup = make()
     url = gateway(setup.url)
     setup.decode.gate = threading.Event()
-    leave(url, {"model": "m", "prompt": "x"}, lambda: setup.decode.bodies)
+    leave(url, {"model": "tiny", "prompt": "x"}, lambda: setup.decode.bodies)
     assert setup.decode.left.wait(10)
-    loop = setup.loop
-    loop.run(setup.server.stop(1))
-    answer = client().post(f"{url}/v1/completions", json={"model": "m", "prompt": "x"}, timeout=20)
-    assert answer.status_code == 503

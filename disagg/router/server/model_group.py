@@ -1,0 +1,112 @@
+"""The engines of one model: what the router knows of them, and the service that asks them.
+
+Groups share no state. So one model's load, limits and failures must never touch another model's
+requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from disagg.config import ConnectorName, RouterSection
+from disagg.router.engines.compatibility import Compatibility
+from disagg.router.engines.health import Health
+from disagg.router.engines.probes import Probes
+from disagg.router.request.service import Service
+from disagg.router.telemetry.metrics import EnginesUp, RouterMetrics
+from disagg.router.topology import Away, EngineEndpoint, Topology
+from disagg.router.upstream import client as upstream
+from disagg.router.upstream import http1
+from disagg.router.upstream.loop_yield import LoopYield
+
+
+class ModelGroup:
+    """One model. `name`: empty if the router has only one; see `topology.name_in`. `service` exists
+    while it runs."""
+
+    service: Service
+    _probes: Probes
+
+    def __init__(
+        self,
+        name: str,
+        settings: RouterSection,
+        engines: Sequence[EngineEndpoint],
+        down: Mapping[str, Away],
+        *,
+        connector: ConnectorName,
+        strict: bool,
+    ) -> None:
+        self.name = name
+        self._settings, self._connector, self._strict = settings, connector, strict
+        self.topology, self.metrics = Topology(engines, down), RouterMetrics()
+        self.health = Health(self.metrics, is_known=self.topology.has)
+        self._compatibility = Compatibility()
+        self.metrics.registry.register(EnginesUp(self.topology, self.health.problem))
+
+    @asynccontextmanager
+    async def running(
+        self, engine_key: str | None, tls: ssl.SSLContext | None, loop_yield: LoopYield | None
+    ) -> AsyncIterator[None]:
+        """Probe the engines and serve requests. See `upstream.client.open_client`."""
+        limits = self._settings.limits
+        async with (
+            upstream.open_client(limits, engine_key, tls=tls) as client,
+            upstream.open_client(limits, engine_key, keep=False, tls=tls) as prober,
+        ):
+            self.service = Service(
+                client,
+                http1.Client(limits.connect_timeout_s, engine_key, loop_yield=loop_yield, tls=tls),
+                self.topology,
+                self.health,
+                self.metrics,
+                self._compatibility,
+                self._settings,
+                strict=self._strict,
+                connector=self._connector,
+            )
+            self._probes = Probes(
+                prober,
+                self.topology,
+                self.health,
+                self._compatibility,
+                self._settings.probe_interval_s,
+            )
+            self._probes.start()
+            self.service.adapters.equalize(self.topology)
+            yield
+            await self._probes.close()
+            await self.service.close()
+
+    def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
+        """Forget the state of engines that changed. Requests in flight to them are not cut."""
+        known, names = set(self.topology.engines), {*self.topology.down}
+        for engine in known ^ set(engines):
+            self.health.forget(engine)
+            self._compatibility.forget(engine)
+        for engine in set(engines) - known:
+            self.service.adapters.engine_added(engine, known & set(engines))
+        self.topology.replace(engines, down)
+        names |= {engine.name for engine in known}
+        for name in names - {engine.name for engine in engines} - {*down}:
+            self.service.engine_gone(name)
+        self.service.engines_changed()
+
+    async def problems(self) -> Mapping[str, str | None]:
+        """What is wrong with each engine now, by name; None with one that is up."""
+        await self._probes.probe_all()
+        found = {engine.name: self.health.problem(engine) for engine in self.topology.engines}
+        return {**found, **{name: away.why for name, away in self.topology.down.items()}}
+
+    def is_ready(self) -> bool:
+        """Whether it can serve as it should: engines of both roles are up and fit."""
+        up = [engine for engine in self.topology.engines if self.health.problem(engine) is None]
+        if not self.topology.knows("prefill"):
+            return bool(up)  # decode engines compute prompts too
+        return any(
+            {one.role, other.role} == {"prefill", "decode"} and self._compatibility.fit(one, other)
+            for one, other in itertools.combinations(up, 2)
+        )
