@@ -24,8 +24,8 @@ from disagg.router.upstream.loop_yield import LoopYield
 
 
 class ModelGroup:
-    """One model. `name`: empty if the router has only one; see `topology.name_in`. `service` exists
-    while it runs."""
+    """One model. `name`: empty if the router's settings name no models; see `topology.name_in`.
+    `service` exists while it runs."""
 
     service: Service
     _probes: Probes

@@ -58,12 +58,12 @@ _LISTS = msgspec.json.Decoder(_Listed)
 
 
 class Models:
-    """The models of one router. `only`: the group, if there is just one; it gets every request,
-    whatever model that names."""
+    """The models of one router. `only`: the group, if its settings name no models; it gets every
+    request, whatever model that names."""
 
     def __init__(self, groups: Sequence[ModelGroup]) -> None:
         self.groups = {group.name: group for group in groups}
-        self.only = groups[0] if len(groups) == 1 else None
+        self.only = groups[0] if groups[0].name == "" else None
         self._items: dict[str, Sequence[Item]] = {}
         """What the engines of a group listed last, by the group's name."""
         self._names: Mapping[str, ModelGroup] = dict(self.groups)

@@ -89,11 +89,12 @@ def start_models(loop: Loop) -> Iterator[StartModels]:
     def start(
         *,
         roles: Sequence[Role] = ("prefill", "decode"),
+        names: Sequence[str] = ("chat", "org/code"),
         own: dict[str, dict[str, Any]] | None = None,
         **section: Any,
     ) -> Models:
         engines: dict[str, list[Engine]] = {}
-        for name in ("chat", "org/code"):
+        for name in names:
             engines[name] = [Engine(role, model=name) for role in roles]
             for engine in engines[name]:
                 loop.run(engine.start())

@@ -68,6 +68,16 @@ def test_a_request_must_name_its_model(models: Models, model: Any) -> None:
         assert "there are: chat, org/code" in answer.json()["error"]["message"]
 
 
+def test_a_single_model_that_is_named(start_models: StartModels) -> None:
+    models = start_models(names=["chat"])
+    assert models.complete("chat").status_code == 200
+    refused = models.complete("other")
+    assert refused.status_code == 404
+    assert refused.json()["error"]["message"].endswith("there are: chat")
+    assert models.listed() == ["chat"]
+    assert models.get("/ready").json()["models"] == {"chat": True}
+
+
 def test_a_large_body_goes_to_its_model(models: Models) -> None:
     assert models.complete("org/code", prompt="x " * 100_000).status_code == 200
     assert models.complete("other", prompt="x " * 100_000).status_code == 404
