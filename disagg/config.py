@@ -516,7 +516,7 @@ class KubernetesSection(Section):
         return self
 
 
-class EngineUrlsSection(Section):
+class EngineListSection(Section):
     """The engines of `disagg router`, which run elsewhere.
 
     A URL is `http://USER:PASSWORD@HOST:PORT/PREFIX`: everything but scheme and host may be left
@@ -525,6 +525,11 @@ class EngineUrlsSection(Section):
 
     prefill: list[str] = Field([], repr=False, description="URLs of the prefill engines")
     decode: list[str] = Field([], repr=False, description="URLs of the decode engines")
+
+
+class EngineUrlsSection(EngineListSection):
+    """The engines of `disagg router`, and where it finds those that come and go."""
+
     file: LocalPath | None = Field(
         None, description="YAML or JSON file with the keys prefill and decode, which is watched"
     )
@@ -561,7 +566,7 @@ class ModelRouteSection(Section):
         description="The model's name in requests. The names of its adapters, and other names that "
         "its engines serve, are read from the engines",
     )
-    engines: EngineUrlsSection
+    engines: EngineListSection
     connector: ConnectorName | None = Field(
         None, description="The KV connector of its engines; default: --connector"
     )

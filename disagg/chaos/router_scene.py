@@ -24,7 +24,7 @@ import uvloop
 from disagg.chaos.expected_answers import MODELS
 from disagg.chaos.faulty_engine import FaultyEngine, State
 from disagg.config import (
-    EngineUrlsSection,
+    EngineListSection,
     LimitsSection,
     ModelRouteSection,
     PairingSection,
@@ -212,7 +212,7 @@ async def _serve_router(urls: dict[str, dict[str, list[str]]], first_token: Role
         access_log=False,
         probe_interval_s=0.2,
         models=[
-            ModelRouteSection(name=model, engines=EngineUrlsSection.model_validate(engines))
+            ModelRouteSection(name=model, engines=EngineListSection.model_validate(engines))
             for model, engines in urls.items()
         ],
         pairing=PairingSection(
@@ -224,7 +224,6 @@ async def _serve_router(urls: dict[str, dict[str, list[str]]], first_token: Role
             prefill_timeout_s=TIMEOUT_S,
             first_byte_timeout_s=TIMEOUT_S,
             between_bytes_timeout_s=TIMEOUT_S,
-            queue_timeout_s=TIMEOUT_S,
         ),
     )
     sock = bind("127.0.0.1", 0)

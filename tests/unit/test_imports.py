@@ -95,7 +95,7 @@ ALLOWED = {
     },
     # The router's layers, from the outside in: processes, server, request, pairing, engines,
     # upstream, with api and telemetry for all.
-    "router": {*LEAVES, "credentials", "router.processes", "router.server"},
+    "router": {*LEAVES, "credentials", "router.discovery", "router.processes", "router.server"},
     "router.processes": {*_ROUTER, "router.server", "router.main"},
     "router.server": {
         *_ROUTER, "credentials", "router.api", "router.telemetry", "router.upstream",
@@ -107,6 +107,7 @@ ALLOWED = {
         "router.pairing",
     },
     "router.pairing": {*_ROUTER, "router.api", "router.telemetry", "router.engines"},
+    "router.discovery": {*_ROUTER, "config_file", "keepalive"},
     "router.engines": {*_ROUTER, "router.api", "router.telemetry", "router.upstream"},
     "router.upstream": {*_ROUTER, "keepalive", "router.api"},
     "router.telemetry": _ROUTER,

@@ -29,10 +29,12 @@ def test_an_engine_is_added_and_removed(loop: Loop) -> None:
         assert wait_for(lambda: at.ready().json()["engines"] == dict.fromkeys(at.states(), "up"))
         for _ in range(8):
             assert at.complete().status_code == 200
-        assert (len(first.bodies), len(second.bodies)) == (4, 4)
+        before = len(first.bodies)
+        assert before + len(second.bodies) == 8
+        assert second.bodies
         assert at.remove("decode-0").json()["state"] == "drains"
         assert at.complete().status_code == 200
-        assert (len(first.bodies), len(second.bodies)) == (4, 5)
+        assert len(first.bodies) == before
         assert wait_for(lambda: at.states() == {"decode-1": "serves"})
         assert at.add("decode", first.url).json()["name"] == "decode-0", "it keeps its name"
 
