@@ -32,6 +32,9 @@ class _Given(msgspec.Struct, forbid_unknown_fields=True):
     url: str
 
 
+_GIVEN = msgspec.json.Decoder(_Given)
+
+
 def install(app: FastAPI, keys: KeyRing, log: AccessLog) -> None:
     """Add the routes."""
 
@@ -71,7 +74,7 @@ async def _call(request: Request) -> tuple[str, dict[str, Any]]:
         if len(body) > _MOST_BYTES:
             raise ApiError(413, f"the body is over {_MOST_BYTES} bytes")
     try:
-        given = msgspec.json.decode(body, type=_Given)
+        given = _GIVEN.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:
         example = '{"role": "decode", "url": "http://HOST:8000"}'
         raise ApiError(400, f"{error}; send {example}") from error

@@ -58,7 +58,7 @@ def test_engines_of_all_processes(start: Start, loop: Loop, tmp_path: Path) -> N
         gate = router.decode.gate = threading.Event()
         router.decode.bodies.clear()
         streams = [pool.submit(complete, router, stream=True) for _ in range(12)]
-        until(lambda: len(router.decode.bodies) >= 2)
+        until(lambda: router.decode.bodies != [])
         words = ["engines", "remove", "--socket", str(at), "--name", "decode-0"]
         done = disagg(*words)
         assert (done.returncode, "decode-0 drains, " in done.stdout) == (0, True)

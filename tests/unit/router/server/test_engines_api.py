@@ -95,7 +95,7 @@ def test_a_lease_that_nobody_fetches_is_released_first(loop: Loop) -> None:
 
 def test_a_drain_ends_in_time_and_cuts_nothing(loop: Loop) -> None:
     with fakes(loop, "decode", "decode") as (first, second):
-        first.gate = threading.Event()
+        gate = first.gate = second.gate = threading.Event()  # so that each has one
         limits = {"drain_s": 0.5}
         with (
             managed(loop, (), [first.url, second.url], limits=limits) as at,
@@ -105,7 +105,7 @@ def test_a_drain_ends_in_time_and_cuts_nothing(loop: Loop) -> None:
             assert wait_for(lambda: first.bodies)
             at.remove("decode-0")
             assert wait_for(lambda: at.states() == {"decode-1": "serves"})
-            first.gate.set()
+            gate.set()
             assert all(one.result().content.endswith(b"[DONE]\n\n") for one in asked)
 
 
