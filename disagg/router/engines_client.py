@@ -33,7 +33,7 @@ def show(client: OperatorClient, *, as_json: bool) -> int:
         table.add_column(column, justify="right" if column == "in flight" else "left")
     for one in engines:
         sources = escape(", ".join(one["sources"]) or "-")
-        table.add_row(one["name"], one["state"], str(one["in_flight"]), escape(one["url"]), sources)
+        table.add_row(one["name"], one["state"], _count(one), escape(one["url"]), sources)
     Console(highlight=False, soft_wrap=True).print(table)
     return 0
 
@@ -58,16 +58,21 @@ def remove(client: OperatorClient, names: Sequence[str], *, wait: bool, timeout_
     with client:
         for name in names:
             engine = _ask(client, "DELETE", f"{PATH}/{quote(name, safe='')}")
-            print(f"{name} {engine['state']}, {engine['in_flight']} in flight", flush=True)
+            print(f"{name} {engine['state']}, {_count(engine)} in flight", flush=True)
         deadline = time.monotonic() + timeout_s
         while wait and (left := [one for one in _listed(client) if _goes(one, names)]):
             if time.monotonic() > deadline:
-                shown = ", ".join(f"{one['name']} ({one['in_flight']} in flight)" for one in left)
+                shown = ", ".join(f"{one['name']} ({_count(one)} in flight)" for one in left)
                 raise DisaggError(f"not gone in {timeout_s:g} s: {shown}")
             time.sleep(POLL_S)
         if wait:
             print("gone")
     return 0
+
+
+def _count(engine: dict[str, Any]) -> str:
+    """Of its requests; unknown if not all processes of the router answer."""
+    return "?" if engine["in_flight"] is None else str(engine["in_flight"])
 
 
 def _goes(engine: dict[str, Any], names: Sequence[str]) -> bool:

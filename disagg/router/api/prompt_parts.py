@@ -46,12 +46,23 @@ Part: TypeAlias = str | list[int] | bytes | Media | Mark
 
 _KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("image_url", "input_image", "image", "image_embeds", "image_pil"), Kind.IMAGE),
+    "image_generation_call": Kind.IMAGE,
     **dict.fromkeys(("audio_url", "input_audio", "audio", "audio_embeds"), Kind.AUDIO),
     **dict.fromkeys(("video_url", "input_video", "video"), Kind.VIDEO),
     **dict.fromkeys(("file", "input_file", "document", "file_url"), Kind.FILE),
 }
 # Where a part of media has its bytes or its address, by preference.
-_SOURCES = ("url", "data", "file_data", "image_url", "file_url", "file_id", "filename", "uuid")
+_SOURCES = (
+    "url",
+    "data",
+    "result",
+    "file_data",
+    "image_url",
+    "file_url",
+    "file_id",
+    "filename",
+    "uuid",
+)
 _NOT_SOURCES = ("type", "detail", "format", "media_type", "cache_control", "title", "context")
 # Fields of messages, items and blocks that no template writes.
 _OUTSIDE = frozenset(
@@ -202,10 +213,11 @@ def _as_text(value: Mapping[str, Any]) -> Any:
 
 
 def _media(value: Mapping[str, Any]) -> Media | None:
-    """The media that a part of a message is, by its type or its field."""
+    """The media that a part of a message is, by its type or its field. A message has fields of
+    these names too: SDKs send `audio: null` with every answer."""
     kind = _KINDS.get(str(value.get("type")))
-    if kind is None:
-        kind = next((_KINDS[name] for name in value if name in _KINDS), None)
+    if kind is None and "role" not in value:
+        kind = next((_KINDS[name] for name in value if name in _KINDS and value[name]), None)
     return None if kind is None else Media(kind, _source(value) or "")
 
 

@@ -174,13 +174,13 @@ class Registry:
 
     async def listed(self) -> list[dict[str, Any]]:
         """All engines, for an operator: name, role, URL without secrets, state, who has it, and the
-        requests that need it."""
-        running = await self._running() or {}
+        requests that need it (None: not all router processes answer)."""
+        running = await self._running()
         engines = sorted(
             self._engines.values(),
             key=lambda one: (one.endpoint.role != "prefill", _number(one.endpoint.name)),
         )
-        return [_shown(engine, running.get(engine.endpoint.name, 0)) for engine in engines]
+        return [_shown(engine, running) for engine in engines]
 
     async def add(self, role: Role, url: str) -> dict[str, Any]:
         """Add an engine, or take back its removal. Returns when it may get requests. Raises
@@ -191,7 +191,7 @@ class Registry:
         self._added[key] = given
         self._settle()
         await self._tell()
-        return _shown(self._engines[key], (await self._running() or {}).get(self._names[key], 0))
+        return _shown(self._engines[key], await self._running())
 
     async def remove(self, name: str) -> dict[str, Any] | None:
         """Let an engine drain, whoever has it. Returns when it gets no new requests; None if there
@@ -202,7 +202,7 @@ class Registry:
                 self._removed.add(key)
                 self._settle()
                 await self._tell()
-                return _shown(engine, (await self._running() or {}).get(name, 0))
+                return _shown(engine, await self._running())
         return None
 
     # ---- keeping the server told ---------------------------------------------------------------
@@ -263,14 +263,14 @@ class Registry:
         return {} if self._server is None else await self._server.running()
 
 
-def _shown(engine: _Engine, running: int) -> dict[str, Any]:
+def _shown(engine: _Engine, running: Mapping[str, int] | None) -> dict[str, Any]:
     return {
         "name": engine.endpoint.name,
         "role": engine.endpoint.role,
         "url": engine.endpoint.url,
         "state": "serves" if engine.drains_until is None else DRAINS.why,
         "sources": engine.sources,
-        "in_flight": running,
+        "in_flight": None if running is None else running.get(engine.endpoint.name, 0),
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -49,12 +49,12 @@ class Admission:
         in_flight: InFlight,
         limits: LimitsSection,
         metrics: RouterMetrics,
-        served: Served,
+        served: Mapping[Role, Served],
     ) -> None:
         self._pairer, self._in_flight, self._limits = pairer, in_flight, limits
         self._metrics, self._served = metrics, served
         self._queues: dict[Role, FairQueue[_Waiting]] = {
-            role: FairQueue(served) for role in get_args(Role)
+            role: FairQueue(served[role]) for role in get_args(Role)
         }
         self._last_wait_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -76,6 +76,8 @@ class Admission:
         """
         queue = self._queues[role]
         if is_admitted or not queue:
+            if not is_admitted:
+                self._served[role].comes(request.client)
             seat = self._seat_now(role, request, tried, partner, is_admitted=is_admitted)
             if seat is not None or not self._pairer.awaits(role, tried, partner):
                 return seat
@@ -137,8 +139,8 @@ class Admission:
         is_admitted: bool,
     ) -> Seat | None:
         seat = self.another(role, request, tried, partner)
-        if seat is not None and role == "decode" and not is_admitted:
-            self._served.charge(request.client, request.tokens + REQUEST_TOKENS)
+        if seat is not None and not is_admitted:
+            self._served[role].seats(request.client, request.tokens + REQUEST_TOKENS)
         return seat
 
     def _admit_waiting(self, role: Role) -> None:

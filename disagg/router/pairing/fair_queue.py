@@ -19,29 +19,35 @@ _PLAIN = ShareSection()
 
 
 class Served:
-    """How many tokens each client was served, for all queues of a router process."""
+    """How many tokens each client was served for each unit of its weight, in all queues of a router
+    process. Whoever comes anew begins where the last one was that got a seat."""
 
     def __init__(self, shares: Mapping[str, ShareSection]) -> None:
         self._shares = shares
         self._others = shares.get(OTHERS, _PLAIN)
-        self._tokens: dict[str | None, float] = {}
+        self._levels: dict[str | None, float] = {}
+        self._latest = 0.0
 
     def share(self, client: str | None) -> ShareSection:
         """What this client is entitled to. `client`: the name of its key; None: it has none."""
         return self._shares.get(client, self._others) if client is not None else self._others
 
+    def level(self, client: str | None) -> float:
+        """Tokens for each unit of weight, and what it began with."""
+        return self._levels.get(client, 0.0)
+
+    def comes(self, client: str | None) -> None:
+        """The client had nothing waiting. It gets no credit for that."""
+        self._levels[client] = max(self.level(client), self._latest)
+
+    def seats(self, client: str | None, tokens: int) -> None:
+        """A request of this client has a seat. `tokens`: what it costs so far."""
+        self._latest = max(self._latest, self.level(client))
+        self.charge(client, tokens)
+
     def charge(self, client: str | None, tokens: int) -> None:
-        """The client was served so many tokens."""
-        more = tokens / self.share(client).weight
-        self._tokens[client] = self._tokens.get(client, 0.0) + more
-
-    def of(self, client: str | None) -> float:
-        """Tokens for each unit of weight."""
-        return self._tokens.get(client, 0.0)
-
-    def lift(self, client: str | None, least: float) -> None:
-        """The client was away: it counts as if it had been served as much as those who wait."""
-        self._tokens[client] = max(self.of(client), least)
+        """The client was served so many tokens more."""
+        self._levels[client] = self.level(client) + tokens / self.share(client).weight
 
 
 class FairQueue(Generic[T]):
@@ -68,9 +74,7 @@ class FairQueue(Generic[T]):
     def push(self, client: str | None, item: T) -> None:
         """Put it behind those of its client."""
         if client not in self._waiting:
-            others = [self._served.of(other) for other in self._waiting]
-            if others:
-                self._served.lift(client, min(others))
+            self._served.comes(client)
             self._waiting[client] = deque()
         self._waiting[client].append(item)
         self._count += 1
@@ -114,4 +118,4 @@ class FairQueue(Generic[T]):
         return False
 
     def _rank(self, client: str | None) -> tuple[int, float]:
-        return self._served.share(client).priority, self._served.of(client)
+        return self._served.share(client).priority, self._served.level(client)

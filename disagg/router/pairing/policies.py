@@ -23,6 +23,7 @@ from disagg.router.topology import EngineEndpoint, Topology
 
 # How much busier the engine that knows a prefix may be before another one gets the request.
 _WORTH_WAITING_TOKENS = 4096
+_MOST_SHOWN = 8  # engines in a message
 
 
 class Policy(Protocol):
@@ -160,6 +161,8 @@ class Pairer:
         away = self._topology.returning(role)
         words = [f"{name} {one.why}" for name, one in away.items()]
         words += [f"{engine.name} is down" for engine in self._topology.of(role)]
+        if len(words) > _MOST_SHOWN:
+            words[_MOST_SHOWN:] = [f"{len(words) - _MOST_SHOWN} more"]
         times = [one.back_s for one in away.values() if one.back_s is not None]
         return ", ".join(words), min(times, default=None)
 

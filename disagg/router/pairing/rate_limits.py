@@ -77,11 +77,14 @@ class RateLimits:
         waits = {kind: bucket.wait_s(amounts[kind]) for kind, bucket in buckets.items()}
         kind = max(waits, key=waits.__getitem__)
         if waits[kind] > 0:
-            words = kind.replace("_", " ")
-            setting = f"router.shares.*.{kind}_per_minute"
-            headers = {**self._headers(buckets, style), "Retry-After": _seconds(waits[kind])}
+            words, after = kind.replace("_", " "), _seconds(waits[kind])
             limit = round(buckets[kind].limit * self._processes)
-            raise ApiError(429, f"this key has {limit} {words} a minute ({setting})", headers)
+            raise ApiError(
+                429,
+                f"this key may use {limit} {words} a minute; try again in {after} s "
+                f"({kind}_per_minute in router.shares)",
+                {**self._headers(buckets, style), "Retry-After": after},
+            )
         for kind, bucket in buckets.items():
             if kind != "output_tokens":
                 bucket.take(amounts[kind])

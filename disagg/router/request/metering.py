@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import Message, Send
 
+from disagg.router.api.event_parser import END
+
 _USAGE = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
 _KEPT = 1024  # bytes of the end, where the usage is
 
@@ -42,5 +44,5 @@ class Metering:
         self._counted(max([self._events, *reported]))
 
     def _count(self, data: bytes) -> None:
-        self._events += data.count(b"data:")
+        self._events += data.count(END)  # JSON has no line ends in its strings
         self._end = (self._end + data)[-_KEPT:]

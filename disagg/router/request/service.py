@@ -7,7 +7,7 @@ and relays the answer (`relay.py`). The engine's status is known before the clie
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import unquote
 
 import aiohttp
@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from yarl import URL
 
-from disagg.config import ConnectorName, RouterSection
+from disagg.config import ConnectorName, Role, RouterSection
 from disagg.router.api import bodies, paths
 from disagg.router.api.bodies import NOTHING_MORE
 from disagg.router.api.errors import ApiError
@@ -43,7 +43,7 @@ from disagg.router.request.relay import Progress, Relayed
 from disagg.router.request.replay import Replay
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
-from disagg.router.topology import EngineEndpoint, Topology
+from disagg.router.topology import EngineEndpoint, Topology, role_of
 from disagg.router.upstream import client as upstream
 from disagg.router.upstream import http1
 
@@ -68,14 +68,14 @@ class Service:
     ) -> None:
         self.client = client
         self._topology, self._compatibility = topology, compatibility
-        self._in_flight = InFlight(metrics)
+        self._in_flight = in_flight = InFlight(metrics)
         self._metrics, self._settings = metrics, settings
         self._keep_alive_s = settings.stream_keep_alive_s
-        in_flight = self._in_flight
         pairer = Pairer(topology, settings.pairing, in_flight, health, compatibility)
-        self._served = Served(settings.shares)
+        served: dict[Role, Served] = {role: Served(settings.shares) for role in get_args(Role)}
+        self._served = served["decode"]
         self._rate_limits = RateLimits(self._served.share, settings.processes)
-        self._admission = Admission(pairer, in_flight, settings.limits, metrics, self._served)
+        self._admission = Admission(pairer, in_flight, settings.limits, metrics, served)
         self._legs = Legs(
             client,
             legs_client,
@@ -116,9 +116,7 @@ class Service:
         body = self._prioritized(bodies.without_params(body), record.key_name)
         plan = RequestPlan(path, body, headers, record.key_name, self._estimates)
         self._check_length(plan)
-        if self._settings.shares:
-            told = self._rate_limits.admit(plan.client, plan.tokens, plan.error_style)
-            record.metering = Metering(told, lambda tokens: self._served_output(plan, tokens))
+        self._meter(plan, record)
         header = upstream.leg_header(upstream.to_engine(headers.raw, record.id, record.trace))
         may_fail_over = self._may_fail_over()
         more = _fields(plan, may_fail_over)
@@ -213,6 +211,8 @@ class Service:
             self.adapters.done(path, data)
             return answer
         plan = RequestPlan(target, {}, headers, record.key_name, self._estimates)
+        if method == "POST":
+            self._meter(plan, record)
         seat = await self._seat(plan, record)
 
         def call(engine: EngineEndpoint) -> Awaitable[aiohttp.ClientResponse]:
@@ -268,6 +268,12 @@ class Service:
             return body
         return bodies.with_priority(body, self._served.share(client).priority)
 
+    def _meter(self, plan: RequestPlan, record: Record) -> None:
+        """Count the request and its answer for the client's share. Raises `ApiError` 429."""
+        if self._settings.shares:
+            told = self._rate_limits.admit(plan.client, plan.tokens, plan.error_style)
+            record.metering = Metering(told, lambda tokens: self._served_output(plan, tokens))
+
     def _served_output(self, plan: RequestPlan, tokens: int) -> None:
         self._served.charge(plan.client, tokens)
         self._rate_limits.answered(plan.client, tokens)
@@ -275,9 +281,14 @@ class Service:
     async def _seat(self, plan: RequestPlan, record: Record) -> Seat:
         seat = await self._admission.seat("decode", plan)
         if seat is None:
-            raise ApiError(503, "no decode engine is known", {"Retry-After": "1"})
+            raise ApiError(503, f"no decode engine is up: {self._why_none()}", {"Retry-After": "5"})
         record.queued_s = record.elapsed()
         return seat
+
+    def _why_none(self) -> str:
+        down = self._topology.down.items()
+        gone = [f"{name} {away.why}" for name, away in down if role_of(name) == "decode"]
+        return ", ".join(gone) or "the router knows none"
 
     def _relayed(
         self, opened: Opened | Begun, record: Record, *, counts: bool = True, **more: Any

@@ -25,24 +25,16 @@ def install(app: FastAPI, registry: Collector, keys: KeyRing, log: AccessLog) ->
     app.state.peer_processes = SingleProcess(drain, registry)
     app.add_middleware(DrainMiddleware, drain=drain)
 
-    async def answer(request: Request) -> Response:
-        try:
-            caller = keys.check(request.scope)
-            operators.check(caller, keys)
-        except ApiError as error:
-            return error.response()
-        response = await act(request.method)
-        operators.audit(log, caller, request.scope, response.status_code)
-        return response
-
-    async def act(method: str) -> Response:
+    async def act(request: Request) -> Response:
+        method = request.method
         peer_processes: PeerProcesses = app.state.peer_processes
         if method == "DELETE" and drain.ending:
-            return ApiError(409, "this router is shutting down; start it again").response()
+            raise ApiError(409, "this router is shutting down; start it again")
         if method in ("POST", "DELETE"):
             in_flight = await peer_processes.drain(method == "POST")
         else:
             in_flight = await peer_processes.in_flight()
         return JSONResponse({"draining": drain.draining, "in_flight": in_flight})
 
+    answer = operators.guarded(act, keys, log)
     app.router.routes.append(Route(PATH, answer, methods=["GET", "POST", "DELETE"]))

@@ -38,19 +38,6 @@ _GIVEN = msgspec.json.Decoder(_Given)
 def install(app: FastAPI, keys: KeyRing, log: AccessLog) -> None:
     """Add the routes."""
 
-    async def answer(request: Request) -> Response:
-        try:
-            caller = keys.check(request.scope)
-            operators.check(caller, keys)
-        except ApiError as error:
-            return error.response()
-        try:
-            response = await act(request)
-        except ApiError as error:
-            response = error.response()
-        operators.audit(log, caller, request.scope, response.status_code)
-        return response
-
     async def act(request: Request) -> Response:
         peer_processes: PeerProcesses = app.state.peer_processes
         name, given = await _call(request)
@@ -59,6 +46,7 @@ def install(app: FastAPI, keys: KeyRing, log: AccessLog) -> None:
             raise ApiError(done["status"], done["content"]["error"])
         return JSONResponse(done["content"], done["status"])
 
+    answer = operators.guarded(act, keys, log)
     app.router.routes.append(Route(PATH, answer, methods=["GET", "POST"]))
     app.router.routes.append(Route(PATH + "/{name}", answer, methods=["DELETE"]))
 

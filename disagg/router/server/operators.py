@@ -7,14 +7,20 @@ once, as the engine decodes them.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 from urllib.parse import unquote
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Scope
 
 from disagg.router.api import paths
 from disagg.router.api.errors import ApiError
 from disagg.router.server.api_keys import Caller, KeyRing
 from disagg.router.telemetry.access_log import AccessLog
+
+Act: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 def is_operators(scope: Scope) -> bool:
@@ -37,6 +43,26 @@ def check(caller: Caller, keys: KeyRing) -> None:
         "this path is for operators, and closed without an admin key: set router.admin_keys_file, "
         "or use the router's own socket",
     )
+
+
+def guarded(act: Act, keys: KeyRing, log: AccessLog) -> Act:
+    """A route of the router's own that only operators may use. An `ApiError` of `act` becomes its
+    answer; every call of an operator is in the audit."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            caller = keys.check(request.scope)
+            check(caller, keys)
+        except ApiError as error:
+            return error.response()
+        try:
+            response = await act(request)
+        except ApiError as error:
+            response = error.response()
+        audit(log, caller, request.scope, response.status_code)
+        return response
+
+    return answer
 
 
 def raw_path(scope: Scope) -> str:

@@ -91,6 +91,20 @@ def test_every_text_counts(path: str, body: dict[str, Any]) -> None:
     assert 250 < plan(body, path).tokens < 400
 
 
+def test_fields_of_messages_that_are_called_as_media_are_none() -> None:
+    """SDKs send all fields of an answer back."""
+    empty = {"audio": None, "refusal": None, "function_call": None, "tool_calls": None}
+    said = {"role": "assistant", "content": "x y " * 400}
+    bare = plan({"messages": [said]}).tokens
+    assert plan({"messages": [{**said, **empty}]}).tokens == bare
+    assert plan({"messages": [{**said, "audio": {"id": "audio_1"}}]}).tokens == bare
+
+
+def test_an_image_that_a_tool_made_is_no_text() -> None:
+    item = {"type": "image_generation_call", "id": "ig_1", "result": PNG.partition(",")[2]}
+    assert 400 <= plan({"input": [item]}, RESPONSES).tokens < 425
+
+
 @pytest.mark.parametrize(
     "outside",
     [

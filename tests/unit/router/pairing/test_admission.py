@@ -14,7 +14,7 @@ import httpx
 import pytest
 from unit.router.conftest import PARAMS, Setup
 
-from disagg.config import LimitsSection, PairingSection
+from disagg.config import LimitsSection, PairingSection, Role
 from disagg.router.api.errors import ApiError
 from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
@@ -139,7 +139,8 @@ class Seats:
             Topology(ENGINES), PairingSection(), self.in_flight, Health(metrics), Compatibility()
         )
         section = LimitsSection.model_validate(limits)
-        self.admission = Admission(pairer, self.in_flight, section, metrics, Served({}))
+        served: dict[Role, Served] = {"prefill": Served({}), "decode": Served({})}
+        self.admission = Admission(pairer, self.in_flight, section, metrics, served)
 
     def free(self) -> Seat:
         seat = self.admission.another("decode", REQUEST)

@@ -28,7 +28,7 @@ def serve(queue: FairQueue[str], served: Served, count: int, tokens: int = 100) 
         assert found is not None
         who, item = found
         assert queue.remove(item)
-        served.charge(who, tokens)
+        served.seats(who, tokens)
         order.append(item)
     return order
 
@@ -54,7 +54,7 @@ def test_long_requests_cost_more_than_short_ones() -> None:
     for _ in range(44):
         found = queue.next()
         assert found is not None
-        served.charge(found[0], 1000 if found[0] == "long" else 100)
+        served.seats(found[0], 1000 if found[0] == "long" else 100)
         queue.remove(found[1])
         order.append(found[1])
     assert sum(item.startswith("long") for item in order) == 4
@@ -70,6 +70,21 @@ def test_who_was_away_has_no_credit() -> None:
     for number in range(50):
         queue.push("late", f"late{number}")
     assert Counter(item[:4] for item in serve(queue, served, 10)) == {"busy": 5, "late": 5}
+
+
+def test_who_was_away_while_nobody_waited_has_no_credit() -> None:
+    """Seats that are given at once count too."""
+    served = Served({})
+    queue = FairQueue[str](served)
+    for _ in range(50):
+        served.comes("busy")
+        served.seats("busy", 100)
+    for number in range(50):
+        queue.push("late", f"late{number}")
+        queue.push("busy", f"busy{number}")
+    order = serve(queue, served, 20)
+    assert order[0] == "late0"
+    assert abs(Counter(item[:4] for item in order)["late"] - 10) <= 1
 
 
 def test_priorities_come_before_shares() -> None:

@@ -46,7 +46,7 @@ def test_requests_a_minute() -> None:
         assert headers["x-ratelimit-remaining-requests"] == str(left)
     error = refused(limited)
     assert error.status == 429
-    assert "60 requests a minute (router.shares.*.requests_per_minute)" in error.message
+    assert "60 requests a minute; try again in 1 s (requests_per_minute in" in error.message
     assert error.headers is not None
     assert error.headers["Retry-After"] == "1"
     clock.now += 1
