@@ -86,13 +86,16 @@ bench: $(INSTALLED)
 	@$(BIN)/disagg bench handoff --results benchmarks/results
 	@$(BIN)/disagg bench pages
 
-# Needs torch and cupy for the GPU, and neither vLLM nor Ray, so any Python that has them will do.
+# Needs torch and cupy for the GPU, so any Python that has them will do. Engines are tried where
+# vLLM is installed too. Warnings of other versions than ours are not errors here.
 gpu:
 	@for python in $(GPU_PYTHON) $(BIN)/python python3; do \
 		$$python -c "import cupy, torch; assert torch.cuda.is_available()" 2>/dev/null || continue; \
-		$$python -m pytest -m "not slow" -k "cuda or nccl or device or models_stream" \
+		$$python -m pytest -W default -m "not slow" -k "cuda or nccl or device or models_stream" \
 			tests/transport tests/unit/transport \
 			tests/unit/connector/hidden_states/test_writing.py || exit; \
+		! $$python -c "import vllm" 2>/dev/null || \
+			$$python -m pytest -W default tests/engine/test_on_a_gpu.py || exit; \
 		exec $$python -m disagg.bench.transfer --device cuda; \
 	done; \
 	echo "no Python here has torch, cupy and a GPU: make install EXTRAS=gpu,dev, or name one" \

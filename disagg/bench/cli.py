@@ -39,9 +39,14 @@ def handoff(
     storage: Annotated[
         Path, typer.Option(help="Folder for the files of shared_storage and ExampleConnector.")
     ] = Path("/dev/shm"),
+    device: Annotated[str, typer.Option(help="Engines on cpu or on cuda.")] = "cpu",
     transport: Annotated[
-        str, typer.Option(help=f"disagg's transport, one of {', '.join(PREFERENCE)}.")
-    ] = "process_memory",
+        str | None,
+        typer.Option(
+            help=f"disagg's transport, one of {', '.join(PREFERENCE)}; by default process_memory, "
+            "or cuda_ipc on GPUs."
+        ),
+    ] = None,
     peers: Annotated[
         str,
         typer.Option(help="vLLM connectors to compare with: example, nixl; comma-separated."),
@@ -53,10 +58,14 @@ def handoff(
     from disagg.bench.first_token import handoff as bench
 
     counts = [int(length) for length in lengths.split(",")]
-    (way,) = _transports(transport)
+    (way,) = _transports(transport or ("process_memory" if device == "cpu" else "cuda_ipc"))
     names = [name for name in peers.split(",") if name]
     output = Output(json, results)
-    raise typer.Exit(bench.run(counts, repeats, storage, transport=way, peers=names, output=output))
+    raise typer.Exit(
+        bench.run(
+            counts, repeats, storage, device=device, transport=way, peers=names, output=output
+        )
+    )
 
 
 @app.command()

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,18 @@ def make_model(
     seed: int = 0,
     dtype: str = "float32",
     max_position_embeddings: int = 32768,
+    weights: bool = True,
 ) -> bool:
     """Write the checkpoint; False if the same one is already there.
 
-    Raises ConfigError for an invalid parameter, or if the path holds something else.
+    weights: without them vLLM draws its own (`--load-format dummy`), so that a large model costs no
+    disk; its answers are noise. Raises ConfigError for an invalid parameter, or if the path holds
+    something else.
     """
     shape = Shape(
         layers, hidden, kv_heads, head_dim, vocab_size, seed, dtype, max_position_embeddings
     )
+    write = _write if weights else _write_configuration
     if problems := list(shape.problems()):
         raise ConfigError(problems)
     target = Path(path).expanduser().absolute()
@@ -108,17 +112,17 @@ def make_model(
         _require_same(target, shape)
         return False
     try:
-        return _publish(target, shape)
+        return _publish(target, shape, write)
     except OSError as error:
         raise ConfigError(f"{target}: can't be written ({error.strerror})") from error
 
 
-def _publish(target: Path, shape: Shape) -> bool:
+def _publish(target: Path, shape: Shape, write: Callable[[Path, Shape], None]) -> bool:
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         draft.chmod(0o755)  # with mkdtemp's 0700 a server of another user could not read it
-        _write(draft, shape)
+        write(draft, shape)
         draft.rename(target)
     except OSError:
         if not target.exists():
@@ -149,10 +153,14 @@ def _require_same(target: Path, shape: Shape) -> None:
 
 
 def _write(folder: Path, shape: Shape) -> None:
+    _write_weights(folder / "model.safetensors", shape)
+    _write_configuration(folder, shape)
+
+
+def _write_configuration(folder: Path, shape: Shape) -> None:
     end_of_turn = write_tokenizer(folder, shape.vocab_size, shape.max_position_embeddings)
     _write_json(folder / "config.json", _model_config(shape, end_of_turn))
     _write_json(folder / "generation_config.json", {"eos_token_id": end_of_turn})
-    _write_weights(folder / "model.safetensors", shape)
     _write_json(folder / MARK, asdict(shape))
 
 

@@ -1,10 +1,11 @@
 """`disagg bench handoff`: the cost of a handoff for the decode engine's first token.
 
 All engines live for the whole run. Each repeat measures every way with a fresh prompt, so that
-drift of the machine affects all alike. Engines that are not being measured are stopped. The
-model's KV is 32 KiB per token (4 layers, 8 KV heads of 128, float32, which every CPU computes
-fast). Times of the decode leg run from its request to its first token, times of the prefill leg
-from request to answer.
+drift of the machine affects all alike. Engines that are not being measured are stopped. On a CPU
+the model's KV is 32 KiB per token (4 layers, 8 KV heads of 128, float32, which every CPU computes
+fast); on GPUs it is that of an 8B model, 144 KiB (36 layers, bfloat16), with weights of 4B, so that
+four engines find room on one GPU. Times of the decode leg run from its request to its first token,
+times of the prefill leg from request to answer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from disagg.bench.first_token.memcpy import allowed_ms, memcpy_speed
 from disagg.bench.results import Output, Target, target
 from disagg.bench.results import Row as ResultRow
 from disagg.bench.results import Table as ResultTable
-from disagg.bench.transfer import nixl
+from disagg.bench.transfer import gpus, nixl
 from disagg.errors import ConfigError, StartupError
 from disagg.testing.checkpoint import make_model
 from disagg.testing.openai_stream import stream
@@ -60,28 +61,82 @@ class Pair:
     env: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Hardware:
+    """What the engines run on, and the model that suits it. shape: `make_model`'s parameters.
+    envs: of the prefill and of the decode engine."""
+
+    model: Path
+    shape: dict[str, Any]
+    kv_bytes_per_token: int
+    dtype: str
+    args: tuple[str, ...]
+    shown: str
+    envs: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    nixl_buffers: str = "cpu"
+    # UCX's default transports do not start everywhere.
+    ucx_tls: str = "sm,self,tcp"
+
+
+def on_cpu() -> Hardware:
+    """Engines that share this machine's processor."""
+    shape = {"layers": 4, "hidden": 256, "kv_heads": 8, "head_dim": 128}
+    return Hardware(MODEL, shape, KV_BYTES_PER_TOKEN, "float32", _ARGS, "float32, CPU")
+
+
+def on_gpus() -> Hardware:
+    """The prefill engines on the first GPU and the decode engines on the second, or all on the only
+    one."""
+    gpus.require()
+    places = gpus.choose("cuda")
+    envs = [
+        {**place.env, "CUDA_VISIBLE_DEVICES": place.device.removeprefix("cuda:")}
+        for place in (places.producer, places.consumer)
+    ]
+    shape = {"layers": 36, "hidden": 3072, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    room = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(4 << 30))
+    return Hardware(
+        Path(".cache/models/kv144k-bfloat16-no-weights"),
+        {**shape, "weights": False},
+        144 << 10,
+        "bfloat16",
+        (*_ARGS, *room, "--load-format", "dummy", "--max-num-seqs", "16"),
+        "bfloat16, GPU",
+        (envs[0], envs[1]),
+        "cuda",
+        "cuda_ipc,cuda_copy,sm,self,tcp",
+    )
+
+
+_HARDWARE = {"cpu": on_cpu, "cuda": on_gpus}
+
+
 def run(
     lengths: Sequence[int],
     repeats: int,
     storage: Path,
     *,
+    device: str,
     transport: TransportName,
     peers: Sequence[str],
     output: Output,
 ) -> int:
     """Measure and print. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
-    make_model(MODEL, layers=4, hidden=256, kv_heads=8, head_dim=128)
+    if device not in _HARDWARE:
+        raise ConfigError(f"--device: {device} — one of {', '.join(_HARDWARE)}")
+    hardware = _HARDWARE[device]()
+    make_model(hardware.model, **hardware.shape)
     with ExitStack() as stack:
         own = tempfile.TemporaryDirectory(prefix="disagg-bench-", dir=storage)
         folder = Path(stack.enter_context(own))
-        pairs = [_ours(transport, folder), *(_PEERS[name](folder) for name in peers)]
-        servers = _start(stack, pairs, console)
+        pairs = [_ours(transport, folder), *(_PEERS[name](folder, hardware) for name in peers)]
+        servers = _start(stack, pairs, hardware, console)
         samples = _measure(pairs, servers, [*_SHORT, *lengths], repeats, folder, console)
         memory = {name: _memory(server) for name, server in servers.items()}
     names = [pair.name for pair in pairs[1:]]
     memcpy = memcpy_speed()
-    rows = _report(samples, lengths, names, memcpy)
+    rows = _report(samples, lengths, names, memcpy, hardware.kv_bytes_per_token)
     meetings = {
         way: round(statistics.median(seconds) * 1000, 1)
         for (length, way), seconds in samples.items()
@@ -89,15 +144,19 @@ def run(
     }
     for name, sizes in memory.items():
         console.print(f"{name}: {sizes}")
-    Console(width=max(console.width, 200), highlight=False).print(_table(rows, names, transport))
+    Console(width=max(console.width, 200), highlight=False).print(
+        _table(rows, names, f"{hardware.shown}; disagg (ours) over {transport}")
+    )
     threshold = _threshold(samples, [*_SHORT, *lengths])
     console.print(
         f"up to about {threshold} tokens decode computes a prompt as fast as a handoff takes; "
         "use it for router.pairing.local_prefill_tokens"
     )
     figures = {"rows": rows, "first_ms": meetings, "memory": memory, "memcpy_gb_s": memcpy / 1e9}
+    command = "handoff" if device == "cpu" else f"handoff-{device}"
+    usual = {"cpu": "process_memory", "cuda": "cuda_ipc"}[device]
     output.write(
-        "handoff" if transport == "process_memory" else f"handoff-{transport}",
+        command if transport == usual else f"{command}-{transport}",
         {**figures, "local_prefill_tokens": threshold},
         _tables(rows, meetings, ["ours", *names]),
         _targets(rows, meetings, names),
@@ -133,33 +192,36 @@ def _ours(transport: TransportName, folder: Path) -> Pair:
     return Pair("ours", config, ("kv_producer", "kv_consumer"), env=secret)
 
 
-def _example(folder: Path) -> Pair:
+def _example(folder: Path, hardware: Hardware) -> Pair:
     extra = {"shared_storage_path": str(folder / "example")}
     config = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
     return Pair("example", config, hands_params=False)
 
 
-def _nixl(folder: Path) -> Pair:
+def _nixl(folder: Path, hardware: Hardware) -> Pair:
     if importlib.util.find_spec("nixl") is None:
         raise ConfigError(f"--peers: nixl — not installed; {nixl.INSTALL}")
-    config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
-    # UCX's default transports do not start everywhere.
-    return Pair("nixl", config, env={"UCX_TLS": os.environ.get("UCX_TLS", "sm,self,tcp")})
+    config = {"kv_connector": "NixlConnector", "kv_buffer_device": hardware.nixl_buffers}
+    return Pair("nixl", config, env={"UCX_TLS": os.environ.get("UCX_TLS", hardware.ucx_tls)})
 
 
-_PEERS: dict[str, Callable[[Path], Pair]] = {"example": _example, "nixl": _nixl}
+_PEERS: dict[str, Callable[[Path, Hardware], Pair]] = {"example": _example, "nixl": _nixl}
 
 
-def _start(stack: ExitStack, pairs: Sequence[Pair], console: Console) -> dict[str, VllmServer]:
+def _start(
+    stack: ExitStack, pairs: Sequence[Pair], hardware: Hardware, console: Console
+) -> dict[str, VllmServer]:
     servers = {}
     began = time.monotonic()
     for pair in pairs:
-        for side, role in zip(("prefill", "decode"), pair.roles, strict=True):
+        sides = zip(("prefill", "decode"), pair.roles, hardware.envs, strict=True)
+        for side, role, place in sides:
             name = f"{pair.name} {side}"
-            env = {"VLLM_CPU_KVCACHE_SPACE": "1", **pair.env}
+            env = {"VLLM_CPU_KVCACHE_SPACE": "1", **place, **pair.env}
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
             config = {**pair.config, "kv_role": role}
-            server = VllmServer(name, MODEL.absolute(), None, config, _ARGS, env=env)
+            model, args, dtype = hardware.model.absolute(), hardware.args, hardware.dtype
+            server = VllmServer(name, model, None, config, args, dtype, env)
             servers[name] = stack.enter_context(server)
     console.print(f"starting {len(servers)} engines, which takes minutes on few cores")
     for name, server in servers.items():
@@ -282,15 +344,19 @@ def _memory(server: VllmServer) -> str:
 
 
 def _report(
-    samples: Samples, lengths: Sequence[int], peers: Sequence[str], memcpy: float
+    samples: Samples,
+    lengths: Sequence[int],
+    peers: Sequence[str],
+    memcpy: float,
+    kv_bytes_per_token: int,
 ) -> list[Row]:
     rows = []
     for length in lengths:
         median = {way: statistics.median(s) for (at, way), s in samples.items() if at == length}
         row: Row = {f"{way} ms": round(seconds * 1000, 1) for way, seconds in median.items()}
-        row |= {"tokens": length, "MB": round(length * KV_BYTES_PER_TOKEN / 1e6, 1)}
+        row |= {"tokens": length, "MB": round(length * kv_bytes_per_token / 1e6, 1)}
         row["excess ms"] = round((median["ours"] - median["ours floor"]) * 1000, 1)
-        row["allowed ms"] = allowed_ms(length * KV_BYTES_PER_TOKEN, memcpy)
+        row["allowed ms"] = allowed_ms(length * kv_bytes_per_token, memcpy)
         row["ours/local"] = round(median["ours"] / median["local"], 3)
         row["prefill/alone"] = round(median["ours prefill"] / median["prefill alone"], 3)
         for peer in peers:
@@ -347,11 +413,8 @@ def _targets(
     return [*found, target(name, more, at_most=_FIRST_AIM_MS)]
 
 
-def _table(rows: Sequence[Row], peers: Sequence[str], transport: str) -> Table:
-    table = Table(
-        title="First token of decode, median ms (float32, 32 KiB of KV per token, CPU); "
-        f"disagg (ours) over {transport}"
-    )
+def _table(rows: Sequence[Row], peers: Sequence[str], shown: str) -> Table:
+    table = Table(title=f"First token of decode, median ms ({shown})")
     columns = ["tokens", "MB", "ours floor ms", "ours ms", "excess ms", "allowed ms", "local ms"]
     columns.append("ours/local")
     for peer in peers:

@@ -156,6 +156,8 @@ class State:
     def __init__(self, path: Path, *, fresh: bool) -> None:
         self._path = path
         self._all: dict[str, dict[str, Any]] = {}
+        # Once: who edits it during a run must not lose what was played.
+        self._source = f"source of {_changed_at():.0f}"
         if not fresh and path.is_file():
             self._all = json.loads(path.read_text())
 
@@ -163,7 +165,7 @@ class State:
         """This connector's, by the kind's name. Add to them, and then `save`."""
         made_with = f"{connector.version}, vLLM {vllm_version()}, {times} times"
         if connector.name == OURS:
-            made_with += f", source of {_changed_at():.0f}"
+            made_with += f", {self._source}"
         known = self._all.setdefault(connector.name, {"made_with": made_with, "cells": {}})
         if known["made_with"] != made_with:
             known.update(made_with=made_with, cells={})
@@ -246,6 +248,9 @@ def _report(
         target(str(o), sum(_count(c, o) for c in cells.get(OURS, {}).values()), at=OURS, at_most=0)
         for o in _BAD
     ]
+    if OURS in cells:
+        missing = sum(kind not in cells[OURS] for kind in kinds)
+        targets.append(target("faults not played", missing, at=OURS, at_most=0))
     output.write(
         "faults",
         {"cells": cells, "versions": versions},

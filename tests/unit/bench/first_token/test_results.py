@@ -24,7 +24,7 @@ def test_handoffs() -> None:
         "example floor": 0.05,
     }
     samples = {(1000, way): [taken] for way, taken in seconds.items()}
-    rows = handoff._report(samples, [1000], ["example"], 10 * GB)
+    rows = handoff._report(samples, [1000], ["example"], 10 * GB, 32 << 10)
     meetings = {"ours first": 70.0, "ours later": 30.0}
     meetings |= {"example first": 300.0, "example later": 30.0}
     first, again = handoff._tables(rows, meetings, ["ours", "example"])

@@ -78,6 +78,9 @@ def test_an_interrupted_run_reports_what_was_played(monkeypatch: Any, tmp_path: 
     kind = "handoffs, one by one"
     known.cells_of(CONNECTORS[0], 2)[kind] = {"outcomes": {str(Outcome.RIGHT): 2}, "note": ""}
     known.save()
+    now = run._changed_at()
+    changes = iter([now, now + 1])  # our source is edited meanwhile
+    monkeypatch.setattr(run, "_changed_at", lambda: next(changes))
     file = tmp_path / "results.json"
     assert run.run(names, [], 2, fresh=False, output=Output(file, None)) == 1  # ours is not whole
     assert started == ["disagg"]
