@@ -2,7 +2,9 @@
 
 A real router process, with timeouts below a second, in front of fake engines that apply the faults
 named in each request, in every combination of a prefill and a decode fault. A part of the streams
-has comments, odd line ends or fields that vLLM does not write by default. Each request must end
+has comments, odd line ends or fields that vLLM does not write by default; a part of the requests
+offers an upgrade of the protocol. Two models share the address, and two clients the engines. One
+engine after the other leaves the router and comes back. Each request must end
 right or with one well-formed error, in time. At the end no request may be in flight, no lease held,
 no stack trace logged and no memory leaked, and plain requests must be served again.
 """
@@ -10,14 +12,15 @@ no stack trace logged and no memory leaked, and plain requests must be served ag
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
 import uvloop
@@ -29,15 +32,24 @@ from disagg.bench.results import Table as ResultTable
 from disagg.chaos.answer_check import RIGHT, UNKNOWN, WRONG, Received, judge
 from disagg.chaos.expected_answers import CHAT, MODELS, NO_MODEL, VOCABULARY
 from disagg.chaos.faulty_engine import DECODE, MID_STREAM, PREFILL
-from disagg.chaos.router_scene import DEADLINE_S, ENGINES, Scene
+from disagg.chaos.router_scene import CLIENTS, DEADLINE_S, ENGINES, Scene, key_of
 from disagg.chaos.stream_forms import FORMS, USUAL
 from disagg.config import Role
+from disagg.router.topology import name_in
 
 RECOVERY_S, RECOVERED = 40.0, 16
 _PER_ROUND = 2500
 _RSS_MIB = 16.0
 _UNKNOWN = 1 / 64  # of the requests name a model that there is not
 _MILD = 15  # requests without a prefill fault, per request that may have one
+_OFFERED = 1 / 8
+_MOVE_S = 0.3  # between two changes of the engines
+# As clients write them. Java's and curl's are sent with each first request that is not TLS.
+_OFFERS = (
+    {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQ"},
+    {"connection": "keep-alive, Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"},
+    {"connection": "Upgrade", "upgrade": "nothing-that-is/1.0"},
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,9 @@ class FaultCase:
     body: dict[str, Any]
     form: str = USUAL
     """How the engines write a stream; see `stream_forms.py`."""
+    client: str = next(iter(CLIENTS))
+    offer: Mapping[str, str] = field(default_factory=dict)
+    """The headers that offer an upgrade."""
 
     @property
     def kinds(self) -> tuple[str, str]:
@@ -77,6 +92,9 @@ class FaultReport:
     begun_at_prefill: int = 0
     odd_streams: int = 0
     """Streams that the engines wrote in another form than vLLM's usual one."""
+    offers: int = 0
+    moves: int = 0
+    by_client: Counter[str] = field(default_factory=Counter)
 
     def total(self) -> Counter[str]:
         return sum(self.outcomes.values(), Counter[str]())
@@ -141,7 +159,9 @@ def _case(number: int, kinds: tuple[str, str], generator: random.Random) -> Faul
     prefill, decode = (f"{kind}/{generator.choice(['once', 'always'])}" for kind in kinds)
     # Half of all streams have vLLM's usual form.
     form = generator.choice(list(FORMS)) if body["stream"] and number % 2 else USUAL
-    return FaultCase(number, prefill, decode, path, body, form)
+    offer = generator.choice(_OFFERS) if generator.random() < _OFFERED else {}
+    client = generator.choice(list(CLIENTS))
+    return FaultCase(number, prefill, decode, path, body, form, client, offer)
 
 
 # ---- the requests --------------------------------------------------------------------------
@@ -165,7 +185,8 @@ async def storm(
             for refusing in sorted({case.refusing for case in chosen}):
                 await scene.refuse(refusing)
                 batch = [case for case in chosen if case.refusing == refusing]
-                await _all(scene, batch, clients, report)
+                async with _moving(scene, random.Random(seed + at)):
+                    await _all(scene, batch, clients, report)
                 report.problems += await scene.settled()
             await scene.refuse((0, 0))
             report.rss_mib.append(scene.rss_mib())
@@ -173,12 +194,34 @@ async def storm(
                 console.print(f"{at + len(chosen)} of {requests}: {dict(report.total())}")
         report.problems += await _recovery(scene, requests) + await scene.settled()
         report.problems += scene.logged_traces()
+        report.moves = scene.moves
         report.begun_at_prefill = round(await scene.figure("disagg_router_first_tokens_from"))
     # The first round fills caches and pools.
     if len(report.rss_mib) > 2 and report.rss_mib[-1] > report.rss_mib[1] + _RSS_MIB:
         report.problems.append(f"the router's memory grew, in MiB: {report.rss_mib}")
     report.seconds = time.monotonic() - began
     return report
+
+
+@asynccontextmanager
+async def _moving(scene: Scene, generator: random.Random) -> AsyncIterator[None]:
+    """One engine of a role and model at a time is away, another one every `_MOVE_S`."""
+    places = list(itertools.product(MODELS, get_args(Role), range(ENGINES)))
+
+    async def move() -> None:
+        while True:
+            model, role, number = generator.choice(places)
+            await scene.move([name_in(model, f"{role}-{number}")])
+            await asyncio.sleep(_MOVE_S)
+
+    task = asyncio.create_task(move())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await scene.move([])
 
 
 async def _all(scene: Scene, batch: Sequence[FaultCase], clients: int, report: FaultReport) -> None:
@@ -197,6 +240,8 @@ async def _all(scene: Scene, batch: Sequence[FaultCase], clients: int, report: F
                 outcome = "continued"
             report.outcomes[case.kinds][outcome] += 1
             report.odd_streams += case.form != USUAL
+            report.offers += bool(case.offer)
+            report.by_client[case.client] += outcome in (RIGHT, "continued")
 
     await asyncio.gather(*(client() for _ in range(clients)))
 
@@ -207,6 +252,8 @@ async def ask(scene: Scene, case: FaultCase) -> str:
         "x-request-id": f"storm-{case.number}",
         "x-fault": f"prefill={case.prefill},decode={case.decode}",
         "x-form": case.form,
+        "authorization": f"Bearer {key_of(case.client)}",
+        **case.offer,
     }
     content, broken = bytearray(), False
     try:
@@ -266,6 +313,8 @@ def _result_table(report: FaultReport) -> ResultTable:
     rows += [
         {"outcome": "streams that began with prefill's token", "count": report.begun_at_prefill},
         {"outcome": "streams with comments, odd lines or fields", "count": report.odd_streams},
+        {"outcome": "requests that offered an upgrade", "count": report.offers},
+        {"outcome": "times that an engine left or came back", "count": report.moves},
         {"outcome": "slowest answer, s", "count": round(report.slowest_s, 1)},
         {"outcome": "router's memory at the start, MiB", "count": round(report.rss_mib[0])},
         {"outcome": "router's memory at the end, MiB", "count": round(report.rss_mib[-1])},

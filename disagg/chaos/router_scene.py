@@ -1,6 +1,7 @@
 """The processes of `disagg bench router-faults`: a real router, and the fake engines behind it.
 
-Each process ends when its standard input ends, so none outlives the command.
+The router knows two clients by their keys, with shares of unlike weight. Engines leave it and come
+back while it serves. Each process ends when its standard input ends, so none outlives the command.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from disagg.config import (
     PairingSection,
     Role,
     RouterSection,
+    ShareSection,
 )
+from disagg.credentials import ApiKey
 from disagg.errors import StartupError
 from disagg.router.server.app import create_app
 from disagg.router.server.models import endpoints
@@ -43,6 +46,13 @@ QUEUE_S = 2.0  # for which requests wait while all decode engines refuse
 DEADLINE_S = 8.0
 START_S, SETTLE_S = 60.0, 6.0
 _PIPE_BYTES = 1 << 24
+CLIENTS = {"batch": ShareSection(), "people": ShareSection(weight=4.0)}
+_OPERATOR = ApiKey("operator", "of-the-operator", is_admin=True)
+
+
+def key_of(client: str) -> str:
+    """The API key of one of `CLIENTS`."""
+    return f"of-{client}"
 
 
 class Scene:
@@ -53,6 +63,7 @@ class Scene:
     ) -> None:
         self.url, self.client, self._router, self._log = url, client, router, log
         self._engines: list[tuple[Role, Process]] = []
+        self.moves = 0
         self._granted, self._ended = set[str](), set[str]()
 
     @staticmethod
@@ -93,6 +104,14 @@ class Scene:
                 return [f"still held: {len(held)} leases {sorted(held)[:5]}; {in_flight}"]
             await asyncio.sleep(0.05)
 
+    async def move(self, away: Sequence[str]) -> None:
+        """From now on the router does not know the engines of these names, and knows all others.
+        Requests in flight to them go on."""
+        assert self._router.stdin is not None
+        self._router.stdin.write(json.dumps(list(away)).encode() + b"\n")
+        await _line(self._router)
+        self.moves += 1
+
     def rss_mib(self) -> float:
         """The router's resident memory."""
         return float(psutil.Process(self._router.pid).memory_info().rss) / (1 << 20)
@@ -123,7 +142,9 @@ class Scene:
     async def _figures(self, prefix: str) -> dict[str, float]:
         async with (
             asyncio.timeout(DEADLINE_S),
-            self.client.get(f"{self.url}/metrics") as answer,
+            self.client.get(
+                f"{self.url}/metrics", headers={"authorization": f"Bearer {_OPERATOR.value}"}
+            ) as answer,
         ):
             lines = (await answer.text()).splitlines()
         shown = [line.rpartition(" ") for line in lines if line.startswith(prefix)]
@@ -205,6 +226,8 @@ async def _serve_engines(role: str, model: str, count: int) -> None:
 
 
 async def _serve_router(urls: dict[str, dict[str, list[str]]], first_token: Role) -> None:
+    """Serve until standard input ends. First prints the URL. Each input line names the engines that
+    are away; the answer is how many the router knows."""
     # The hold is about as long as a fake engine takes, so that either token may come first.
     hold_s = 0.005 if first_token == "prefill" else 0.0
     settings = RouterSection(
@@ -225,14 +248,21 @@ async def _serve_router(urls: dict[str, dict[str, list[str]]], first_token: Role
             first_byte_timeout_s=TIMEOUT_S,
             between_bytes_timeout_s=TIMEOUT_S,
         ),
+        shares=CLIENTS,
     )
-    sock = bind("127.0.0.1", 0)
-    await RouterServer(create_app(settings, endpoints(settings.models)), sock).start()
+    sock, engines = bind("127.0.0.1", 0), endpoints(settings.models)
+    keys = [_OPERATOR, *(ApiKey(client, key_of(client)) for client in CLIENTS)]
+    app = create_app(settings, engines, api_keys=keys)
+    await RouterServer(app, sock).start()
     print(json.dumps(f"http://127.0.0.1:{sock.getsockname()[1]}"), flush=True)
-    end = asyncio.StreamReader()
+    lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(end), sys.stdin)
-    await end.read()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while line := await lines.readline():
+        away = set(json.loads(line))
+        here = [engine for engine in engines if engine.name not in away]
+        app.state.replace(here, {})
+        print(len(here), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from disagg.chaos.expected_answers import (
     generated,
 )
 from disagg.chaos.faulty_engine import DECODE, MID_STREAM, PREFILL
-from disagg.chaos.router_scene import Scene
+from disagg.chaos.router_scene import CLIENTS, Scene
 from disagg.chaos.stream_forms import FORMS
 
 COMPLETION = "/v1/completions"
@@ -37,6 +37,9 @@ def test_every_combination_of_faults() -> None:
     assert total.total() == REQUESTS
     assert not total[WRONG]
     assert report.odd_streams > REQUESTS // 10
+    assert report.offers > REQUESTS // 20
+    assert report.moves > 2
+    assert all(report.by_client[client] for client in CLIENTS)
     # Faults there were, and not one outcome for all.
     assert all(
         total[one] for one in (RIGHT, EVENT, CUT, UNKNOWN, "continued", "error 503", "error 504")
