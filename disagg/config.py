@@ -646,6 +646,12 @@ class RouterSection(Section):
     access_log: bool = Field(
         True, description="Write one line of JSON per request to standard output"
     )
+    peers: list[Annotated[str, Field(pattern=r"^(https?|dns)://[^/?#@\s]+/?$")]] = Field(
+        default_factory=list,
+        description="URLs of other routers for the same engines; dns://HOST:PORT is one at each "
+        "address. They tell each other loads and prompts, to choose as one router would. Needs an "
+        "operator's key, which all have",
+    )
     shares: dict[str, ShareSection] = Field(
         default_factory=dict,
         description="What clients are entitled to, by the name of their key; *: all others",

@@ -99,6 +99,11 @@ def router_keys(router: RouterSection, section: str = "router.") -> tuple[ApiKey
         router.admin_keys_file,
         is_admin=True,
     )
+    if router.peers and not operators:
+        raise ConfigError(
+            f"{section}peers: routers show each other an operator's key, and there is none; set "
+            f"{section}admin_keys_file, with the same key at each router"
+        )
     names = {key.name for key in (*clients, *operators) if key.name is not None}
     for name in router.shares:
         if name != OTHERS and name not in names:

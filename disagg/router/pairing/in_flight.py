@@ -1,7 +1,7 @@
 """The requests that this router process has in flight at each engine.
 
-A router process only knows its own requests. With several processes each sees a random share of
-the load, which is enough to compare engines.
+Of other router processes it knows what they tell (`other_routers.py`). Room for requests is counted
+by each process alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeAlias, get_args
 
 from disagg.config import Role
+from disagg.router.pairing.other_routers import Load, OtherRouters
 from disagg.router.pairing.prefill_backlog import PrefillBacklog, Speed
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
@@ -28,6 +29,7 @@ OnFree: TypeAlias = Callable[[Role], None]
 class _EngineLoad:
     """The load of one engine. `cost`: in prompt tokens."""
 
+    url: str
     backlog: PrefillBacklog
     cost: int = 0
     requests: int = 0
@@ -76,9 +78,10 @@ class Seat:
 
 
 class InFlight:
-    """The load of each engine."""
+    """The load of each engine. `others`: what other router processes tell."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
+    def __init__(self, metrics: RouterMetrics, others: OtherRouters | None = None) -> None:
+        self._others = others or OtherRouters()
         self._by_role: Counter[Role] = Counter()
         for role in get_args(Role):
             metrics.in_flight.labels(role).set_function(partial(self.of_role, role))
@@ -95,12 +98,12 @@ class InFlight:
         return Seat(engine, cost, load, self._by_role, on_free)
 
     def cost(self, engine: EngineEndpoint) -> int:
-        """The engine's work in flight, in prompt tokens."""
-        return self._of(engine).cost
+        """The engine's work in flight, in prompt tokens, with that of other routers."""
+        return self._of(engine).cost + self._others.cost(engine.url)
 
     def reading_s(self, engine: EngineEndpoint) -> float:
         """The estimated time until the engine has computed all prompts sent to it."""
-        return self._of(engine).backlog.left_s()
+        return self._of(engine).backlog.left_s() + self._others.reading_s(engine.url)
 
     def takes_s(self, tokens: int) -> float:
         """The estimated time to compute so many prompt tokens; 0 before the first measurement."""
@@ -114,6 +117,14 @@ class InFlight:
         """How many requests have a seat at each engine that has any, by name."""
         return {name: load.requests for name, load in self._loads.items() if load.requests}
 
+    def loads(self) -> dict[str, Load]:
+        """The load that this process gives to each engine that has any, by URL."""
+        return {
+            load.url: Load(load.cost, round(load.backlog.left_s(), 3))
+            for load in self._loads.values()
+            if load.cost
+        }
+
     def forget(self, engine: str) -> None:
         """The engine of this name is gone. Seats that are left there stay valid."""
         self._loads.pop(engine, None)
@@ -125,5 +136,6 @@ class InFlight:
     def _of(self, engine: EngineEndpoint) -> _EngineLoad:
         load = self._loads.get(engine.name)
         if load is None:
-            load = self._loads[engine.name] = _EngineLoad(PrefillBacklog(self._speed))
+            backlog = PrefillBacklog(self._speed)
+            load = self._loads[engine.name] = _EngineLoad(engine.url, backlog)
         return load

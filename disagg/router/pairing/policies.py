@@ -61,11 +61,11 @@ class PrefixAffinity:
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight, self._otherwise = in_flight, LeastLoaded(in_flight)
-        self._memory = PrefixMemory()
+        self.memory = PrefixMemory()
 
     def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
         chosen = self._knows(request, engines) or self._otherwise.choose(request, engines)
-        self._memory.note(request.prefix_keys, chosen.name)
+        self.memory.sent(request.prefix_keys, chosen.name)
         return chosen
 
     def _knows(
@@ -74,7 +74,7 @@ class PrefixAffinity:
         by_name = {engine.name: engine for engine in engines}
         least = min(self._in_flight.cost(engine) for engine in engines)
         for key in reversed(request.prefix_keys):
-            for name in self._memory.engines(key):
+            for name in self.memory.engines(key):
                 engine = by_name.get(name)
                 if engine is not None:
                     busy = self._in_flight.cost(engine) > least + _WORTH_WAITING_TOKENS
@@ -131,6 +131,14 @@ class Pairer:
         self._policies: dict[Role, Policy] = {
             "prefill": make_policy(settings.prefill, settings, in_flight),
             "decode": make_policy(settings.decode, settings, in_flight),
+        }
+
+    def memories(self) -> dict[Role, PrefixMemory]:
+        """Who was sent which prompts, of the roles whose policy asks for it."""
+        return {
+            role: policy.memory
+            for role, policy in self._policies.items()
+            if isinstance(policy, PrefixAffinity)
         }
 
     def serves(

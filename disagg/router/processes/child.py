@@ -20,6 +20,7 @@ import uvloop
 from pydantic import TypeAdapter
 
 from disagg.router.processes.rpc import ASK_S, RpcChannel, RpcClosed, open_channel
+from disagg.router.server.gossip import Gossip
 from disagg.router.server.peer_processes import SingleProcess, merged_metrics
 from disagg.router.server.server import RouterPlan, RouterServer, bind, settle
 from disagg.router.topology import Away, EngineEndpoint
@@ -40,6 +41,7 @@ class Child:
             "drain": lambda on: self._own.drain(on),
             "in_flight": lambda _: self._own.in_flight(),
             "figures": self._figures,
+            "gossip": self._hear,
             "running": lambda _: self._server.running(),
             "finish": lambda grace_s: self._server.finish(grace_s),
         }
@@ -69,6 +71,10 @@ class Child:
 
     async def _figures(self, _: Any) -> str:
         return (await self._own.figures()).decode()
+
+    async def _hear(self, message: str) -> None:
+        gossip: Gossip = self._server.app.state.gossip
+        gossip.hear(message.encode())
 
     async def _close_when_ended(self) -> None:
         try:
@@ -120,6 +126,10 @@ class ParentPeers:
     async def engines(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] | None = await self._ask("engines", {"name": name, "given": given})
         return answer or {"status": 503, "content": {"error": "the router is shutting down"}}
+
+    async def gossip(self, message: str) -> None:
+        with contextlib.suppress(RpcClosed, TimeoutError, RuntimeError):
+            await self._parent.call("gossip", message, timeout_s=ASK_S)
 
     async def _ask(self, name: str, argument: Any = None) -> Any:
         with contextlib.suppress(RpcClosed):

@@ -78,6 +78,7 @@ class Processes:
             "in_flight": self._in_flight,
             "figures": self._figures,
             "engines": self._engines,
+            "gossip": self._gossip,
         }
 
     async def start(self) -> None:
@@ -205,6 +206,10 @@ class Processes:
 
     async def _engines(self, given: Any) -> dict[str, Any]:
         return await called(self._engine_calls, given["name"], given["given"])
+
+    async def _gossip(self, message: str) -> None:
+        """Its own process gets it too, and leaves it."""
+        await self._ask("gossip", message)
 
     async def _ask(
         self, name: str, argument: Any = None, *, timeout_s: float = ASK_S / 2

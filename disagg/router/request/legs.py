@@ -68,7 +68,8 @@ class Legs:
         )
         self.decode_leg = DecodeLeg(admission, health, metrics, settings.limits)
         self._releases = LeaseReleases(session, metrics)
-        self._known = PrefixMemory()
+        self.answered = PrefixMemory()
+        """Which decode engines answered which prompts."""
         self._idle_prefill = IdlePrefill(metrics)
         share = settings.pairing.prefill_wait_share
         self._local_prefill = None if share is None else LocalPrefill(share)
@@ -163,7 +164,7 @@ class Legs:
             self._releases.give_back(prefilled)
         else:
             if self._pairing.local_prefill_tokens:
-                self._known.note((prompt or plan).prefix_keys, opened.engine.name)
+                self.answered.sent((prompt or plan).prefix_keys, opened.engine.name)
             self._releases.fetched(prefilled)
             if prefilled is not None:
                 self._metrics.paired(prefilled.prefill.name, opened.engine.name)
@@ -200,7 +201,7 @@ class Legs:
         """About how many of the prompt's tokens the decode engine does not hold."""
         if not self._pairing.local_prefill_tokens:
             return plan.tokens
-        known = self._known.known(plan.prefix_keys, seat.engine.name)
+        known = self.answered.known(plan.prefix_keys, seat.engine.name)
         return round(plan.tokens * (1 - plan.prefixes.known(known)))
 
     def _prefill_is_idle(self) -> bool:

@@ -29,7 +29,9 @@ from disagg.router.pairing.admission import Admission
 from disagg.router.pairing.fair_queue import Served
 from disagg.router.pairing.first_token_hold import FirstTokenHold
 from disagg.router.pairing.in_flight import InFlight, Seat
+from disagg.router.pairing.other_routers import MemoryName, OtherRouters, Report, Sent
 from disagg.router.pairing.policies import Pairer
+from disagg.router.pairing.prefix_memory import PrefixMemory
 from disagg.router.pairing.rate_limits import RateLimits
 from disagg.router.request import first_token, stream_state
 from disagg.router.request.decode_leg import Opened
@@ -68,7 +70,9 @@ class Service:
     ) -> None:
         self.client = client
         self._topology, self._compatibility = topology, compatibility
-        self._in_flight = in_flight = InFlight(metrics)
+        self._others = OtherRouters()
+        metrics.other_routers.set_function(self._others.count)
+        self._in_flight = in_flight = InFlight(metrics, self._others)
         self._metrics, self._settings = metrics, settings
         self._keep_alive_s = settings.stream_keep_alive_s
         pairer = Pairer(topology, settings.pairing, in_flight, health, compatibility)
@@ -88,6 +92,10 @@ class Service:
             strict=strict,
             connector=connector,
         )
+        self._memories: dict[MemoryName, PrefixMemory] = {
+            **pairer.memories(),
+            "answered": self._legs.answered,
+        }
         # A lease of another connector serves no prompt that is longer than its own.
         self._begins_at_prefill = (
             settings.pairing.first_token == "prefill" and connector == "disagg"
@@ -235,6 +243,34 @@ class Service:
     def running(self) -> dict[str, int]:
         """How much each engine is needed for; see `Legs.running`."""
         return self._legs.running()
+
+    def share(self) -> None:
+        """From now on keep what is new for `report`."""
+        for memory in self._memories.values():
+            memory.share()
+
+    def report(self) -> Report:
+        """What other routers may know of the engines, and were not told yet."""
+        urls = {engine.name: engine.url for engine in self._topology.engines}
+        sent = [
+            Sent(name, urls[engine], keys)
+            for name, memory in self._memories.items()
+            for engine, keys in memory.news()
+            if engine in urls
+        ]
+        return Report(self._in_flight.loads(), sent)
+
+    def hear(self, router: str, report: Report) -> None:
+        """Another router tells what it knows. Engines that are not known here are left out."""
+        self._others.hear(router, report.loads)
+        if not report.sent:
+            return
+        names = {engine.url: engine.name for engine in self._topology.engines}
+        for sent in report.sent:
+            memory = self._memories.get(sent.memory)
+            if memory is not None and sent.engine in names:
+                memory.note(sent.keys, names[sent.engine])
+                self._metrics.heard.inc()
 
     def engine_gone(self, name: str) -> None:
         """Forget an engine that is neither up nor missing."""

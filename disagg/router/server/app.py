@@ -22,11 +22,13 @@ from disagg.credentials import ApiKey
 from disagg.router.api import bodies, openapi, paths
 from disagg.router.api.errors import ApiError
 from disagg.router.server import drain_api, engines_api, ui
+from disagg.router.server import gossip as gossip_api
 from disagg.router.server.api_keys import KeyRing
 from disagg.router.server.drain import DrainMiddleware
 from disagg.router.server.endpoint import INTERNAL_ERROR, Answer, Endpoint
 from disagg.router.server.file_descriptors import FileDescriptors
 from disagg.router.server.forwarding import Forwarding
+from disagg.router.server.gossip import Gossip
 from disagg.router.server.model_group import ModelGroup
 from disagg.router.server.models import Models
 from disagg.router.server.status import Failures, Status
@@ -56,6 +58,7 @@ def create_app(
     models = Models(_groups(settings, engines, down or {}, connector, strict))
     keys, failures = KeyRing(api_keys), Failures()
     tls = credentials.engine_tls(settings)
+    gossip = Gossip(models, settings, api_keys, tls)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -64,6 +67,7 @@ def create_app(
             for group in models.groups.values():
                 await running.enter_async_context(group.running(engine_key, tls, loop_yield))
             await running.enter_async_context(models.running())
+            await running.enter_async_context(gossip.running(lambda: app.state.peer_processes))
             scraper = await running.enter_async_context(
                 upstream.open_client(settings.limits, engine_key, tls=tls)
             )
@@ -85,6 +89,7 @@ def create_app(
     registry: Collector = metrics[""].registry if models.only else _several(metrics)
     drain_api.install(app, registry, keys, log)
     engines_api.install(app, keys, log)
+    gossip_api.install(app, gossip, keys)
     _add_own_routes(app, models, keys)
     ui.install(app, keys)
     _add_api_routes(app, settings, models, metrics, failures, keys, log)

@@ -41,6 +41,9 @@ class PeerProcesses(Protocol):
     async def engines(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """See `EngineCalls.call`."""
 
+    async def gossip(self, message: str) -> None:
+        """Pass a message of `gossip.py` to the other processes."""
+
 
 class SingleProcess:
     """The only process of its router. `drain_requested`: set by a drain command."""
@@ -66,6 +69,9 @@ class SingleProcess:
 
     async def engines(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return await called(self.engine_calls, name, given)
+
+    async def gossip(self, message: str) -> None:
+        """There are no others."""
 
 
 async def called(

@@ -64,6 +64,16 @@ class RouterMetrics:
             "Of the last 200 requests, those that decode computed while prefill was idle.",
             registry=self.registry,
         )
+        self.other_routers = Gauge(
+            "disagg_router_other_routers",
+            "Router processes that told their loads within the last second.",
+            registry=self.registry,
+        )
+        self.heard = Counter(
+            "disagg_router_prompts_of_others",
+            "Prompts of other router processes, as they told them.",
+            registry=self.registry,
+        )
         self.first_tokens = Counter(
             "disagg_router_first_tokens_from_prefill",
             "Streams that began with the prefill engine's first token.",
