@@ -18,6 +18,7 @@ from disagg.router.upstream import client as upstream
 logger = logging.getLogger(__name__)
 
 RELEASE_S = 5.0
+_PAUSE_S = 0.05  # before the second attempt; then twice as long each time
 
 
 class Prefilled(NamedTuple):
@@ -60,18 +61,28 @@ class LeaseReleases:
         task.add_done_callback(lambda _: self.fetched(prefilled))
 
     async def close(self) -> None:
-        """Wait for the releases under way."""
+        """Wait for the releases under way; each has a deadline."""
         if self._background:
-            await asyncio.wait(self._background, timeout=RELEASE_S)
+            await asyncio.wait(self._background)
 
     async def _release(self, prefill: EngineEndpoint, params: dict[str, Any]) -> None:
-        outcome = "failed"
         try:
             async with asyncio.timeout(RELEASE_S):
-                data = bodies.encoded({bodies.PARAMS: params})
-                answer = await upstream.post(self._client, prefill, "/disagg/release", data)
-                outcome = "released" if answer.status == 200 else "refused"
-                answer.release()
-        except (aiohttp.ClientError, TimeoutError):
+                outcome = await self._sent(prefill, bodies.encoded({bodies.PARAMS: params}))
+        except TimeoutError:
+            outcome = "failed"
             logger.warning("a lease of %s was not released; it ends at its deadline", prefill.name)
         self._metrics.releases.labels(outcome).inc()
+
+    async def _sent(self, prefill: EngineEndpoint, data: bytes) -> str:
+        """Send it until the engine answers: it may be busy, or have just closed an idle connection.
+        A lease that is released twice is released."""
+        pause = _PAUSE_S
+        while True:
+            try:
+                answer = await upstream.post(self._client, prefill, "/disagg/release", data)
+                answer.release()
+                return "released" if answer.status == 200 else "refused"
+            except (aiohttp.ClientError, TimeoutError):
+                await asyncio.sleep(pause)
+                pause *= 2
