@@ -99,7 +99,7 @@ ALLOWED = {
     "router.processes": {*_ROUTER, "router.server", "router.main"},
     "router.server": {
         *_ROUTER, "credentials", "router.api", "router.telemetry", "router.upstream",
-        "router.engines", "router.request",
+        "router.engines", "router.request", "router.discovery",
         "private_files", "safe_logging",
     },
     "router.request": {
@@ -134,7 +134,8 @@ ALLOWED = {
         "bench.serve", "bench.speeds", "bench.transfer", "chaos", "chaos.faults",
     },
     "bench.first_token": {
-        *LEAVES, "testing", "bench.results", "bench.transfer.nixl", "transport.names",
+        *LEAVES, "testing", "bench.results", "bench.transfer.gpus", "bench.transfer.nixl",
+        "transport.names",
     },
     "bench.router": {*LEAVES, "testing", "bench.results"},
     "bench.serve": {
@@ -151,8 +152,8 @@ ALLOWED = {
     "private_files", "checksums",
     },
     "chaos": {
-        *LEAVES, "testing", "bench.results", "cluster", "preflight", "router", "router.server",
-        "transport.names",
+        *LEAVES, "credentials", "testing", "bench.results", "cluster", "preflight", "router",
+        "router.server", "transport.names",
     },
     "chaos.faults": {
         *LEAVES, "testing", "bench.results", "router.api.bodies", "engine.vllm_patches.patching",

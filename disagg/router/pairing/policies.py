@@ -17,6 +17,7 @@ from disagg.config import PairingSection, PolicyName, Role
 from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
 from disagg.router.pairing.in_flight import InFlight
+from disagg.router.pairing.other_routers import MemoryName
 from disagg.router.pairing.prefix_memory import PrefixMemory
 from disagg.router.pairing.request_info import RequestInfo
 from disagg.router.topology import EngineEndpoint, Topology
@@ -133,7 +134,7 @@ class Pairer:
             "decode": make_policy(settings.decode, settings, in_flight),
         }
 
-    def memories(self) -> dict[Role, PrefixMemory]:
+    def memories(self) -> dict[MemoryName, PrefixMemory]:
         """Who was sent which prompts, of the roles whose policy asks for it."""
         return {
             role: policy.memory

@@ -13,7 +13,7 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import uvloop
@@ -35,7 +35,7 @@ class Child:
         self.server: RouterServer | None = None
         self._grace_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self.handlers = {
+        self.handlers: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "start": self._start,
             "replace": self._replace,
             "drain": lambda on: self._own.drain(on),

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from disagg.router.processes.rpc import ASK_S, RpcChannel, RpcClosed, open_channel
+from disagg.router.processes.rpc import ASK_S, Handlers, RpcChannel, RpcClosed, open_channel
 from disagg.router.server.peer_processes import EngineCalls, called, merged_metrics
 from disagg.router.server.server import RouterPlan, RouterServer, bind
 from disagg.router.topology import Away, EngineEndpoint
@@ -73,7 +73,7 @@ class Processes:
         self._draining = False
         self.drain_requested = asyncio.Event()
         self._engine_calls: EngineCalls | None = None
-        self._handlers = {
+        self._handlers: Handlers = {
             "drain": self._drain,
             "in_flight": self._in_flight,
             "figures": self._figures,

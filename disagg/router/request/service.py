@@ -11,6 +11,7 @@ from typing import Any, get_args
 from urllib.parse import unquote
 
 import aiohttp
+import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from yarl import URL
@@ -50,6 +51,8 @@ from disagg.router.upstream import client as upstream
 from disagg.router.upstream import http1
 
 _WITH_IDS: Mapping[str, Any] = {"return_token_ids": True}
+
+_REPORTS = msgspec.json.Decoder(Report)
 
 
 class Service:
@@ -249,8 +252,8 @@ class Service:
         for memory in self._memories.values():
             memory.share()
 
-    def report(self) -> Report:
-        """What other routers may know of the engines, and were not told yet."""
+    def report(self) -> bytes | None:
+        """What other routers may know of the engines, and were not told yet; None if nothing."""
         urls = {engine.name: engine.url for engine in self._topology.engines}
         sent = [
             Sent(name, urls[engine], keys)
@@ -258,10 +261,13 @@ class Service:
             for engine, keys in memory.news()
             if engine in urls
         ]
-        return Report(self._in_flight.loads(), sent)
+        loads = self._in_flight.loads()
+        return msgspec.json.encode(Report(loads, sent)) if loads or sent else None
 
-    def hear(self, router: str, report: Report) -> None:
-        """Another router tells what it knows. Engines that are not known here are left out."""
+    def hear(self, router: str, data: msgspec.Raw) -> None:
+        """Another router's report. Engines that are not known here are left out. Raises
+        msgspec.MsgspecError."""
+        report = _REPORTS.decode(data)
         self._others.hear(router, report.loads)
         if not report.sent:
             return

@@ -31,7 +31,6 @@ from disagg.credentials import ApiKey
 from disagg.router.api.errors import ApiError
 from disagg.router.discovery import dns
 from disagg.router.discovery.source import in_thread
-from disagg.router.pairing.other_routers import Report
 from disagg.router.server import operators
 from disagg.router.server.api_keys import KeyRing
 from disagg.router.server.models import Models
@@ -51,7 +50,7 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     """What one router process tells another. router: random, new with each process."""
 
     router: Annotated[str, msgspec.Meta(min_length=8, max_length=64)]
-    models: dict[str, Report]
+    models: dict[str, msgspec.Raw]
 
 
 _DECODE = msgspec.json.Decoder(_Message).decode
@@ -130,11 +129,12 @@ class Gossip:
     def _message(self) -> bytes | None:
         """What there is to tell now; None if nothing, and nothing before."""
         reports = {name: group.service.report() for name, group in self._models.groups.items()}
-        has_something = any(report.loads or report.sent for report in reports.values())
+        has_something = any(report is not None for report in reports.values())
         if not has_something and not self._had_something:
             return None
         self._had_something = has_something
-        return msgspec.json.encode(_Message(self._id, reports))
+        shown = {name: msgspec.Raw(report or b"{}") for name, report in reports.items()}
+        return msgspec.json.encode(_Message(self._id, shown))
 
 
 class _Peer:
