@@ -165,6 +165,7 @@ def _routers(report: Mapping[str, Any]) -> list[Row]:
     return [
         {
             "router": name,
+            "versions": ", ".join(f"{k} {v}" for k, v in report["peers"].get(name, {}).items()),
             "engines": ENGINES.get(name, _FAKES),
             "router's processes": memory["processes"],
             "memory at the start, MB": memory["start"],
