@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 
-import disagg
 from disagg.bench.router.fake_engine import CHUNKS
 from disagg.bench.router.load import MODEL
 from disagg.bench.router.report import DYNAMO, RAY_SERVE
@@ -146,7 +145,7 @@ echo "import site; site.addsitedir('$PWD/.venv/lib/python3.11/site-packages')" \
 def _start_ray(stack: ExitStack, folder: Path, python: str) -> Started:
     """Its app of prefill and decode; the engines are in its replicas."""
     command = [python, "-m", "disagg.bench.router.ray_serve", "{port}", str(folder / "ray")]
-    env = {"PYTHONPATH": str(Path(disagg.__file__).parents[1])}
+    env = {"PYTHONPATH": str(Path(__file__).parents[3])}
     url, process = launch(stack, RAY_SERVE, command, env=env, start_s=_RAY_START_S)
     return Started(url, process, [])
 

@@ -8,6 +8,7 @@ replicas, so it is replaced there, with Ray's own variable for it. Only its Pyth
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -77,6 +78,7 @@ class FakeEngine:
         elif request.stream:
             for event in _EVENTS:
                 yield event
+                await asyncio.sleep(0)  # each by itself, as `fake_engine.py` sends them
         else:
             yield CompletionResponse(**fake_engine.whole())
 
