@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from http.client import HTTPException
 
 import psutil
 
@@ -27,14 +28,15 @@ def launch(
     env: Mapping[str, str] | None = None,
     is_ready: Callable[[str], bool] | None = None,
     start_s: float = START_S,
+    port: int | None = None,
 ) -> tuple[str, psutil.Process]:
     """Start a server and wait until it is ready; `stack` ends it, and what it started.
 
-    `{port}` in a word of the command becomes a free port. `env` goes on top of this process's.
+    `{port}` in a word of the command becomes `port`, or a free one. `env` goes on top of this process's.
     `is_ready` gets the URL; without it, the server's /health must answer. Returns the URL and the
     process. Raises `StartupError` with the end of its output.
     """
-    port = free_port()
+    port = port or free_port()
     log = tempfile.TemporaryFile()  # noqa: SIM115
     stack.callback(log.close)
     words = [word.replace("{port}", str(port)) for word in command]
@@ -57,7 +59,7 @@ def healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
             return bool(answer.status == 200)
-    except OSError:
+    except (OSError, HTTPException):  # an exception of HTTP: the port is another server's
         return False
 
 

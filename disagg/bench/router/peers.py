@@ -7,10 +7,13 @@ how, and its rows are left out.
 from __future__ import annotations
 
 import json
+import random
+import socket
 import urllib.request
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 import psutil
@@ -128,7 +131,7 @@ def _serves(url: str, *endpoints: str) -> bool:
             return False
         with urllib.request.urlopen(request, timeout=_ASK_S) as answer:
             return bool(answer.status == 200)
-    except OSError:
+    except (OSError, HTTPException):
         return False
 
 
@@ -146,8 +149,20 @@ def _start_ray(stack: ExitStack, folder: Path, python: str) -> Started:
     """Its app of prefill and decode; the engines are in its replicas."""
     command = [python, "-m", "disagg.bench.router.ray_serve", "{port}", str(folder / "ray")]
     env = {"PYTHONPATH": str(Path(__file__).parents[3])}
-    url, process = launch(stack, RAY_SERVE, command, env=env, start_s=_RAY_START_S)
+    url, process = launch(
+        stack, RAY_SERVE, command, env=env, start_s=_RAY_START_S, port=_quiet_port()
+    )
     return Started(url, process, [])
+
+
+def _quiet_port() -> int:
+    """A free port that nobody gets by chance while Ray starts, which takes a minute. Raises
+    `StartupError` if there is none."""
+    for port in random.sample(range(20000, 30000), 100):  # below those that the kernel hands out
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise StartupError("no free port from 20000 to 29999")
 
 
 PEERS = {

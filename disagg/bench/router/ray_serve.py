@@ -24,6 +24,8 @@ _ENV = {
     "RAYLLM_VLLM_ENGINE_CLS": f"{__package__}.ray_serve.FakeEngine",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    # Without it, a proxy that is not ready after 5 s is killed, and the app does not start.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 # More than there are: Ray counts them, and nothing computes.
 _CPUS = 16
