@@ -32,9 +32,9 @@ def launch(
 ) -> tuple[str, psutil.Process]:
     """Start a server and wait until it is ready; `stack` ends it, and what it started.
 
-    `{port}` in a word of the command becomes `port`, or a free one. `env` goes on top of this process's.
-    `is_ready` gets the URL; without it, the server's /health must answer. Returns the URL and the
-    process. Raises `StartupError` with the end of its output.
+    `{port}` in a word of the command becomes `port`, or a free one. `env` goes on top of this
+    process's. `is_ready` gets the URL; without it, the server's /health must answer. Returns the
+    URL and the process. Raises `StartupError` with the end of its output.
     """
     port = port or free_port()
     log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -45,7 +45,7 @@ def launch(
     )
     stack.callback(_end, process)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + start_s
-    while not (is_ready or healthy)(url):
+    while not (is_ready or _healthy)(url):
         if process.poll() is not None or time.monotonic() > deadline:
             log.seek(0)
             tail = log.read()[-2000:].decode(errors="replace")
@@ -54,12 +54,12 @@ def launch(
     return url, psutil.Process(process.pid)
 
 
-def healthy(url: str) -> bool:
+def _healthy(url: str) -> bool:
     """Whether its /health answers."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
             return bool(answer.status == 200)
-    except (OSError, HTTPException):  # an exception of HTTP: the port is another server's
+    except (OSError, HTTPException):  # of HTTP, if another server has the port
         return False
 
 
