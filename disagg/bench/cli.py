@@ -272,7 +272,10 @@ def router(
     mode: Annotated[str, typer.Option(help="Answers: stream, whole, or both.")] = "both",
     targets: Annotated[
         str,
-        typer.Option(help="Comma-separated: no router, disagg's in four settings, vllm-router."),
+        typer.Option(
+            help="Comma-separated: no router, disagg's in four settings, vllm-router; and "
+            "dynamo,ray-serve-llm, which bring engines of their own."
+        ),
     ] = "direct,ours,ours-2-processes,ours-migration,ours-2-models,vllm-router",
     pace_ms: Annotated[
         float, typer.Option(help="Milliseconds between two tokens of an answer.")
@@ -280,7 +283,7 @@ def router(
     json: Json = None,
     results: Results = None,
 ) -> None:
-    """Measure routers in front of fake engines: no router, disagg's and vllm-router."""
+    """Measure routers in front of fake engines: no router, disagg's, vllm-router and others."""
     from disagg.bench.router import run as bench
 
     plan = bench.RouterBenchPlan(

@@ -162,7 +162,7 @@ ALLOWED = {
 HEAVY = {
     # In identity for its types alone; in testing for the process that servers are forks of.
     "vllm": {"connector", "engine", "identity", "testing"},
-    "ray": {"engine", "cluster"},
+    "ray": {"bench", "cluster", "engine"},  # in bench for Ray Serve LLM, a peer
     "cupy": {"transport"},
     "torch": {"bench", "connector", "engine", "testing", "transport"},
     "transformers": {"connector", "engine", "testing"},

@@ -35,6 +35,8 @@ FEATURES = {
     "router/test_other_engines.py": "engines that change while the router serves",
     "router/pairing/test_absence.py": "requests while no decode engine is up",
     "router/test_outside_clients.py": "clients that others wrote",
+    "router/server/test_browser.py": "a page of another origin, in a real browser",
+    "router/server/test_sdks.py": "SDKs that others wrote",
     "router/test_process.py": "`disagg router` as real processes",
     "router/test_router.py": "the whole router over HTTP, with fake engines",
     "spec/test_conformance.py": "the model of leases beside the code's lease table",

@@ -104,19 +104,35 @@ def _squeezed(body: bytes) -> bytes:
 def _prefilled(asked: bool) -> tuple[int, bytes]:
     if not asked:
         return 400, b'{"error": "no do_remote_decode: not a prefill leg"}'
-    choice = {"index": 0, "text": " word", "finish_reason": "length"}
-    return 200, _json(_content([choice]) | {"usage": _USAGE, "kv_transfer_params": PARAMS})
+    return 200, _json(prefilled())
 
 
 @functools.cache
 def _whole() -> bytes:
-    choice = {"index": 0, "text": " word" * CHUNKS, "finish_reason": "length"}
-    return _json(_content([choice]) | {"usage": _USAGE})
+    return _json(whole())
 
 
 @functools.cache
 def _events(ids: bool, usage: bool) -> Sequence[bytes]:
     """A stream as HTTP chunks; with token ids and usage if the request asks for them."""
+    chunks = [b"%x\r\n%b\r\n" % (len(event), event) for event in stream(ids, usage)]
+    return [*chunks[:-1], chunks[-1] + b"0\r\n\r\n"]
+
+
+def prefilled() -> dict[str, Any]:
+    """The content of a prefill leg's answer."""
+    choice = {"index": 0, "text": " word", "finish_reason": "length"}
+    return _content([choice]) | {"usage": _USAGE, "kv_transfer_params": PARAMS}
+
+
+def whole() -> dict[str, Any]:
+    """The content of an answer in one piece."""
+    choice = {"index": 0, "text": " word" * CHUNKS, "finish_reason": "length"}
+    return _content([choice]) | {"usage": _USAGE}
+
+
+def stream(ids: bool, usage: bool) -> list[bytes]:
+    """An answer as events; with token ids and usage if the request asks for them."""
     contents = []
     for number in range(CHUNKS):
         choice = {
@@ -131,9 +147,7 @@ def _events(ids: bool, usage: bool) -> Sequence[bytes]:
         contents.append(_content([choice]))
     if usage:
         contents.append(_content([]) | {"usage": _USAGE})
-    events = [b"data: " + _json(content) + b"\n\n" for content in contents]
-    chunks = [b"%x\r\n%b\r\n" % (len(e), e) for e in [*events, b"data: [DONE]\n\n"]]
-    return [*chunks[:-1], chunks[-1] + b"0\r\n\r\n"]
+    return [b"data: " + _json(content) + b"\n\n" for content in contents] + [b"data: [DONE]\n\n"]
 
 
 def _content(choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -33,13 +33,14 @@ _NUMBER, _DIGITS = b"@number@", b"%012d"
 @dataclass(frozen=True)
 class RouterLoad:
     """What to send where. `stream`: events, or the answer in one piece. `as_decode`: a decode leg,
-    with the kv_transfer_params of a prefill leg."""
+    with the kv_transfer_params of a prefill leg. `events`: of a right stream, before `[DONE]`."""
 
     url: str
     clients: int
     requests: int
     stream: bool
     as_decode: bool = False
+    events: int = CHUNKS
 
 
 @dataclass
@@ -59,7 +60,7 @@ def run(load: RouterLoad) -> Batch:
 
 async def _run(load: RouterLoad) -> Batch:
     loop, batch = asyncio.get_running_loop(), Batch()
-    work = _Work(iter(range(load.requests)), _request(load), load.stream, batch)
+    work = _Work(iter(range(load.requests)), _request(load), load.stream, load.events, batch)
     host, _, port = urlsplit(load.url).netloc.rpartition(":")
     async with asyncio.timeout(BATCH_S):
         clients = []
@@ -107,6 +108,7 @@ class _Work:
     left: Iterator[int]
     request: tuple[bytes, bytes]
     stream: bool
+    events: int
     batch: Batch
     no_more_at: float = math.inf
 
@@ -166,7 +168,10 @@ class _Client(asyncio.Protocol):
 
     def _answered(self, answer: bytes) -> None:
         whole = time.perf_counter() - self._began
-        right = _events(answer) == CHUNKS if self._work.stream else b'"total_tokens"' in answer
+        if self._work.stream:
+            right = _events(answer, self._work.events) == self._work.events
+        else:
+            right = b'"total_tokens"' in answer
         if not (right and answer.startswith(b"HTTP/1.1 200")):
             self._fail(f"not the answer expected: {answer[:500]!r}")
             return
@@ -179,9 +184,9 @@ class _Client(asyncio.Protocol):
             self.done.set_exception(RuntimeError(problem))
 
 
-def _events(answer: bytes) -> int:
+def _events(answer: bytes, right: int) -> int:
     """The number of events before `[DONE]`; -1 without a `[DONE]`."""
-    if (count := answer.count(b"data: {")) != CHUNKS:  # rarely, a chunk ends within an event
+    if (count := answer.count(b"data: {")) != right:  # rarely, a chunk ends within an event
         count = _unchunked(answer).count(b"data: {")
     return count if b"data: [DONE]" in answer else -1
 

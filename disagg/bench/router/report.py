@@ -23,7 +23,15 @@ DIRECT, OURS, PEER = "direct", "ours", "vllm-router"
 WITH_TWO_PROCESSES, WITH_MIGRATION = "ours-2-processes", "ours-migration"
 WITH_TWO_MODELS = "ours-2-models"
 VARIANTS = (WITH_TWO_PROCESSES, WITH_MIGRATION, WITH_TWO_MODELS)
-TARGETS = (DIRECT, OURS, *VARIANTS, PEER)
+# Peers with engines of their own.
+DYNAMO, RAY_SERVE = "dynamo", "ray-serve-llm"
+OTHERS = (DYNAMO, RAY_SERVE)
+TARGETS = (DIRECT, OURS, *VARIANTS, PEER, *OTHERS)
+_FAKES = "the fake engines"
+ENGINES = {
+    DYNAMO: "Dynamo's mocker at its fastest, in two processes; the frontend tokenizes",
+    RAY_SERVE: "a fake engine within Ray's replicas, counted with the router",
+}
 _MEASURES = ("requests_s", "first_p50", "cpu")
 _BUSY = (16, 64)  # numbers of clients that the targets are for
 
@@ -142,13 +150,29 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def tables(report: Mapping[str, Any]) -> list[ResultTable]:
-    """One for streams, one for answers in one piece."""
+    """One for streams, one for answers in one piece, one of the routers."""
     found = []
     for mode in MODES:
         mine = [_shown(row) for row in report["rows"] if row["mode"] == mode]
         if mine:
             found.append(ResultTable(_title(mode, report["pace_ms"]), mine))
+    if report["memory_mb"]:
+        found.append(ResultTable("routers, their engines, and memory", _routers(report)))
     return found
+
+
+def _routers(report: Mapping[str, Any]) -> list[Row]:
+    return [
+        {
+            "router": name,
+            "versions": ", ".join(f"{k} {v}" for k, v in report["peers"].get(name, {}).items()),
+            "engines": ENGINES.get(name, _FAKES),
+            "router's processes": memory["processes"],
+            "memory at the start, MB": memory["start"],
+            "most memory, MB": memory["most"],
+        }
+        for name, memory in report["memory_mb"].items()
+    ]
 
 
 def _shown(row: Mapping[str, Any]) -> Row:
@@ -161,8 +185,7 @@ def _shown(row: Mapping[str, Any]) -> Row:
     shown["first byte p99, ms"] = row["first_p99_ms"]
     if streams:
         shown["router CPU, s per million chunks"] = row["cpu_s_per_million_chunks"]
-    else:
-        shown["router CPU, ms per request"] = row["cpu_router_ms"]
+    shown["router CPU, ms per request"] = row["cpu_router_ms"]
     shown[f"requests/s, ratio to {PEER}"] = row["requests_s_over_peer"]
     shown[f"first byte p50, ratio to {PEER}"] = row["first_p50_over_peer"]
     shown[f"CPU, ratio to {PEER}"] = row["cpu_over_peer"]
@@ -202,7 +225,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     for name, memory in report["memory_mb"].items():
         wide.print(
             f"{name}: {memory['processes']} processes, resident memory {memory['start']:g} MB at "
-            f"the start, {memory['most']:g} MB at most"
+            f"the start, {memory['most']:g} MB at most; in front of {ENGINES.get(name, _FAKES)}"
         )
     wide.print("\n" + _notes(report))
 
@@ -248,7 +271,7 @@ def _notes(report: Mapping[str, Any]) -> str:
 
 def _share(report: Mapping[str, Any]) -> str:
     parts = []
-    for name in (OURS, PEER):
+    for name in (OURS, PEER, *OTHERS):
         shares = []
         for row in report["rows"]:
             if row["target"] == name and row["cpu_router_ms"]:

@@ -1,6 +1,7 @@
-"""`disagg bench router`: the cost of a router: disagg's, vllm-router, and none.
+"""`disagg bench router`: the cost of a router: disagg's, vllm-router, other peers, and none.
 
-The engines are fake and compute nothing, so only the routers' own work is measured. Engines and
+The engines are fake and compute nothing, so only the routers' own work is measured. Peers that
+cannot use these engines bring their own (`peers.py`). Engines and
 routers are processes of their own; this process is the load generator. Each round measures every
 case and target in random order, so that drift of the machine affects all alike.
 """
@@ -18,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,9 @@ from rich.console import Console
 
 from disagg.bench.results import Output
 from disagg.bench.router import load as router_load
+from disagg.bench.router.fake_engine import CHUNKS
 from disagg.bench.router.load import MODEL
+from disagg.bench.router.peers import PEERS
 from disagg.bench.router.report import (
     DIRECT,
     MODES,
@@ -87,11 +90,14 @@ class RouterBenchPlan:
 
 @dataclass
 class _Target:
-    """A router, or an engine without one. `process`: the router's. `resident`: samples in MB."""
+    """A router, or an engine without one. `process`: the router's. `engines`: those behind it.
+    `events`: of one stream. `resident`: samples in MB."""
 
     url: str
     process: psutil.Process | None
-    resident: list[float]
+    engines: Sequence[psutil.Process]
+    events: int = CHUNKS
+    resident: list[float] = field(default_factory=list)
 
     def processes(self) -> list[psutil.Process]:
         return _family(self.process) if self.process else []
@@ -107,8 +113,8 @@ def run(plan: RouterBenchPlan, output: Output) -> int:
         for role in ("prefill", "decode"):
             urls[role], process = launch(stack, f"fake {role}", _engine(role, plan.pace_ms))
             engines.append(process)
-        routers = _start(stack, plan, urls, console)
-        samples = _measure(plan, routers, engines, console)
+        routers = _start(stack, plan, urls, engines, console)
+        samples = _measure(plan, routers, console)
         memory = {
             name: {"processes": len(t.processes()), "start": t.resident[0], "most": max(t.resident)}
             for name, t in routers.items()
@@ -121,6 +127,7 @@ def run(plan: RouterBenchPlan, output: Output) -> int:
         "load": os.getloadavg(),
         "minutes": round((time.monotonic() - began) / 60, 1),
         "memory_mb": memory,
+        "peers": {name: PEERS[name].versions() for name in routers if name in PEERS},
         "rows": rows(samples),
     }
     show(report, console)
@@ -132,23 +139,33 @@ def run(plan: RouterBenchPlan, output: Output) -> int:
 
 
 def _start(
-    stack: ExitStack, plan: RouterBenchPlan, urls: dict[str, str], console: Console
+    stack: ExitStack,
+    plan: RouterBenchPlan,
+    urls: dict[str, str],
+    engines: Sequence[psutil.Process],
+    console: Console,
 ) -> dict[str, _Target]:
     """The targets of a plan that start here. disagg's own router must."""
     targets = {}
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     for name in plan.targets:
         if name == DIRECT:
-            targets[name] = _Target(urls["decode"], None, [])
+            targets[name] = _Target(urls["decode"], None, engines)
             continue
         try:
-            url, process = launch(stack, name, _router(name, urls, Path(folder)))
+            if name in PEERS:
+                peer = PEERS[name].launch(stack, folder)
+                target = _Target(peer.url, peer.router, peer.engines, PEERS[name].events)
+            else:
+                url, process = launch(stack, name, _router(name, urls, folder))
+                target = _Target(url, process, engines)
         except (StartupError, OSError) as error:
             if name == OURS:
                 raise
             console.print(f"{name}: left out: {error}", markup=False)
             continue
-        targets[name] = _Target(url, process, [_resident(_family(process))])
+        target.resident.append(_resident(target.processes()))
+        targets[name] = target
     return targets
 
 
@@ -188,7 +205,6 @@ def _engine(role: str, pace_ms: float) -> list[str]:
 def _measure(
     plan: RouterBenchPlan,
     targets: dict[str, _Target],
-    engines: Sequence[psutil.Process],
     console: Console,
 ) -> Samples:
     samples: Samples = defaultdict(list)
@@ -200,7 +216,7 @@ def _measure(
             for name in generator.sample(list(targets), len(targets)):
                 # The first round warms connections and caches.
                 requests = plan.requests if number else plan.requests // _WARM_UP_SHARE
-                sample = _batch(case, name, targets[name], engines, requests)
+                sample = _batch(case, name, targets[name], requests)
                 if number:
                     samples[case, name].append(sample)
         done = f"round {number} of {plan.rounds}" if number else "warmed up"
@@ -208,18 +224,17 @@ def _measure(
     return samples
 
 
-def _batch(
-    case: RouterCase, name: str, target: _Target, engines: Sequence[psutil.Process], requests: int
-) -> Sample:
+def _batch(case: RouterCase, name: str, target: _Target, requests: int) -> Sample:
     load = router_load.RouterLoad(
         target.url,
         case.clients,
         max(requests, _LEAST_PER_CLIENT * case.clients),
         case.mode == "stream",
         as_decode=name == DIRECT,
+        events=target.events,
     )
     routers = target.processes()
-    before = _cpu(routers), _cpu(engines)
+    before = _cpu(routers), _cpu(target.engines)
     batch = router_load.run(load)
     sample = Sample(
         requests=len(batch.whole),
@@ -229,7 +244,7 @@ def _batch(
         whole_p50=statistics.median(batch.whole),
         whole_p99=_p99(batch.whole),
         cpu_router=_cpu(routers) - before[0],
-        cpu_fakes=_cpu(engines) - before[1],
+        cpu_fakes=_cpu(target.engines) - before[1],
         cpu_load=batch.cpu,
     )
     if routers:

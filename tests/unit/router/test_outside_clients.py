@@ -1,6 +1,7 @@
 """Clients that others wrote, unchanged, with what they send by default: curl, Java, Node.
 
 Java's HttpClient and `curl --http2` offer h2c with their first request.
+SDKs and browsers: `server/test_sdks.py`, `server/test_browser.py`.
 """
 
 from __future__ import annotations

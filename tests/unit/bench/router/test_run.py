@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,13 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from disagg.bench.results import Output, newest
 from disagg.bench.router import load as router_load
 from disagg.bench.router import run as router
 from disagg.bench.router.fake_engine import CHUNKS
-from disagg.bench.router.report import RouterCase, Sample, rows, targets
+from disagg.bench.router.peers import PEERS
+from disagg.bench.router.report import RouterCase, Sample, rows, tables, targets
 from disagg.errors import ConfigError
 from disagg.testing.launch import launch
 
@@ -37,7 +40,7 @@ def server() -> Iterator[socket.socket]:
         yield listening
 
 
-def answers(server: socket.socket, pieces: list[bytes]) -> router_load.Batch:
+def answers(server: socket.socket, pieces: list[bytes], events: int = CHUNKS) -> router_load.Batch:
     """What the load makes of one answer that comes in these pieces, then the connection's end."""
 
     def serve() -> None:
@@ -55,7 +58,8 @@ def answers(server: socket.socket, pieces: list[bytes]) -> router_load.Batch:
     thread.start()
     try:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        return router_load.run(router_load.RouterLoad(url, clients=1, requests=1, stream=True))
+        load = router_load.RouterLoad(url, clients=1, requests=1, stream=True, events=events)
+        return router_load.run(load)
     finally:
         thread.join(10)
 
@@ -144,6 +148,83 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert memory["processes"] == 1
     assert 20 < memory["start"] <= memory["most"]
     _, result = newest(tmp_path / "results")["router"]
-    assert [len(table.rows) for table in result.tables] == [4, 4]
+    assert [len(table.rows) for table in result.tables] == [4, 4, 1]
     assert result.targets == []  # there was no peer
     assert result.figures == report
+
+
+# ---- peers with engines of their own ----------------------------------------------------------
+
+
+def test_a_stream_may_have_other_events(server: socket.socket) -> None:
+    events = EVENT * (CHUNKS + 1) + LAST
+    answer = HEAD + chunk(events[:100]) + chunk(events[100:]) + b"0\r\n\r\n"
+    batch = answers(server, [answer], events=CHUNKS + 1)
+    assert len(batch.whole) == 1
+
+
+def test_peers_are_rows_with_their_engines() -> None:
+    case = RouterCase("whole", 16)
+    names = ("ours", "vllm-router", "dynamo", "ray-serve-llm")
+    made = rows({(case, name): [sample(100, 0.1, 1)] for name in reversed(names)})
+    assert [row["target"] for row in made] == list(names)
+    assert [row["requests_s_over_peer"] for row in made] == [1, None, None, None]
+    memory = {name: {"processes": 2, "start": 10.0, "most": 20.0} for name in names}
+    report = {"rows": made, "pace_ms": 0, "memory_mb": memory}
+    whole, routers = tables({**report, "peers": {"dynamo": {"ai-dynamo": "1.6.1"}}})
+    assert [row["versions"] for row in routers.rows] == ["", "", "ai-dynamo 1.6.1", ""]
+    assert [row["router CPU, ms per request"] for row in whole.rows] == [10, 10, 10, 10]
+    engines = [row["engines"] for row in routers.rows]
+    assert engines[:2] == ["the fake engines"] * 2
+    assert "mocker" in str(engines[2])
+    assert "Ray" in str(engines[3])
+    assert {row["most memory, MB"] for row in routers.rows} == {20}
+
+
+def test_a_peer_that_is_not_installed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # peers are looked for in its .cache
+    names = ["direct", "ours", "dynamo", "ray-serve-llm"]
+    plan = router.RouterBenchPlan(4, 1, [1], ["whole"], names, 0)
+    assert router.run(plan, Output(tmp_path / "figures.json")) == 0
+    report = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["target"] for row in report["rows"]] == ["direct", "ours"]
+    assert report["peers"] == {}
+    said = capsys.readouterr().out
+    for name in names[2:]:
+        assert f"{name}: left out: not installed; to install it:\n" in said
+        assert PEERS[name].install in said
+
+
+def test_versions_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    packages = tmp_path / ".cache/dynamo-venv/lib/python3.11/site-packages"
+    for name in ("ai_dynamo-1.6.1", "ai_dynamo_runtime-1.6.2", "aiohttp-3"):
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+    assert PEERS["dynamo"].versions() == {"ai-dynamo": "1.6.1", "ai-dynamo-runtime": "1.6.2"}
+
+
+def test_the_page_says_how_to_install_peers() -> None:
+    page = (Path(__file__).parents[4] / "docs/benchmarks/router.md").read_text()
+    for peer in PEERS.values():
+        assert peer.install in page
+
+
+def test_what_a_server_started_ends_with_it() -> None:
+    script = (
+        "import http.server, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "http.server.HTTPServer.allow_reuse_address = True\n"
+        "class Handler(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(200)\n"
+        "        self.end_headers()\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), Handler).serve_forever()\n"
+    )
+    with ExitStack() as stack:
+        _, process = launch(stack, "parent", [sys.executable, "-c", script, "{port}"])
+        (child,) = process.children()
+        assert child.is_running()
+    _, alive = psutil.wait_procs([process, child], timeout=10)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]

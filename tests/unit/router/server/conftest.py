@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from unit.router.conftest import OPERATOR, FakeEngine, Loop
 
 from disagg.config import Role, RouterSection
+from disagg.credentials import ApiKey
 from disagg.router.main import RouterServer, bind, create_app
 from disagg.router.server.models import endpoints
 from disagg.testing.http import client
@@ -82,8 +83,8 @@ StartModels = Callable[..., Models]
 
 @pytest.fixture
 def start_models(loop: Loop) -> Iterator[StartModels]:
-    """Starts a router for the models `chat` and `org/code`, each with its engines. `own`: settings
-    by model; `section`: of the router."""
+    """Starts a router for the models `chat` and `org/code`, each with its engines. `kind`: of the
+    engines; `own`: settings by model; `section`: of the router."""
     undo: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     def start(
@@ -91,11 +92,13 @@ def start_models(loop: Loop) -> Iterator[StartModels]:
         roles: Sequence[Role] = ("prefill", "decode"),
         names: Sequence[str] = ("chat", "org/code"),
         own: dict[str, dict[str, Any]] | None = None,
+        kind: type[Engine] = Engine,
+        api_keys: Sequence[ApiKey] = (OPERATOR,),
         **section: Any,
     ) -> Models:
         engines: dict[str, list[Engine]] = {}
         for name in names:
-            engines[name] = [Engine(role, model=name) for role in roles]
+            engines[name] = [kind(role, model=name) for role in roles]
             for engine in engines[name]:
                 loop.run(engine.start())
                 undo.append(engine.stop)
@@ -113,7 +116,7 @@ def start_models(loop: Loop) -> Iterator[StartModels]:
         section.setdefault("pairing", {"local_prefill_tokens": 0})
         settings = RouterSection.model_validate({"port": 0, "models": listed, **section})
         sock = bind("127.0.0.1", 0)
-        app = create_app(settings, endpoints(settings.models), api_keys=[OPERATOR])
+        app = create_app(settings, endpoints(settings.models), api_keys=list(api_keys))
         server = RouterServer(app, sock)
         loop.run(server.start())
         undo.append(lambda: server.stop(1))
