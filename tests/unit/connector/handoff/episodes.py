@@ -12,8 +12,10 @@ import contextlib
 import gc
 import os
 import random
+import sys
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -44,6 +46,7 @@ SECRET = b"correct horse battery"
 
 _CLOSE_S = 30.0
 _TRACED, _KEPT = 60, 200
+_CALLS = 12  # of a thread's stack
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,15 @@ class Tally:
     def handoffs(self) -> int:
         """Those that came to an end; not those that were lost with an engine."""
         return self.outcomes.total() - self.outcomes["lost with an engine"]
+
+
+def stacks() -> Iterator[str]:
+    """Where each thread of this process is: a thread that waits for ever is a hang."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        calls = traceback.extract_stack(frame)[-_CALLS:]
+        shown = " < ".join(f"{Path(c.filename).name}:{c.lineno} {c.name}" for c in reversed(calls))
+        yield f"{names.get(ident, ident)}: {shown}"
 
 
 class Episode:
@@ -119,7 +131,9 @@ class Episode:
     def _play_turn(self) -> None:
         self._turn += 1
         if time.monotonic() - self._got_on > SETTLE_S:
-            raise WrongError(f"handoffs do not go on: {'; '.join(self._left())}")
+            error = WrongError(f"handoffs do not go on: {'; '.join(self._left())}")
+            error.add_note("\n".join(["where each thread is:", *stacks()]))
+            raise error
         events = list(EVENTS)
         rates = [rate * (self.plan.wild if is_fault else 1) for rate, is_fault in EVENTS.values()]
         for event in self.random.choices(events, rates, k=2):
