@@ -1,4 +1,4 @@
-"""Starts and stops a whole deployment.
+"""Starts and stops a whole deployment, or several behind one router.
 
 The order matters. Fast checks (secrets, the port, the machine's resources) come before the minute
 of loading. A stop undoes the steps in reverse order, also when the start fails or is interrupted.
@@ -9,13 +9,19 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+
+import ray
+from ray.exceptions import RayError
 
 from disagg import credentials
 from disagg.cluster import pools, ray_session
-from disagg.cluster.driver import Driver
+from disagg.cluster.driver import Driver, stop
+from disagg.cluster.engines import Engine
 from disagg.cluster.router_handle import RouterHandle, RouterSpec, bad_port
+from disagg.cluster.router_owner import RouterOwner
 from disagg.cluster.run_folder import PortLock, RunFolder, sweep
 from disagg.cluster.signals import StopSignals, handler_restorer
 from disagg.cluster.supervisor.loop import DeploymentState
@@ -26,30 +32,72 @@ from disagg.private_files import user_folder
 from disagg.router.server.server import url_of
 
 _PREFIX = "disagg-run-"
+_FALLBACK_S = 0.1  # a fallback's events are not Ray's
 
 
 class RunningDeployment:
-    """A deployment whose endpoint answers. `stop` it, or use it as a context manager."""
+    """A deployment whose endpoint answers, or several that share it. `stop` it, or use it as a
+    context manager."""
 
-    def __init__(self, url: str, dashboard_url: str | None, driver: Driver) -> None:
+    def __init__(
+        self,
+        url: str,
+        dashboard_url: str | None,
+        drivers: Sequence[Driver],
+        router: RouterOwner,
+        tell: Callable[[str, str], None],
+    ) -> None:
         self.url = url
         self.dashboard_url = dashboard_url
-        self._driver = driver
+        self._drivers, self._router, self._tell = list(drivers), router, tell
         self._undo = ExitStack()
 
     @property
     def engines(self) -> Sequence[EngineInfo]:
         """The engines that serve: names, roles, URLs, resolved models."""
-        return self._driver.engines
+        return [info for driver in self._drivers for info in driver.engines]
+
+    @property
+    def by_deployment(self) -> Mapping[str, Sequence[EngineInfo]]:
+        """The engines that serve, by the deployment's name."""
+        return {driver.name: driver.engines for driver in self._drivers}
 
     @property
     def supervisor_pid(self) -> int | None:
-        """The supervisor's process id; None between its death and its restart."""
-        return self._driver.supervisor_pid
+        """The process id of the (first) supervisor; None between its death and its restart."""
+        return self._drivers[0].supervisor_pid
 
     def look_after(self, timeout_s: float) -> str | None:
-        """Do the driver's work for up to `timeout_s`; see `Driver.step`. Call it in a loop."""
-        return self._driver.step(timeout_s)
+        """Do the work of the drivers and of the router's owner for up to `timeout_s`. Call it in a
+        loop.
+
+        Returns why nothing can go on, or None. A deployment that cannot go on beside others that
+        can is given up.
+        """
+        try:
+            self._wait(timeout_s)
+            problem = self._router.step()
+        except RayError:  # Ray is busy with a death; the drivers count for how long
+            problem = None
+        for driver in list(self._drivers):
+            if problem is not None:
+                break
+            problem = driver.step(0)
+            if problem is not None and len(self._drivers) > 1:
+                self._give_up(driver, problem)
+                problem = None
+        return problem
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait until a driver or the router's owner has work."""
+        reports = [driver.awaited for driver in self._drivers]
+        refs = [self._router.ended, *(report for report in reports if report is not None)]
+        ray.wait(refs, timeout=min(timeout_s, _FALLBACK_S) if None in reports else timeout_s)
+
+    def _give_up(self, driver: Driver, problem: str) -> None:
+        self._tell(f"{driver.name} is given up, the others go on: {problem}", "")
+        self._drivers.remove(driver)
+        driver.give_up()
 
     def stop(self) -> None:
         """Stop everything that `start` started. A second call does nothing."""
@@ -63,13 +111,12 @@ class RunningDeployment:
 
 
 def start(
-    deployment: Deployment,
-    *,
+    *deployments: Deployment,
     progress: Callable[[str], None],
     signals: StopSignals | None = None,
     tell: Callable[[str, str], None] | None = None,
 ) -> RunningDeployment:
-    """Start a deployment. Returns when its endpoint answers.
+    """Start a deployment, or several of one file. Returns when its endpoint answers.
 
     `progress` is called about twice a second with the state of the start. `tell` is called later
     with each event, such as an engine that died or restarted (see `Driver`). `signals` may
@@ -77,7 +124,7 @@ def start(
     """
     with ExitStack() as undo:
         try:
-            running = _start(deployment, progress, signals, tell or _silent, undo)
+            running = _start(deployments, progress, signals, tell or _silent, undo)
         except BaseException:
             if signals:
                 signals.disarm()  # a signal must not interrupt the clean-up
@@ -87,68 +134,102 @@ def start(
 
 
 def _start(
-    deployment: Deployment,
+    deployments: Sequence[Deployment],
     progress: Callable[[str], None],
     signals: StopSignals | None,
     tell: Callable[[str, str], None],
     undo: ExitStack,
 ) -> RunningDeployment:
     """Start. After each step, `undo` holds the callbacks that undo all steps so far."""
-    secret = credentials.secret(deployment)
-    keys = credentials.router_keys(deployment.router)
-    credentials.tls(deployment.router)
-    credentials.engine_tls(deployment.router)
-    section = _with_admin_socket(deployment.router)
+    first = deployments[0]  # router and Ray are those of all
+    deployment_secrets = [credentials.secret(deployment) for deployment in deployments]
+    keys = credentials.router_keys(first.router)
+    credentials.tls(first.router)
+    credentials.engine_tls(first.router)
+    section = _with_admin_socket(first.router)
     engine_key = secrets.token_hex(32)
-    run_id = f"{deployment.name}-{os.urandom(4).hex()}"
-    if deployment.router.port:
-        undo.callback(_reserve(deployment.router).release)
-    storage = _handoff_folder(deployment, run_id)
-    undo.callback(storage.remove)
+    number = os.urandom(4).hex()
+    if section.port:
+        undo.callback(_reserve(section).release)
+    storages = []
+    for deployment in deployments:
+        storages.append(_handoff_folder(deployment, f"{deployment.name}-{number}"))
+        undo.callback(storages[-1].remove)
     progress("starting Ray")
+    namespace = f"{first.group and 'router-'}{first.name}-{number}"
     session = ray_session.connect(
-        run_id,
+        namespace,
         signals.install if signals else handler_restorer(),
-        without_token=deployment.ray.without_token,
+        without_token=first.ray.without_token,
     )
     undo.callback(session.stop)
-    if session.private and (problems := pools.shortfalls(deployment)):
+    if session.private and (problems := pools.shortfalls(deployments)):
         raise StartupError(problems[0])
-    wanted_router = RouterSpec(
-        deployment.name,
+    spec = RouterSpec(
+        "" if first.group else first.name,
         section,
+        namespace,
         session.node_id,
         keys,
         engine_key,
-        deployment.transfer.strict,
+        first.transfer.strict and not first.group,
     )
-    router = RouterHandle(wanted_router)
+    router = RouterHandle(spec)
     undo.callback(router.kill)
     router.launch()
     # Only a private Ray certainly has one node. A joined cluster may get more nodes at any time.
-    run = pools.Run(run_id, str(storage.path / "handoffs"), session.private, secret, engine_key)
-    engines = pools.launch(run.specs(deployment))
-    driver = Driver(deployment.name, session.node_id, router, tell)
-    driver.own(engines)
-    undo.callback(driver.stop_engines)
-    ready = pools.wait_ready(engines, deployment.engine.startup_timeout_s, progress)
-    progress("starting the router")
-    router.start(ready, {})
-    undo.callback(router.stop, deployment.router.limits.drain_s)
-    undo.callback(driver.close)
-    driver.begin(
-        DeploymentState(
-            run,
-            wanted=deployment,
-            before=None,
-            engines=[engine.record for engine in engines],
-            router=router.spec,
-            router_actor=router.actor,
-            private=session.private,
+    runs = [
+        pools.Run(
+            f"{deployment.name}-{number}",
+            str(storage.path / "handoffs"),
+            session.private,
+            secret,
+            engine_key,
         )
+        for deployment, storage, secret in zip(
+            deployments, storages, deployment_secrets, strict=True
+        )
+    ]
+    owner = RouterOwner(router, tell)
+    wanted = [run.specs(one) for run, one in zip(runs, deployments, strict=True)]
+    engines = pools.launch([spec for specs in wanted for spec in specs])
+    drivers: list[Driver] = []
+    undo.callback(stop, drivers)
+    for deployment, run in zip(deployments, runs, strict=True):
+        send, group = partial(owner.replace, deployment.group), deployment.group
+        drivers.append(
+            Driver(deployment.name, run.run_id, session.node_id, send, _labelled(tell, group))
+        )
+        drivers[-1].own([one for one in engines if one.spec.run_id == run.run_id])
+    pools.wait_ready(engines, progress)
+    progress("starting the router")
+    owner.start(
+        {d.group: _ready(driver.owned) for d, driver in zip(deployments, drivers, strict=True)}
     )
-    url = url_of(deployment.router, router.spec.section.port)
-    return RunningDeployment(url, session.dashboard_url, driver)
+    undo.callback(router.stop, section.limits.drain_s)
+    for driver in drivers:
+        undo.callback(driver.close)
+    for deployment, run, driver in zip(deployments, runs, drivers, strict=True):
+        driver.begin(
+            DeploymentState(
+                run,
+                wanted=deployment,
+                before=None,
+                engines=[engine.record for engine in driver.owned],
+                private=session.private and not deployment.group,
+            )
+        )
+    url = url_of(section, router.spec.section.port)
+    return RunningDeployment(url, session.dashboard_url, drivers, owner, tell)
+
+
+def _ready(engines: Sequence[Engine]) -> list[EngineInfo]:
+    return [engine.info for engine in engines if engine.info is not None]
+
+
+def _labelled(tell: Callable[[str, str], None], group: str) -> Callable[[str, str], None]:
+    """Names the deployment in each line, if there are several."""
+    return lambda what, tail: tell(f"{group}: {what}" if group else what, tail)
 
 
 def _silent(_: str, __: str) -> None:

@@ -30,7 +30,7 @@ from disagg.cluster.engines import (
 from disagg.config import Deployment, Role
 from disagg.engine import guardian
 from disagg.engine.actor import DecodeEngine, PrefillEngine
-from disagg.engine.spec import EngineFailure, EngineInfo, EngineSpec
+from disagg.engine.spec import EngineFailure, EngineSpec
 from disagg.errors import StartupError
 
 POLL_S = 0.5
@@ -75,14 +75,15 @@ class Run:
         ]
 
 
-def shortfalls(deployment: Deployment) -> list[str]:
-    """One line for each resource of which this machine has less than the deployment needs."""
+def shortfalls(deployments: Sequence[Deployment]) -> list[str]:
+    """One line for each resource of which this machine has less than the deployments need."""
     have = ray.cluster_resources()  # type: ignore[no-untyped-call]
     wanted: dict[str, float] = {}
-    for role in ROLES:
-        replicas = deployment.pool(role).replicas
-        for resource, amount in placing.ResourceRequest.of(deployment, role).total.items():
-            wanted[resource] = wanted.get(resource, 0) + amount * replicas
+    for deployment in deployments:
+        for role in ROLES:
+            replicas = deployment.pool(role).replicas
+            for resource, amount in placing.ResourceRequest.of(deployment, role).total.items():
+                wanted[resource] = wanted.get(resource, 0) + amount * replicas
     return [
         f"the engines ask for {amount:g} {resource}, this machine has "
         f"{have.get(resource, 0):g}; lower replicas or resources in the YAML"
@@ -114,6 +115,7 @@ def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> A
             ray.remote(_ACTORS[spec.role])
             .options(
                 name=spec.name,
+                namespace=spec.run_id,
                 num_cpus=asked.num_cpus,
                 num_gpus=0 if _request(spec).spread else asked.num_gpus,
                 resources=asked.custom,
@@ -137,7 +139,7 @@ def _bundles(spec: EngineSpec, others: dict[str, str]) -> PlacementGroup:
         group: PlacementGroup = ray.util.placement_group(
             [dict(bundle) for bundle in request.bundles],
             strategy="PACK",
-            name=spec.name,
+            name=_group_name(spec),
             bundle_label_selector=[others | dict(request.labels)] * len(request.bundles),
         )
     except (RayError, ValueError) as error:  # Ray has not yet released the previous group's name
@@ -150,9 +152,13 @@ def _remove_group(spec: EngineSpec) -> None:
     if not _request(spec).spread:
         return
     try:
-        ray.util.remove_placement_group(ray.util.get_placement_group(spec.name))
+        ray.util.remove_placement_group(ray.util.get_placement_group(_group_name(spec)))
     except (RayError, ValueError):  # there is no such group
         return
+
+
+def _group_name(spec: EngineSpec) -> str:
+    return f"{spec.run_id}/{spec.name}"  # all deployments of one `disagg serve` share Ray's names
 
 
 def _request(spec: EngineSpec) -> placing.ResourceRequest:
@@ -191,11 +197,9 @@ def populated(present: Iterable[Engine]) -> list[placing.Node]:
     return nodes
 
 
-def wait_ready(
-    engines: Sequence[Engine], timeout_s: float, progress: Callable[[str], None]
-) -> list[EngineInfo]:
+def wait_ready(engines: Sequence[Engine], progress: Callable[[str], None]) -> None:
     """Wait until all engines serve. Raises StartupError for the first that fails."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     pending = {engine.started: engine for engine in engines}
     while pending:
         for ref in ray.wait(list(pending), timeout=POLL_S)[0]:
@@ -204,11 +208,11 @@ def wait_ready(
             if isinstance(started, EngineFailure):
                 raise _did_not_start(engine, started)
             engine.serves(started)
-        progress(" · ".join(f"{engine.name}: {engine.stage()}" for engine in engines))
-        if pending and time.monotonic() > deadline:
-            engine = next(iter(pending.values()))
-            raise _did_not_start(engine, too_slow(engine, timeout_s))
-    return [engine.info for engine in engines if engine.info is not None]
+        progress(" · ".join(f"{engine.label}: {engine.stage()}" for engine in engines))
+        for engine in pending.values():
+            timeout_s = engine.spec.deployment.engine.startup_timeout_s
+            if time.monotonic() - began > timeout_s:
+                raise _did_not_start(engine, too_slow(engine, timeout_s))
 
 
 def stop(engines: Sequence[Engine], grace_s: float, timeout_s: float) -> None:
@@ -246,4 +250,4 @@ def _launch(
 
 
 def _did_not_start(engine: Engine, failure: EngineFailure) -> StartupError:
-    return StartupError(f"engine {engine.name} did not start: {failure.cause}", failure.log_tail)
+    return StartupError(f"engine {engine.label} did not start: {failure.cause}", failure.log_tail)
