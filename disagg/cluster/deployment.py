@@ -19,7 +19,6 @@ from ray.exceptions import RayError
 from disagg import credentials
 from disagg.cluster import pools, ray_session
 from disagg.cluster.driver import Driver, stop
-from disagg.cluster.engines import Engine
 from disagg.cluster.router_handle import RouterHandle, RouterSpec, bad_port
 from disagg.cluster.router_owner import RouterOwner
 from disagg.cluster.run_folder import PortLock, RunFolder, sweep
@@ -142,12 +141,11 @@ def _start(
 ) -> RunningDeployment:
     """Start. After each step, `undo` holds the callbacks that undo all steps so far."""
     first = deployments[0]  # router and Ray are those of all
-    deployment_secrets = [credentials.secret(deployment) for deployment in deployments]
+    known = [credentials.secret(deployment) for deployment in deployments]
     keys = credentials.router_keys(first.router)
     credentials.tls(first.router)
     credentials.engine_tls(first.router)
-    section = _with_admin_socket(first.router)
-    engine_key = secrets.token_hex(32)
+    section, engine_key = _with_admin_socket(first.router), secrets.token_hex(32)
     number = os.urandom(4).hex()
     if section.port:
         undo.callback(_reserve(section).release)
@@ -156,6 +154,7 @@ def _start(
         storages.append(_handoff_folder(deployment, f"{deployment.name}-{number}"))
         undo.callback(storages[-1].remove)
     progress("starting Ray")
+    # Each deployment's actors have a namespace of their own; this is the router's.
     namespace = f"{first.group and 'router-'}{first.name}-{number}"
     session = ray_session.connect(
         namespace,
@@ -165,46 +164,33 @@ def _start(
     undo.callback(session.stop)
     if session.private and (problems := pools.shortfalls(deployments)):
         raise StartupError(problems[0])
-    spec = RouterSpec(
-        "" if first.group else first.name,
-        section,
-        namespace,
-        session.node_id,
-        keys,
-        engine_key,
-        first.transfer.strict and not first.group,
+    router = RouterHandle(
+        RouterSpec(
+            "" if first.group else first.name,
+            section,
+            namespace,
+            session.node_id,
+            keys,
+            engine_key,
+            first.transfer.strict and not first.group,
+        )
     )
-    router = RouterHandle(spec)
     undo.callback(router.kill)
     router.launch()
     # Only a private Ray certainly has one node. A joined cluster may get more nodes at any time.
     runs = [
-        pools.Run(
-            f"{deployment.name}-{number}",
-            str(storage.path / "handoffs"),
-            session.private,
-            secret,
-            engine_key,
-        )
-        for deployment, storage, secret in zip(
-            deployments, storages, deployment_secrets, strict=True
-        )
+        pools.Run(f"{one.name}-{number}", path, session.private, secret, engine_key)
+        for one, path, secret in zip(deployments, map(_handoffs, storages), known, strict=True)
     ]
     owner = RouterOwner(router, tell)
-    wanted = [run.specs(one) for run, one in zip(runs, deployments, strict=True)]
-    engines = pools.launch([spec for specs in wanted for spec in specs])
-    drivers: list[Driver] = []
-    undo.callback(stop, drivers)
-    for deployment, run in zip(deployments, runs, strict=True):
-        send, group = partial(owner.replace, deployment.group), deployment.group
-        drivers.append(
-            Driver(deployment.name, run.run_id, session.node_id, send, _labelled(tell, group))
-        )
-        drivers[-1].own([one for one in engines if one.spec.run_id == run.run_id])
-    pools.wait_ready(engines, progress)
+    drivers = _launch(deployments, runs, session.node_id, owner, tell, undo)
+    pools.wait_ready([engine for driver in drivers for engine in driver.owned], progress)
     progress("starting the router")
     owner.start(
-        {d.group: _ready(driver.owned) for d, driver in zip(deployments, drivers, strict=True)}
+        {
+            one.group: [engine.info for engine in driver.owned if engine.info is not None]
+            for one, driver in zip(deployments, drivers, strict=True)
+        }
     )
     undo.callback(router.stop, section.limits.drain_s)
     for driver in drivers:
@@ -223,8 +209,35 @@ def _start(
     return RunningDeployment(url, session.dashboard_url, drivers, owner, tell)
 
 
-def _ready(engines: Sequence[Engine]) -> list[EngineInfo]:
-    return [engine.info for engine in engines if engine.info is not None]
+def _launch(
+    deployments: Sequence[Deployment],
+    runs: Sequence[pools.Run],
+    node_id: str,
+    owner: RouterOwner,
+    tell: Callable[[str, str], None],
+    undo: ExitStack,
+) -> list[Driver]:
+    """A driver for each deployment. Begins the starts of all engines together."""
+    specs = [run.specs(one) for run, one in zip(runs, deployments, strict=True)]
+    engines = pools.launch([spec for each in specs for spec in each])
+    drivers = [
+        Driver(
+            one.name,
+            run.run_id,
+            node_id,
+            partial(owner.replace, one.group),
+            _labelled(tell, one.group),
+        )
+        for one, run in zip(deployments, runs, strict=True)
+    ]
+    for driver, run in zip(drivers, runs, strict=True):
+        driver.own([engine for engine in engines if engine.spec.run_id == run.run_id])
+    undo.callback(stop, drivers)
+    return drivers
+
+
+def _handoffs(folder: RunFolder) -> str:
+    return str(folder.path / "handoffs")
 
 
 def _labelled(tell: Callable[[str, str], None], group: str) -> Callable[[str, str], None]:

@@ -10,7 +10,6 @@ from disagg.config import Deployment
 from disagg.config_file import show
 from disagg.engine.args import KV_EVENTS, kv_event_endpoints, kv_events
 from disagg.preflight.argument_keys import ROLES, key_of
-from disagg.router.topology import name_in
 
 _LAST_PORT = 65535
 
@@ -28,7 +27,7 @@ def address_problems(deployment: Deployment, taken: dict[str, str], *, here: boo
             for name, address in kv_event_endpoints(deployment, role, index).items():
                 if (place := _place(name, address)) is None:
                     continue
-                engine = name_in(deployment.group, f"{role}-{index}")
+                engine = f"{deployment.group}/{role}-{index}".removeprefix("/")
                 shown = f"{key}.{name}: {show((given or {}).get(name, 'not set'))}"
                 if place in taken:
                     yield (
