@@ -162,7 +162,7 @@ def _start(
         without_token=first.ray.without_token,
     )
     undo.callback(session.stop)
-    if session.private and (problems := pools.shortfalls(deployments)):
+    if session.private and (problems := pools.shortfalls(deployments, pools.resources())):
         raise StartupError(problems[0])
     router = RouterHandle(
         RouterSpec(

@@ -8,7 +8,7 @@ StartupError with the engine's name, one line with the cause, and the end of its
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +75,14 @@ class Run:
         ]
 
 
-def shortfalls(deployments: Sequence[Deployment]) -> list[str]:
-    """One line for each resource of which this machine has less than the deployments need."""
-    have = ray.cluster_resources()  # type: ignore[no-untyped-call]
+def resources() -> Mapping[str, float]:
+    """All resources of this Ray, by name."""
+    found: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return found
+
+
+def shortfalls(deployments: Sequence[Deployment], have: Mapping[str, float]) -> list[str]:
+    """One line for each resource of which the deployments together need more than there is."""
     wanted: dict[str, float] = {}
     for deployment in deployments:
         for role in ROLES:

@@ -118,7 +118,7 @@ class Supervisor:
 
     def _too_many(self, wanted: Deployment) -> list[str]:
         """The resources that are short. Only a private Ray can never get another node."""
-        return pools.shortfalls([wanted]) if self._private else []
+        return pools.shortfalls([wanted], pools.resources()) if self._private else []
 
     def _finish_commands(self) -> None:
         if self._running and self._scaler.settled:
