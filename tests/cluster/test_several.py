@@ -61,7 +61,7 @@ def content(folder: Path, port: int) -> dict[str, Any]:
                 "name": "code",
                 "model": {"path": str(folder / "wide"), "served_name": WIDE},
                 **each,
-                "limits": {"max_prompt_tokens": 1000},
+                "limits": {"max_prompt_tokens": 600},
             },
         ],
         "router": {"port": port, "pairing": {"local_prefill_tokens": 0}},
@@ -92,9 +92,10 @@ def test_two_deployments_and_their_deaths(tmp_path: Path) -> None:
     with temporary() as temp:
         served = launch(tmp_path, temp, "several", content(tmp_path, port))
         try:
-            shown = lambda word: word in served.text or served.process.poll() is not None  # noqa: E731
-            served.until(lambda: shown("Ready: "), START_S)
+            ended = served.process.poll
+            served.until(lambda: "Ready: " in served.text or ended() is not None, START_S)
             assert "chat/prefill-0: " in served.text
+            assert "Ready: " in served.text, served.text
             served.note()
             first = _both_serve(served, port)
             _one_restarts(served, port, first)
@@ -121,7 +122,7 @@ def _both_serve(served: Served, port: int) -> dict[str, str]:
     refused = ask(port, "chat", "a deployment's name is not its model's")
     assert refused.status_code == 404
     assert refused.json()["error"]["message"].endswith(f"there are: {WIDE}, {TINY}")
-    long = "the quick brown fox " * 300
+    long = "the quick brown fox " * 150
     assert (ask(port, WIDE, long).status_code, ask(port, TINY, long).status_code) == (400, 200)
 
     shown = command(served, "status", f"http://127.0.0.1:{port}")
