@@ -184,11 +184,11 @@ def _start(
     ]
     owner = RouterOwner(router, tell)
     drivers = _launch(deployments, runs, session.node_id, owner, tell, undo)
-    pools.wait_ready([engine for driver in drivers for engine in driver.owned], progress)
+    ready = iter(pools.wait_ready([one for driver in drivers for one in driver.owned], progress))
     progress("starting the router")
     owner.start(
         {
-            one.group: [engine.info for engine in driver.owned if engine.info is not None]
+            one.group: [next(ready) for _ in driver.owned]
             for one, driver in zip(deployments, drivers, strict=True)
         }
     )

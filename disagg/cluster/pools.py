@@ -30,7 +30,7 @@ from disagg.cluster.engines import (
 from disagg.config import Deployment, Role
 from disagg.engine import guardian
 from disagg.engine.actor import DecodeEngine, PrefillEngine
-from disagg.engine.spec import EngineFailure, EngineSpec
+from disagg.engine.spec import EngineFailure, EngineInfo, EngineSpec
 from disagg.errors import StartupError
 
 POLL_S = 0.5
@@ -202,7 +202,7 @@ def populated(present: Iterable[Engine]) -> list[placing.Node]:
     return nodes
 
 
-def wait_ready(engines: Sequence[Engine], progress: Callable[[str], None]) -> None:
+def wait_ready(engines: Sequence[Engine], progress: Callable[[str], None]) -> list[EngineInfo]:
     """Wait until all engines serve. Raises StartupError for the first that fails."""
     began = time.monotonic()
     pending = {engine.started: engine for engine in engines}
@@ -218,6 +218,7 @@ def wait_ready(engines: Sequence[Engine], progress: Callable[[str], None]) -> No
             timeout_s = engine.spec.deployment.engine.startup_timeout_s
             if time.monotonic() - began > timeout_s:
                 raise _did_not_start(engine, too_slow(engine, timeout_s))
+    return [engine.info for engine in engines if engine.info is not None]
 
 
 def stop(engines: Sequence[Engine], grace_s: float, timeout_s: float) -> None:

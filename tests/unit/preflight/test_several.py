@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,11 @@ from disagg.preflight.resolved_plan import resolve, resolve_all
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of eight cores and 24 GiB, on which the engines run."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(memory_checks, "machine_bytes", lambda: 24 << 30)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    return
 
 
 def several(*entries: dict[str, Any], **router: Any) -> list[Deployment]:
