@@ -165,15 +165,7 @@ def _start(
     if session.private and (problems := pools.shortfalls(deployments, pools.resources())):
         raise StartupError(problems[0])
     router = RouterHandle(
-        RouterSpec(
-            "" if first.group else first.name,
-            section,
-            namespace,
-            session.node_id,
-            keys,
-            engine_key,
-            first.transfer.strict and not first.group,
-        )
+        _router_spec(first, section, namespace, session.node_id, keys, engine_key)
     )
     undo.callback(router.kill)
     router.launch()
@@ -196,17 +188,24 @@ def _start(
     for driver in drivers:
         undo.callback(driver.close)
     for deployment, run, driver in zip(deployments, runs, drivers, strict=True):
-        driver.begin(
-            DeploymentState(
-                run,
-                wanted=deployment,
-                before=None,
-                engines=[engine.record for engine in driver.owned],
-                private=session.private and not deployment.group,
-            )
-        )
+        records = [engine.record for engine in driver.owned]
+        private = session.private and not deployment.group
+        driver.begin(DeploymentState(run, deployment, None, records, private))
     url = url_of(section, router.spec.section.port)
     return RunningDeployment(url, session.dashboard_url, drivers, owner, tell)
+
+
+def _router_spec(
+    first: Deployment,
+    section: RouterSection,
+    namespace: str,
+    node_id: str,
+    keys: Sequence[credentials.ApiKey],
+    engine_key: str,
+) -> RouterSpec:
+    """With several deployments, the section's models say what differs between them."""
+    name, strict = ("", False) if first.group else (first.name, first.transfer.strict)
+    return RouterSpec(name, section, namespace, node_id, keys, engine_key, strict)
 
 
 def _launch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from cluster.test_serve import (
     handed_over,
     launch,
     listening,
+    shown_by_ray,
     states,
     temporary,
 )
+from cluster.titles import title
 from disagg.testing.checkpoint import make_model
 from disagg.testing.http import client
 
@@ -87,6 +90,13 @@ def decode_actor(served: Served) -> psutil.Process:
     return listening(int(shown[-1]))
 
 
+def supervisors(served: Served) -> list[psutil.Process]:
+    below = psutil.Process(served.process.pid).children(recursive=True)
+    found = [process for process in below if "ray::SupervisorActor" in title(process)]
+    assert len(found) == 2, found
+    return found
+
+
 def test_two_deployments_and_their_deaths(tmp_path: Path) -> None:
     port = free_port()
     with temporary() as temp:
@@ -129,6 +139,9 @@ def _both_serve(served: Served, port: int) -> dict[str, str]:
     said = shown.communicate(timeout=60)[0]
     assert shown.returncode == 0, said
     assert "code/decode-0" in said
+    sample = partial(shown_by_ray, served, "ray_disagg_router_requests_total", status="200")
+    served.until(lambda: bool(sample(deployment="chat") and sample(deployment="code")), 60)
+
     scaling = command(served, "scale", "decode=1")
     said = scaling.communicate(timeout=60)[0]
     assert scaling.returncode == 2, said
@@ -140,6 +153,8 @@ def _both_serve(served: Served, port: int) -> dict[str, str]:
 
 
 def _one_restarts(served: Served, port: int, first: dict[str, str]) -> None:
+    for supervisor in supervisors(served):
+        supervisor.kill()
     decode_actor(served).kill()
     served.until(lambda: "chat: engine decode-0 died" in served.text, 60)
     prompt = "the quick brown fox " * 50
@@ -149,6 +164,8 @@ def _one_restarts(served: Served, port: int, first: dict[str, str]) -> None:
         return "chat: decode-0 is back" in served.text
 
     served.until(is_back, START_S)
+    for name in ("chat", "code"):
+        assert f"{name}: the supervisor is back" in served.text
     served.until(lambda: states(port)["chat/decode-0"] == "up", 60)
     assert answer(port, TINY, prompt) == first[TINY]
     assert re.findall(r"engine (\S+) died", served.text) == ["decode-0"]
