@@ -53,13 +53,13 @@ def main() -> None:
 
 @app.command()
 def serve(file: File) -> None:
-    """Run a deployment in the foreground, on this machine or on a Ray cluster (RAY_ADDRESS)."""
+    """Run a file's deployments in the foreground, here or on a Ray cluster (RAY_ADDRESS)."""
     from disagg import config
     from disagg.preflight import checks
 
-    deployment = config.load(file)
-    _warn(checks.check(deployment))
-    raise typer.Exit(import_module("disagg.cluster").serve(deployment))
+    deployments = config.load_all(file)
+    _warn(checks.check(*deployments))
+    raise typer.Exit(import_module("disagg.cluster").serve(deployments))
 
 
 @app.command()
@@ -72,11 +72,11 @@ def check(
 
     from disagg import config
     from disagg.preflight import checks
-    from disagg.preflight.resolved_plan import resolve
+    from disagg.preflight.resolved_plan import resolve_all
 
-    deployment = config.load(file)
-    _warn(checks.check(deployment))
-    resolved = resolve(deployment)
+    deployments = config.load_all(file)
+    _warn(checks.check(*deployments))
+    resolved = resolve_all(deployments)
     if as_json:
         typer.echo(json.dumps(resolved, indent=2))
     else:
@@ -492,10 +492,10 @@ def apply(file: File, address: Address = None, wait: Wait = True) -> None:
     from disagg import config
     from disagg.preflight import checks
 
-    deployment = config.load(file)
-    _warn(checks.check(deployment, running=True))
+    deployments = config.load_all(file)
+    _warn(checks.check(*deployments, running=True))
     run = import_module("disagg.cluster.commands").apply
-    raise typer.Exit(run(deployment, address=address, wait=wait))
+    raise typer.Exit(run(deployments, address=address, wait=wait))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The YAML that describes one deployment: one pydantic model per section, and its loading.
+"""The YAML that describes one deployment or several: one pydantic model per section, its loading.
 
 Imports neither torch, vLLM nor Ray, so reading a file takes milliseconds. It must never check
 anything that depends on the machine: `disagg.preflight.checks` checks ports, the rights of folders
@@ -12,7 +12,7 @@ command line. Loading makes it absolute, because engines run in other folders.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from disagg.checksums import ChecksumName
-from disagg.config_file import explain, read_mapping
+from disagg.config_file import explain, read_mapping, show
 from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE, TransportName
 
@@ -577,6 +577,32 @@ class ModelRouteSection(Section):
         ModelLimitsSection(), description="Keys that differ from router.limits"
     )
 
+    @property
+    def model(self) -> str:
+        """The model's name in requests."""
+        return self.name
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a prompt that could not be handed off is an error."""
+        return False
+
+
+class ServedModelSection(ModelRouteSection):
+    """A model that `disagg serve` serves beside others. No file has it. name: the deployment's."""
+
+    engines: EngineListSection = EngineListSection()
+    served_name: str
+    strict: bool
+
+    @property
+    def model(self) -> str:
+        return self.served_name
+
+    @property
+    def is_strict(self) -> bool:
+        return self.strict
+
 
 class RouterSection(Section):
     """The OpenAI endpoint."""
@@ -683,18 +709,29 @@ def _replaced(section: _Section, own: Section) -> _Section:
     return section.model_copy(update={key: getattr(own, key) for key in own.model_fields_set})
 
 
-class Deployment(Section):
-    """The whole file."""
+class ModelAndEngines(Section):
+    """A model, its engines, and how they exchange KV blocks."""
 
-    name: str = Field("disagg", pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
     model: ModelSection
     engine: EngineSection = EngineSection()
     prefill: PoolSection = PoolSection()
     decode: PoolSection = PoolSection()
     transfer: TransferSection = TransferSection()
     tiers: TiersSection = TiersSection()
+
+
+class Deployment(ModelAndEngines):
+    """The whole file; or one of several deployments, with the router and the Ray of all."""
+
+    name: str = Field("disagg", pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
     ray: RaySection = RaySection()
     router: RouterSection = RouterSection()
+
+    @property
+    def group(self) -> str:
+        """Its name at a router that it shares with other deployments; empty at a router of its
+        own."""
+        return self.name if self.router.models else ""
 
     def pool(self, role: Role) -> PoolSection:
         """The section of this role's pool."""
@@ -717,6 +754,74 @@ class Deployment(Section):
         return self.model_copy(update=pools)
 
 
+class DeploymentSection(ModelAndEngines):
+    """One of several deployments behind a router."""
+
+    name: str = Field(
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,39}[a-z0-9])?$",
+        description="For commands, and of its engines at the router",
+    )
+    pairing: PairingSection = Field(
+        PairingSection(), description="Keys that differ from router.pairing"
+    )
+    limits: ModelLimitsSection = Field(
+        ModelLimitsSection(), description="Keys that differ from router.limits"
+    )
+
+    @property
+    def served_name(self) -> str:
+        """Its model's name in requests."""
+        return self.model.served_name or self.model.path
+
+    def of_router(self) -> ServedModelSection:
+        """The router's settings for its model."""
+        return ServedModelSection(
+            name=self.name,
+            pairing=self.pairing,
+            limits=self.limits,
+            served_name=self.served_name,
+            strict=self.transfer.strict,
+        )
+
+
+class SeveralDeployments(Section):
+    """A whole file with several deployments behind one router."""
+
+    deployments: list[DeploymentSection] = Field(min_length=1)
+    ray: RaySection = RaySection()
+    router: RouterSection = RouterSection()
+
+    def doubles(self) -> Iterator[str]:
+        """One line for each deployment with the name, or the model's name, of one before it."""
+        names: dict[str, int] = {}
+        models: dict[str, int] = {}
+        for number, one in enumerate(self.deployments):
+            if (first := names.setdefault(one.name, number)) != number:
+                yield (
+                    f"deployments.{number}.name: {show(one.name)} — deployments.{first} has it "
+                    "too; give each deployment a name of its own"
+                )
+            if (first := models.setdefault(one.served_name, number)) != number:
+                yield (
+                    f"deployments.{number}.model.served_name: {show(one.served_name)} — requests "
+                    f"for deployments.{first} name this model too; set another name"
+                )
+
+    def each(self) -> list[Deployment]:
+        """The deployments. Each has the router with the models of all."""
+        models = [one.of_router() for one in self.deployments]
+        router = self.router.model_copy(update={"models": models})
+        return [
+            Deployment(
+                name=one.name,
+                ray=self.ray,
+                router=router,
+                **{name: getattr(one, name) for name in ModelAndEngines.model_fields},
+            )
+            for one in self.deployments
+        ]
+
+
 def load_router(path: Path | None, options: Mapping[str, Any]) -> RouterSection:
     """The settings of a router without a deployment. The file has the keys of `router`; `options`
     override them. Raises ConfigError with one line for each problem."""
@@ -735,19 +840,47 @@ def load_router(path: Path | None, options: Mapping[str, Any]) -> RouterSection:
 
 
 def load(path: str | Path) -> Deployment:
-    """Read a deployment's file. Raises ConfigError with one line for each problem."""
+    """Read the file of one deployment. Raises ConfigError with one line for each problem."""
+    deployments = load_all(path)
+    if deployments[0].group:
+        raise ConfigError("deployments: several are not possible here; name a file with one")
+    return deployments[0]
+
+
+def load_all(path: str | Path) -> list[Deployment]:
+    """Read a file with one deployment or several; see `Deployment.group`. Raises ConfigError with
+    one line for each problem."""
     content = read_mapping(Path(path))
+    several = "deployments" in content
+    if several and (alone := [key for key in content if key in _OF_ONE]):
+        raise ConfigError(
+            [
+                f"{key}: belongs to one deployment, but the file has a list of them; move it into "
+                "an entry of deployments, or remove deployments"
+                for key in alone
+            ]
+        )
     try:
-        deployment = Deployment.model_validate(content)
+        if several:
+            found = SeveralDeployments.model_validate(content)
+            if doubles := list(found.doubles()):
+                raise ConfigError(doubles)
+            router, deployments = found.router, found.each()
+        else:
+            deployment = Deployment.model_validate(content)
+            router, deployments = deployment.router, [deployment]
     except ValidationError as error:
-        raise ConfigError(explain(error, Deployment)) from error
-    given = "models" if deployment.router.engines.is_empty else "engines"
-    if given == "engines" or deployment.router.models:
+        raise ConfigError(explain(error, SeveralDeployments if several else Deployment)) from error
+    given = "models" if router.engines.is_empty else "engines"
+    if given == "engines" or router.models:
         raise ConfigError(
             f"router.{given}: names engines that run already, but a deployment starts its own — "
             "remove it, or run `disagg router`"
         )
-    return deployment
+    return deployments
+
+
+_OF_ONE = {"name", *ModelAndEngines.model_fields}
 
 
 def replicas_of(words: Sequence[str]) -> dict[Role, int]:

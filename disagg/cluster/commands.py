@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,9 +28,13 @@ def scale(
     return _submit(Scale(replicas), name, address, wait)
 
 
-def apply(deployment: Deployment, *, address: str | None, wait: bool) -> int:
-    """Replace engines to match a changed file. Returns the exit status."""
-    return _submit(Apply(deployment), deployment.name, address, wait)
+def apply(deployments: Sequence[Deployment], *, address: str | None, wait: bool) -> int:
+    """Replace engines to match a changed file, one deployment after the other; it ends with the
+    first that cannot be changed. Returns the exit status."""
+    for deployment in deployments:
+        if status := _submit(Apply(deployment), deployment.name, address, wait):
+            return status
+    return 0
 
 
 def _submit(command: Command, name: str | None, address: str | None, wait: bool) -> int:

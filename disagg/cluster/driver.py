@@ -1,8 +1,10 @@
-"""The driver, the process of `disagg serve`: owns all actors and restarts the supervisor.
+"""The driver of one deployment, in the process of `disagg serve`: owns its engines' actors and
+restarts its supervisor.
 
 Ray ends an actor with the process that created it. So the driver creates all actors, at the
 supervisor's request. The supervisor may die without them, and none of them outlives the driver.
-Until a new supervisor runs, a `Fallback` does its work in the driver.
+Until a new supervisor runs, a `Fallback` does its work in the driver. The router, which may serve
+several deployments, has an owner of its own (`router_owner.py`).
 """
 
 from __future__ import annotations
@@ -17,26 +19,26 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from disagg.cluster import pools, router_handle
+from disagg.cluster import pools
 from disagg.cluster.control import NAME
 from disagg.cluster.engines import Engine, EngineRecord, NotNow, engine_from
-from disagg.cluster.router_handle import RouterHandle
 from disagg.cluster.supervisor.actor import SupervisorActor
 from disagg.cluster.supervisor.fallback import Fallback
 from disagg.cluster.supervisor.loop import (
     CreateEngine,
-    CreateRouter,
     DeploymentFailed,
     DeploymentState,
     EngineRemoved,
     EnginesChanged,
     Event,
     LogEvent,
+    SendEngines,
 )
-from disagg.cluster.supervisor.restarts import pause_s, pause_text
+from disagg.cluster.supervisor.restarts import SendToRouter, pause_s, pause_text
 from disagg.cluster.supervisor.step import RAY_FAILS_S
 from disagg.engine.spec import EngineInfo
 from disagg.errors import StartupError
+from disagg.router.topology import Away
 
 _GRACE_S, _STOP_S = 3.0, 4.0
 _REPORT_S, _LATE_S = 5.0, 30.0
@@ -49,17 +51,24 @@ _PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.5, 30.0, 300.0
 class Driver:
     """Owns the actors of one deployment.
 
-    `tell(line, log_tail)` is called for each event; `log_tail` may be empty. Create the driver
-    before the engines start, so that the supervisor's process is ready when they serve.
+    `send` sends its engines to the router. `tell(line, log_tail)` is called for each event;
+    `log_tail` may be empty. Create the driver before the engines start, so that the supervisor's
+    process is ready when they serve.
     """
 
     def __init__(
-        self, deployment: str, node_id: str, router: RouterHandle, tell: Callable[[str, str], None]
+        self,
+        deployment: str,
+        run_id: str,
+        node_id: str,
+        send: SendToRouter,
+        tell: Callable[[str, str], None],
     ) -> None:
+        self.name = deployment
         self.engines: Sequence[EngineInfo] = ()
         """The engines that serve."""
-        self._name, self._node_id = deployment, node_id
-        self._router, self._tell = router, tell
+        self._run_id, self._node_id = run_id, node_id
+        self._send, self._tell = send, tell
         self._state: DeploymentState | None = None
         self._owned: dict[str, Engine] = {}
         self._deaths = 0
@@ -85,8 +94,18 @@ class Driver:
         pid: int = ray.get(self._pid, timeout=_BEGIN_S)
         return pid
 
+    @property
+    def awaited(self) -> Any | None:
+        """Ray's reference for which `step` waits; None while there is a fallback."""
+        return None if self._actor is None else self._next_report
+
+    @property
+    def owned(self) -> Sequence[Engine]:
+        """All engines that exist."""
+        return list(self._owned.values())
+
     def own(self, engines: Sequence[Engine]) -> None:
-        """Take these engines over; `stop_engines` ends them."""
+        """Take these engines over; `stop` ends them."""
         self._owned = {engine.name: engine for engine in engines}
 
     def begin(self, state: DeploymentState) -> None:
@@ -153,9 +172,12 @@ class Driver:
             self._fallback.close()
         self._actor = self._next_actor = self._fallback = None
 
-    def stop_engines(self) -> None:
-        """End all engines. Never raises."""
-        pools.stop(list(self._owned.values()), _GRACE_S, _STOP_S)
+    def give_up(self) -> None:
+        """End supervisor and engines, and let the router refuse requests for them."""
+        self.close()
+        self.engines = ()
+        self._send((), {name: Away("given up", returns=False) for name in self._owned})
+        stop([self])
 
     # ---- the supervisor's events ---------------------------------------------------------------
 
@@ -174,8 +196,9 @@ class Driver:
                 self._owned.pop(event.name, None)
             case CreateEngine():
                 self._answer(event.number, self._create_engine(event))
-            case CreateRouter():
-                self._answer(event.number, self._create_router(event))
+            case SendEngines():
+                self._send(event.engines, event.down)
+                self._answer(event.number, None)
             case DeploymentFailed():
                 return event.why
         return None
@@ -192,14 +215,6 @@ class Driver:
         self._owned[name] = engine_from(record)
         return actor
 
-    def _create_router(self, event: CreateRouter) -> Any:
-        ray.kill(self._router.actor)
-        try:
-            self._router.actor = router_handle.create(event.spec)
-        except (NotNow, RayError):
-            return None
-        return self._router.actor
-
     def _answer(self, number: int, actor: Any) -> None:
         if self._actor is not None:
             self._actor.made.remote(number, actor)
@@ -211,8 +226,13 @@ class Driver:
     def _create_supervisor(self) -> Any:
         here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
         name = f"{NAME}{next(self._numbers)}"
-        options = {"name": name, "num_cpus": 0, "scheduling_strategy": here}
-        return ray.remote(SupervisorActor).options(**options).remote(self._name)
+        options = {
+            "name": name,
+            "namespace": self._run_id,
+            "num_cpus": 0,
+            "scheduling_strategy": here,
+        }
+        return ray.remote(SupervisorActor).options(**options).remote(self.name)
 
     def _begin(self) -> None:
         self._pid = self._actor.begin.remote(self._current_state())
@@ -222,7 +242,7 @@ class Driver:
     def _current_state(self) -> DeploymentState:
         assert self._state is not None
         records = [engine.record for engine in self._owned.values()]
-        return replace(self._state, engines=records, router_actor=self._router.actor)
+        return replace(self._state, engines=records)
 
     def _ask_for_report(self) -> None:
         self._next_report, self._asked_at = self._actor.report.remote(_REPORT_S), time.monotonic()
@@ -275,3 +295,11 @@ class Driver:
             self._deaths += 1
             self._tell(f"the supervisor did not start: {why}; {self._schedule_restart()}", "")
         return False
+
+
+def stop(drivers: Sequence[Driver]) -> None:
+    """End the engines of all these drivers. Never raises."""
+    engines = [engine for driver in drivers for engine in driver.owned]
+    for driver in drivers:
+        driver.own(())
+    pools.stop(engines, _GRACE_S, _STOP_S)

@@ -19,6 +19,7 @@ from disagg.engine import logs
 from disagg.engine.actor import TAIL_LINES
 from disagg.engine.load import EngineLoad
 from disagg.engine.spec import EngineFailure, EngineHome, EngineInfo, EngineSpec
+from disagg.router.topology import name_in
 
 ASK_S = 2.0
 PLACING_S = 15.0
@@ -77,6 +78,11 @@ class Engine:
     def name(self) -> str:
         """The engine's name, such as `prefill-0`."""
         return self.spec.name
+
+    @property
+    def label(self) -> str:
+        """Its name beside engines of other deployments, such as `chat/prefill-0`."""
+        return name_in(self.spec.deployment.group, self.name)
 
     @property
     def node_id(self) -> str | None:

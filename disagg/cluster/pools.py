@@ -8,7 +8,7 @@ StartupError with the engine's name, one line with the cause, and the end of its
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,14 +75,20 @@ class Run:
         ]
 
 
-def shortfalls(deployment: Deployment) -> list[str]:
-    """One line for each resource of which this machine has less than the deployment needs."""
-    have = ray.cluster_resources()  # type: ignore[no-untyped-call]
+def resources() -> Mapping[str, float]:
+    """All resources of this Ray, by name."""
+    found: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return found
+
+
+def shortfalls(deployments: Sequence[Deployment], have: Mapping[str, float]) -> list[str]:
+    """One line for each resource of which the deployments together need more than there is."""
     wanted: dict[str, float] = {}
-    for role in ROLES:
-        replicas = deployment.pool(role).replicas
-        for resource, amount in placing.ResourceRequest.of(deployment, role).total.items():
-            wanted[resource] = wanted.get(resource, 0) + amount * replicas
+    for deployment in deployments:
+        for role in ROLES:
+            replicas = deployment.pool(role).replicas
+            for resource, amount in placing.ResourceRequest.of(deployment, role).total.items():
+                wanted[resource] = wanted.get(resource, 0) + amount * replicas
     return [
         f"the engines ask for {amount:g} {resource}, this machine has "
         f"{have.get(resource, 0):g}; lower replicas or resources in the YAML"
@@ -114,6 +120,7 @@ def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> A
             ray.remote(_ACTORS[spec.role])
             .options(
                 name=spec.name,
+                namespace=spec.run_id,
                 num_cpus=asked.num_cpus,
                 num_gpus=0 if _request(spec).spread else asked.num_gpus,
                 resources=asked.custom,
@@ -137,7 +144,7 @@ def _bundles(spec: EngineSpec, others: dict[str, str]) -> PlacementGroup:
         group: PlacementGroup = ray.util.placement_group(
             [dict(bundle) for bundle in request.bundles],
             strategy="PACK",
-            name=spec.name,
+            name=_group_name(spec),
             bundle_label_selector=[others | dict(request.labels)] * len(request.bundles),
         )
     except (RayError, ValueError) as error:  # Ray has not yet released the previous group's name
@@ -150,9 +157,13 @@ def _remove_group(spec: EngineSpec) -> None:
     if not _request(spec).spread:
         return
     try:
-        ray.util.remove_placement_group(ray.util.get_placement_group(spec.name))
+        ray.util.remove_placement_group(ray.util.get_placement_group(_group_name(spec)))
     except (RayError, ValueError):  # there is no such group
         return
+
+
+def _group_name(spec: EngineSpec) -> str:
+    return f"{spec.run_id}/{spec.name}"  # all deployments of one `disagg serve` share Ray's names
 
 
 def _request(spec: EngineSpec) -> placing.ResourceRequest:
@@ -191,11 +202,9 @@ def populated(present: Iterable[Engine]) -> list[placing.Node]:
     return nodes
 
 
-def wait_ready(
-    engines: Sequence[Engine], timeout_s: float, progress: Callable[[str], None]
-) -> list[EngineInfo]:
+def wait_ready(engines: Sequence[Engine], progress: Callable[[str], None]) -> list[EngineInfo]:
     """Wait until all engines serve. Raises StartupError for the first that fails."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     pending = {engine.started: engine for engine in engines}
     while pending:
         for ref in ray.wait(list(pending), timeout=POLL_S)[0]:
@@ -204,10 +213,11 @@ def wait_ready(
             if isinstance(started, EngineFailure):
                 raise _did_not_start(engine, started)
             engine.serves(started)
-        progress(" · ".join(f"{engine.name}: {engine.stage()}" for engine in engines))
-        if pending and time.monotonic() > deadline:
-            engine = next(iter(pending.values()))
-            raise _did_not_start(engine, too_slow(engine, timeout_s))
+        progress(" · ".join(f"{engine.label}: {engine.stage()}" for engine in engines))
+        for engine in pending.values():
+            timeout_s = engine.spec.deployment.engine.startup_timeout_s
+            if time.monotonic() - began > timeout_s:
+                raise _did_not_start(engine, too_slow(engine, timeout_s))
     return [engine.info for engine in engines if engine.info is not None]
 
 
@@ -246,4 +256,4 @@ def _launch(
 
 
 def _did_not_start(engine: Engine, failure: EngineFailure) -> StartupError:
-    return StartupError(f"engine {engine.name} did not start: {failure.cause}", failure.log_tail)
+    return StartupError(f"engine {engine.label} did not start: {failure.cause}", failure.log_tail)

@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from disagg.config import RouterSection
 from disagg.credentials import ApiKey
 from disagg.engine.ray_metrics import RayMetrics
-from disagg.engine.spec import EngineInfo
 from disagg.router.processes.parent import Processes, claim, open_server
 from disagg.router.server.admin_socket import AdminSocket, open_admin_socket
 from disagg.router.server.server import RouterPlan, RouterServer, settle
@@ -29,7 +28,8 @@ class RouterActor:
 
     def __init__(self, deployment: str, section: RouterSection) -> None:
         self._section = section
-        self._metrics = RayMetrics({"deployment": deployment})
+        # The metrics of several deployments have this label already.
+        self._metrics = RayMetrics({"deployment": deployment} if deployment else {})
         self._publishing: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
         self._socket: socket.socket | None = None
@@ -50,7 +50,7 @@ class RouterActor:
 
     async def start(
         self,
-        engines: Sequence[EngineInfo],
+        engines: Sequence[EngineEndpoint],
         down: Mapping[str, Away],
         api_keys: Sequence[ApiKey],
         engine_key: str,
@@ -60,7 +60,7 @@ class RouterActor:
         assert self._socket is not None
         plan = RouterPlan(
             self._section,
-            _endpoints(engines),
+            engines,
             api_keys=api_keys,
             engine_key=engine_key,
             strict=strict,
@@ -72,10 +72,10 @@ class RouterActor:
         settle()
         self._publishing = asyncio.create_task(self._metrics.publish(self._families, self._stopped))
 
-    async def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, Away]) -> None:
+    async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
         """Replace the engines. `down`: the state of each engine that does not serve, by name."""
         assert self._server is not None
-        await self._server.replace(_endpoints(engines), down)
+        await self._server.replace(engines, down)
 
     async def ended(self) -> None:
         """Never returns while the actor lives. Raises what ended the router.
@@ -99,7 +99,3 @@ class RouterActor:
     async def _families(self) -> Iterable[Metric]:
         assert self._server is not None
         return text_string_to_metric_families((await self._server.figures()).decode())
-
-
-def _endpoints(engines: Sequence[EngineInfo]) -> list[EngineEndpoint]:
-    return [EngineEndpoint(name=e.name, role=e.role, url=e.url) for e in engines]

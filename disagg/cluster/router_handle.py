@@ -1,4 +1,4 @@
-"""The supervisor's and driver's handle of the router's actor: launch, replace engines, stop."""
+"""The handle of the router's actor: launch, replace engines, stop. `RouterOwner` decides when."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from disagg.cluster.engines import NotNow
 from disagg.cluster.router_actor import RouterActor
 from disagg.config import RouterSection
 from disagg.credentials import ApiKey
-from disagg.engine.spec import EngineInfo
 from disagg.errors import ConfigError, StartupError
 from disagg.router.server.admin_socket import remove_left
-from disagg.router.topology import Away
+from disagg.router.topology import Away, EngineEndpoint
 
 START_S = 60.0
 REPLACE_S = 5.0
@@ -26,10 +25,14 @@ STOP_S = 4.0
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """A router to start. Once it was bound, the section's port is the port that it got."""
+    """A router to start. Once it was bound, the section's port is the port that it got.
+
+    deployment: for its metrics; empty if it has several. namespace: Ray's, of its actor.
+    """
 
     deployment: str
     section: RouterSection
+    namespace: str
     node_id: str
     api_keys: Sequence[ApiKey]
     engine_key: str
@@ -41,9 +44,14 @@ Create = Callable[[RouterSpec], Any]
 
 
 def create(spec: RouterSpec) -> Any:
-    """The `Create` of the driver. Ray ends the actor when this process ends."""
+    """Create the actor. Ray ends it when this process ends."""
     here = NodeAffinitySchedulingStrategy(spec.node_id, soft=False)
-    options = {"name": "router", "num_cpus": 0, "scheduling_strategy": here}
+    options = {
+        "name": "router",
+        "namespace": spec.namespace,
+        "num_cpus": 0,
+        "scheduling_strategy": here,
+    }
     try:
         return ray.remote(RouterActor).options(**options).remote(spec.deployment, spec.section)
     except ValueError as error:  # Ray has not yet released the name of the previous actor
@@ -51,7 +59,7 @@ def create(spec: RouterSpec) -> Any:
 
 
 class RouterHandle:
-    """A deployment's router. There is one at a time, always on the same node and port."""
+    """There is one router at a time, always on the same node and port."""
 
     def __init__(self, spec: RouterSpec, create: Create = create) -> None:
         self.spec = spec
@@ -70,19 +78,14 @@ class RouterHandle:
         section = self.spec.section.model_copy(update={"port": bound})
         self.spec = replace(self.spec, section=section)
 
-    def start(self, engines: Sequence[EngineInfo], down: Mapping[str, Away]) -> None:
+    def start(self, engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
         """Serve with these engines. Raises StartupError."""
         given = (self.spec.api_keys, self.spec.engine_key, self.spec.strict)
         _outcome(self.actor.start.remote(list(engines), dict(down), *given))
-        self.adopt(self.actor)
-
-    def adopt(self, actor: Any) -> None:
-        """Take over an actor that serves already."""
-        self.actor = actor
-        self.ended = actor.ended.remote()
+        self.ended = self.actor.ended.remote()
         self._serves = True
 
-    def replace(self, engines: Sequence[EngineInfo], down: Mapping[str, Away]) -> None:
+    def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
         """Replace the router's engines. Waits up to `REPLACE_S`.
 
         A router that does not take the call is ending. It gets the engines when it restarts.
@@ -90,8 +93,12 @@ class RouterHandle:
         if self._serves:
             ray.wait([self.actor.replace.remote(list(engines), dict(down))], timeout=REPLACE_S)
 
+    def has_ended(self) -> bool:
+        """Whether a router that served has ended. Never waits."""
+        return self._serves and bool(ray.wait([self.ended], timeout=0)[0])
+
     def why_ended(self) -> str:
-        """Why the router ended. Call it when `ended` is ready."""
+        """Why the router ended. Call it when it has ended."""
         try:
             ray.get(self.ended, timeout=0)
         except RayError as error:

@@ -1,4 +1,4 @@
-"""Runs one deployment in the foreground: shows progress and the endpoint, and stops in order.
+"""Runs a file's deployments in the foreground: shows progress and endpoint, stops in order.
 
 The output is for a terminal and for a log file. This module must never decide anything about the
 deployment.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 
 import psutil
 from rich.console import Console
@@ -20,6 +21,7 @@ from disagg.cluster.signals import Interrupted, StopSignals
 from disagg.config import Deployment
 from disagg.engine import guardian
 from disagg.errors import StartupError
+from disagg.router.topology import name_in
 
 WATCH_S = 0.5
 REPEAT_S = 15.0
@@ -52,10 +54,10 @@ class Progress:
             self._status.stop()
 
 
-def serve(deployment: Deployment) -> int:
-    """Serve until Ctrl-C, SIGTERM or SIGHUP. Returns the exit status.
+def serve(deployments: Sequence[Deployment]) -> int:
+    """Serve the deployments of one file until Ctrl-C, SIGTERM or SIGHUP. Returns the exit status.
 
-    0 after a stop, 1 if the deployment did not start or cannot go on, 128 + signal if interrupted
+    0 after a stop, 1 if a deployment did not start or none can go on, 128 + signal if interrupted
     during the start. Raises ConfigError.
     """
     console = Console(soft_wrap=True, highlight=False)
@@ -64,7 +66,7 @@ def serve(deployment: Deployment) -> int:
         try:
             with signals.as_interrupted():
                 running = start(
-                    deployment,
+                    *deployments,
                     progress=progress,
                     signals=signals,
                     tell=lambda what, tail: _print_event(console, what, tail),
@@ -80,7 +82,7 @@ def serve(deployment: Deployment) -> int:
             progress.close()
         try:
             with signals.as_interrupted():
-                _print_ready(console, deployment, running)
+                _print_ready(console, running)
                 return _watch(console, running)
         except Interrupted:
             console.print("Stopping … (Ctrl-C again kills at once)")
@@ -112,11 +114,16 @@ def _print_failure(console: Console, what: str, log_tail: str) -> None:
     console.print(f"[bold red]Error:[/] {escape(what)}")
 
 
-def _print_ready(console: Console, deployment: Deployment, running: RunningDeployment) -> None:
-    model = running.engines[0].model["name"]
-    for engine in running.engines:
-        console.print(f"  {engine.name:<10} {engine.url}  up in {engine.startup_s:.0f} s")
-    console.print(f"\nReady: {running.url}/v1  ({deployment.name}, model {escape(str(model))})\n")
+def _print_ready(console: Console, running: RunningDeployment) -> None:
+    each = running.by_deployment
+    for deployment, engines in each.items():
+        for engine in engines:
+            name = name_in(deployment if len(each) > 1 else "", engine.name)
+            console.print(f"  {name:<10} {engine.url}  up in {engine.startup_s:.0f} s")
+    models = {name: str(engines[0].model["name"]) for name, engines in each.items()}
+    shown = "; ".join(f"{name}, model {model}" for name, model in models.items())
+    console.print(f"\nReady: {running.url}/v1  ({escape(shown)})\n")
+    model = next(iter(models.values()))
     console.print(
         escape(
             f"  curl {running.url}/v1/completions -H 'Content-Type: application/json' \\\n"

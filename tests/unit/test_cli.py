@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -123,19 +124,19 @@ def test_serve_exits_with_the_clusters_status(
 ) -> None:
     served: list[Deployment] = []
 
-    def serve(deployment: Deployment) -> int:
-        served.append(deployment)
+    def serve(deployments: Sequence[Deployment]) -> int:
+        served.extend(deployments)
         return status
 
     replace_module(monkeypatch, "disagg.cluster", serve=serve)
     assert status_of(monkeypatch, "serve", good) == status
-    assert served[0].model.path == "org/name"
+    assert [deployment.model.path for deployment in served] == ["org/name"]
 
 
 def test_a_failed_start_shows_the_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], good: str
 ) -> None:
-    def serve(_: Deployment) -> int:
+    def serve(_: Sequence[Deployment]) -> int:
         raise StartupError("prefill-0 did not start: out of memory", "line one\nline two")
 
     replace_module(monkeypatch, "disagg.cluster", serve=serve)
@@ -149,7 +150,7 @@ def test_a_failed_start_shows_the_log(
 def test_no_error_of_ours_is_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], good: str
 ) -> None:
-    def serve(_: Deployment) -> int:
+    def serve(_: Sequence[Deployment]) -> int:
         raise TransferError("peer is gone")
 
     replace_module(monkeypatch, "disagg.cluster", serve=serve)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from disagg.config import load, load_router
+from disagg.config import load, load_all, load_router
 from disagg.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-ROUTERS = [ROOT / "examples/two_models.yaml"]  # of `disagg router`
-SHIPPED = sorted({*ROOT.glob("serve_configs/*.y*ml"), *ROOT.glob("examples/*.y*ml")} - set(ROUTERS))
+SHIPPED = sorted([*ROOT.glob("serve_configs/*.y*ml"), *ROOT.glob("examples/*.y*ml")])
 
 
 def write(folder: Path, text: str) -> Path:
@@ -24,19 +24,14 @@ def write(folder: Path, text: str) -> Path:
 
 def problems_of(folder: Path, text: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load(write(folder, text))
+        load_all(write(folder, text))
     assert all("\n" not in line for line in caught.value.problems)
     return caught.value.problems
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_file_is_valid(path: Path) -> None:
-    assert load(path).model.path
-
-
-@pytest.mark.parametrize("path", ROUTERS, ids=lambda path: path.name)
-def test_every_shipped_router_is_valid(path: Path) -> None:
-    assert [model.name for model in load_router(path, {}).models] == ["tiny", "wide"]
+    assert all(deployment.model.path for deployment in load_all(path))
 
 
 def test_there_are_shipped_files() -> None:
@@ -232,3 +227,102 @@ def test_reading_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert output.strip() == "set()"
+
+
+# ---- several deployments -----------------------------------------------------------------------
+
+SEVERAL = """
+deployments:
+  - name: chat
+    model: {path: org/chat}
+    decode: {replicas: 2}
+    pairing: {decode: prefix_affinity}
+    limits: {max_queued: 7}
+  - name: code
+    model: {path: org/code, served_name: code}
+    transfer: {strict: true}
+ray: {without_token: true}
+router:
+  port: 9000
+  pairing: {local_prefill_tokens: 5}
+  limits: {max_queued: 9, drain_s: 3}
+"""
+
+
+def test_several_deployments_share_router_and_ray(tmp_path: Path) -> None:
+    chat, code = load_all(write(tmp_path, SEVERAL))
+    assert (chat.group, code.group) == ("chat", "code")
+    assert (chat.decode.replicas, code.decode.replicas) == (2, 1)
+    assert chat.router == code.router
+    assert chat.ray.without_token is True
+    assert chat.router.port == 9000
+    models = chat.router.models
+    assert [(model.name, model.model, model.is_strict) for model in models] == [
+        ("chat", "org/chat", False),
+        ("code", "code", True),
+    ]
+    own, other = (chat.router.of_model(model) for model in models)
+    assert (own.pairing.decode, own.pairing.local_prefill_tokens) == ("prefix_affinity", 5)
+    assert (own.limits.max_queued, own.limits.drain_s) == (7, 3)
+    assert (other.pairing.decode, other.limits.max_queued) == ("least_loaded", 9)
+    # Other processes get the same.
+    assert pickle.loads(pickle.dumps(chat)) == chat
+
+
+def test_one_deployment_has_its_router_alone(tmp_path: Path) -> None:
+    (alone,) = load_all(write(tmp_path, "model: {path: org/name}"))
+    assert alone.group == ""
+    assert load(write(tmp_path, "model: {path: org/name}")) == alone
+    with pytest.raises(ConfigError, match="deployments: several are not possible here"):
+        load(write(tmp_path, SEVERAL))
+
+
+ENTRY = "{name: a, model: {path: org/name}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("deployments: []", ["deployments: [] — must name at least 1"]),
+        ("deployments: {a: b}", ["deployments: {'a': 'b'} — must be a list, like [one, two]"]),
+        (
+            f"deployments: [{ENTRY}, {{name: b, model: {{path: x}}, decod: {{}}}}, {{name: c}}]",
+            [
+                "deployments.1.decod: unknown key; did you mean decode?",
+                "deployments.2.model: missing; set it",
+            ],
+        ),
+        (
+            f"deployments: [{ENTRY}, {{name: a, model: {{path: b, served_name: org/name}}}}]",
+            [
+                "deployments.1.name: 'a' — deployments.0 has it too; give each deployment a name "
+                "of its own",
+                "deployments.1.model.served_name: 'org/name' — requests for deployments.0 name "
+                "this model too; set another name",
+            ],
+        ),
+        (
+            f"model: {{path: m}}\ndecode: {{}}\ndeployments: [{ENTRY}]",
+            [
+                f"{key}: belongs to one deployment, but the file has a list of them; move it into "
+                "an entry of deployments, or remove deployments"
+                for key in ("model", "decode")
+            ],
+        ),
+        (
+            f"deployments: [{ENTRY}]\nrouter: {{models: [{{name: a, engines: {{}}}}]}}",
+            [
+                "router.models: names engines that run already, but a deployment starts its own — "
+                "remove it, or run `disagg router`"
+            ],
+        ),
+    ],
+)
+def test_problems_of_several(tmp_path: Path, text: str, lines: list[str]) -> None:
+    assert problems_of(tmp_path, text) == lines
+
+
+@pytest.mark.parametrize("name", ["", "A", "a.b", "-a", "a-", "a b", "a" * 42, "a/b"])
+def test_names_that_no_deployment_of_several_may_have(tmp_path: Path, name: str) -> None:
+    (line,) = problems_of(tmp_path, f"deployments: [{{name: '{name}', model: {{path: m}}}}]")
+    assert line.startswith(f"deployments.0.name: {name!r} — must match")

@@ -16,7 +16,7 @@ MANIFESTS = sorted((ROOT / "examples/kuberay").glob("*.yaml"))
 DEPLOYMENTS = [
     *sorted((ROOT / "serve_configs").glob("*.yaml")),
     ROOT / "docker/serve.yaml",
-    ROOT / "examples/two_models_wide.yaml",
+    ROOT / "examples/two_models.yaml",
 ]
 
 
@@ -37,7 +37,7 @@ def cluster_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda path: path.name)
 def test_deployments_are_read(path: Path) -> None:
-    assert config.load(path).model.served_name
+    assert all(deployment.model.served_name for deployment in config.load_all(path))
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)

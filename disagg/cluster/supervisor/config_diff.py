@@ -14,6 +14,7 @@ from disagg.config_file import show
 # Engines of one handoff must agree on these values, or a client would notice the change.
 _FIXED = (
     "name",
+    "deployments",
     "model",
     "ray",
     "router",
@@ -27,7 +28,7 @@ _FIXED = (
 
 def refused(running: Deployment, wanted: Deployment) -> list[str]:
     """One line for each change that needs a restart of the deployment."""
-    before, after = running.model_dump(), wanted.model_dump()
+    before, after = _content(running), _content(wanted)
     return [
         f"{path}: {show(old)} -> {show(new)} — cannot change while serving; stop the deployment "
         "and start it with this file"
@@ -51,6 +52,14 @@ def _engine(deployment: Deployment, role: Role) -> tuple[object, ...]:
         (engine.args, engine.env, engine.hang_timeout_s),
         (pool.args, pool.env, pool.resources),
     )
+
+
+def _content(deployment: Deployment) -> dict[str, Any]:
+    """As the file has it: the router's part of each of several deployments is in its own entry."""
+    content = deployment.model_dump()
+    models = content["router"].pop("models")
+    content["deployments"] = {model.pop("name"): model for model in models}
+    return content
 
 
 def _at(content: dict[str, Any], path: str) -> Any:

@@ -15,10 +15,10 @@ from typing import Any
 from disagg.cluster.control import Commands
 from disagg.cluster.supervisor.loop import (
     CreateEngine,
-    CreateRouter,
     DeploymentState,
     Event,
     LogEvent,
+    SendEngines,
     SupervisorLoop,
 )
 
@@ -70,7 +70,7 @@ class Fallback:
         deadline = time.monotonic() + _END_S
         while not self.over and time.monotonic() < deadline:
             for event in self.events(0.05):
-                if isinstance(event, CreateEngine | CreateRouter):
+                if isinstance(event, CreateEngine | SendEngines):
                     self.made(event.number, None)
 
     def _run(self, state: DeploymentState) -> None:

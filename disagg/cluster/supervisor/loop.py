@@ -1,9 +1,10 @@
 """The supervisor's loop, and the events that it sends to the driver.
 
 Ray ends an actor with the process that created it. So the driver (`cluster/driver.py`) creates the
-actors of engines and router, at the supervisor's request. The loop requests actors and reports
-changes by events. It runs in the supervisor's actor, and in the driver (`Fallback`) while there is
-no supervisor.
+actors of engines, at the supervisor's request. The router may be that of several deployments, so it
+has one owner, in the driver's process. The loop requests actors, sends engines to the router and
+reports changes by events. It runs in the supervisor's actor, and in the driver (`Fallback`) while
+there is no supervisor.
 """
 
 from __future__ import annotations
@@ -11,23 +12,25 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from disagg.cluster import pools
 from disagg.cluster.control import Commands
 from disagg.cluster.engines import EngineRecord, NotNow, engine_from
-from disagg.cluster.router_handle import RouterHandle, RouterSpec
 from disagg.cluster.supervisor.restarts import Restarts
 from disagg.cluster.supervisor.scaling import Scaler
 from disagg.cluster.supervisor.step import Supervisor
 from disagg.config import Deployment
 from disagg.engine.spec import EngineInfo, EngineSpec
+from disagg.router.topology import Away
 
 _STEP_S = 0.5
 _CREATE_S = 30.0
+_SEND_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,6 @@ class DeploymentState:
     wanted: Deployment
     before: Deployment | None
     engines: Sequence[EngineRecord]
-    router: RouterSpec
-    router_actor: Any
     private: bool
 
 
@@ -69,11 +70,13 @@ class CreateEngine:
 
 
 @dataclass(frozen=True)
-class CreateRouter:
-    """Create the router's actor, and answer with `made`."""
+class SendEngines:
+    """Send the engines to the router, and answer with `made`. down: those that do not serve, by
+    name."""
 
     number: int
-    spec: RouterSpec
+    engines: Sequence[EngineInfo]
+    down: Mapping[str, Away]
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class DeploymentFailed:
     why: str
 
 
-Event = LogEvent | CreateEngine | CreateRouter | EngineRemoved | EnginesChanged | DeploymentFailed
+Event = LogEvent | CreateEngine | SendEngines | EngineRemoved | EnginesChanged | DeploymentFailed
 
 
 class SupervisorLoop:
@@ -119,7 +122,7 @@ class SupervisorLoop:
         return time.monotonic() - self._stepped_at
 
     def made(self, number: int, actor: Any) -> None:
-        """Answer request `number` with its actor, or with None if it cannot be created now."""
+        """Answer request `number`: with its actor, or None if there is none now."""
         if (asked := self._pending.pop(number, None)) is not None:
             asked.set_result(actor)
 
@@ -134,11 +137,9 @@ class SupervisorLoop:
             self._post(LogEvent(what, log_tail))
             self._commands.say(what)
 
-        router = RouterHandle(state.router, self._create_router)
-        router.adopt(state.router_actor)
         restarts = Restarts(
             [engine_from(record) for record in state.engines],
-            router,
+            self._send,
             state.wanted.engine,
             tell,
             self._create_engine,
@@ -163,20 +164,22 @@ class SupervisorLoop:
     def _create_engine(
         self, spec: EngineSpec, node_id: str | None, avoid: str | None, deaths: int
     ) -> Any:
-        return self._create(lambda number: CreateEngine(number, spec, node_id, avoid, deaths))
+        make = partial(CreateEngine, spec=spec, node_id=node_id, avoid=avoid, deaths=deaths)
+        actor = self._ask(make, _CREATE_S)
+        if actor is None:
+            raise NotNow
+        return actor
 
-    def _create_router(self, spec: RouterSpec) -> Any:
-        return self._create(lambda number: CreateRouter(number, spec))
+    def _send(self, engines: Sequence[EngineInfo], down: Mapping[str, Away]) -> None:
+        self._ask(partial(SendEngines, engines=tuple(engines), down=dict(down)), _SEND_S)
 
-    def _create(self, event: Callable[[int], Event]) -> Any:
+    def _ask(self, event: Callable[[int], Event], wait_s: float) -> Any:
+        """Post an event with a number. Returns its answer, or None if there is none in time."""
         number, answer = next(self._numbers), Future[Any]()
         self._pending[number] = answer
         self._post(event(number))
         try:
-            actor = answer.result(_CREATE_S)
+            return answer.result(wait_s)
         except TimeoutError:
             self._pending.pop(number, None)
-            actor = None
-        if actor is None:
-            raise NotNow
-        return actor
+            return None

@@ -1,4 +1,4 @@
-"""Restarts engines and the router when they die; the others keep serving.
+"""Restarts engines when they die; the others keep serving.
 
 A dead engine leaves the router's rotation first. It restarts at once after its first death, and
 after a growing pause after each further death in a row. After `engine.max_restarts` deaths in a row
@@ -9,7 +9,7 @@ engines there are: `scaling` does, and calls `add`, `retire` and `remove`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,8 @@ import ray
 
 from disagg.cluster import placing, pools
 from disagg.cluster.engines import Engine, NoRoom, NotNow, outcome_of, too_slow, why_ended
-from disagg.cluster.router_handle import RouterHandle
 from disagg.config import EngineSection, Role
 from disagg.engine.spec import EngineFailure, EngineInfo, EngineSpec
-from disagg.errors import ConfigError, StartupError
 from disagg.router.topology import Away
 
 GRACE_S = 3.0
@@ -30,11 +28,12 @@ _STEADY_S = 300.0  # an engine that served this long did not die because of its 
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NOT_NOW_S = 0.25
 _NODES_S = 0.5
-_ROUTER_RESTARTS = 5
 _ADOPT_S = 5.0
 
 CreateForRestart = Callable[[EngineSpec, str | None, str | None, int], Any]
 """Like `pools.Create`; the last argument is the engine's number of deaths in a row."""
+SendToRouter = Callable[[Sequence[EngineInfo], Mapping[str, Away]], None]
+"""The engines that serve, and those that do not, by name. Returns when the router has them."""
 
 
 @dataclass(eq=False)
@@ -104,16 +103,17 @@ def pause_text(wait_s: float) -> str:
 
 
 class Restarts:
-    """Watches and restarts a deployment's engines and its router.
+    """Watches and restarts a deployment's engines.
 
-    `tell(line, log_tail)` is called for each event; `log_tail` may be empty. `create` creates an
-    engine's actor. `removed` is called with the name of an engine that was ended for good.
+    `send` sends the engines to the router. `tell(line, log_tail)` is called for each event;
+    `log_tail` may be empty. `create` creates an engine's actor. `removed` is called with the name
+    of an engine that was ended for good.
     """
 
     def __init__(
         self,
         engines: Sequence[Engine],
-        router: RouterHandle,
+        send: SendToRouter,
         settings: EngineSection,
         tell: Callable[[str, str], None],
         create: CreateForRestart,
@@ -121,9 +121,8 @@ class Restarts:
     ) -> None:
         self.places = [EnginePlace(engine, engine.deaths, why="starts") for engine in engines]
         self.settings = settings
-        self._router, self._tell = router, tell
+        self._send, self._tell = send, tell
         self._create, self._removed = create, removed
-        self._router_deaths, self._router_up_at = 0, time.monotonic()
         self._nodes: dict[str, placing.Node] = {}
         self._nodes_at = 0.0
 
@@ -148,7 +147,7 @@ class Restarts:
 
     def awaited(self) -> list[Any]:
         """Ray's references to wait for. `handle` takes those that are ready."""
-        return [*(p.awaited for p in self.places if p.awaited is not None), self._router.ended]
+        return [place.awaited for place in self.places if place.awaited is not None]
 
     def handle(self, refs: Iterable[Any]) -> str | None:
         """Handle the references of `awaited` that are ready.
@@ -157,10 +156,7 @@ class Restarts:
         """
         places = {place.awaited: place for place in self.places if place.awaited is not None}
         for ref in refs:
-            if ref in places:
-                self._ended(places[ref], ref)
-            elif (problem := self._restart_router()) is not None:
-                return problem
+            self._ended(places[ref], ref)
         return self._failure()
 
     def check(self) -> None:
@@ -298,37 +294,9 @@ class Restarts:
             return "; ".join(f"engine {place.name} {place.why}" for place in decodes)
         return None
 
-    # ---- the router ----------------------------------------------------------------------------
-
     def _update_router(self) -> None:
-        self._router.replace(self.engines, self._down())
+        self._send(self.engines, self._down())
 
     def _down(self) -> dict[str, Away]:
         now = time.monotonic()
         return {place.name: place.away(now) for place in self.places if not place.serves}
-
-    def _restart_router(self) -> str | None:
-        """Restart the router, which died. Engines do not notice.
-
-        Returns why the deployment cannot go on, or None.
-        """
-        why, now = self._router.why_ended(), time.monotonic()
-        steady = now - self._router_up_at > _STEADY_S
-        self._router_deaths = 1 if steady else self._router_deaths + 1
-        if self._router_deaths > _ROUTER_RESTARTS:
-            return f"the router died {self._router_deaths} times in a row: {why}"
-        self._tell(f"the router died: {why}; starting it again", "")
-        self._router.kill()
-        for last in (False, True):
-            try:
-                self._router.launch()
-                self._router.start(self.engines, self._down())
-                break
-            except (ConfigError, StartupError, NotNow) as error:
-                self._router.kill()
-                if last:
-                    return f"the router died and did not start again: {error}"
-                time.sleep(_PAUSE_S)  # the port or the actor's name may not be free yet
-        self._router_up_at = time.monotonic()
-        self._tell(f"the router is back after {self._router_up_at - now:.1f} s", "")
-        return None

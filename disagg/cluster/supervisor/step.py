@@ -57,11 +57,13 @@ class Supervisor:
         return problem
 
     def _step(self, timeout_s: float) -> str | None:
-        refs = self._restarts.awaited()
-        there = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]
+        if refs := self._restarts.awaited():
+            refs = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]
+        else:  # all engines wait for their restart
+            time.sleep(timeout_s)
         while (taken := self._commands.take()) is not None:
             self._start_command(*taken)
-        problem = self._restarts.handle(there)
+        problem = self._restarts.handle(refs)
         self._restarts.check()
         self._autoscale()
         self._scaler.step()
@@ -116,7 +118,7 @@ class Supervisor:
 
     def _too_many(self, wanted: Deployment) -> list[str]:
         """The resources that are short. Only a private Ray can never get another node."""
-        return pools.shortfalls(wanted) if self._private else []
+        return pools.shortfalls([wanted], pools.resources()) if self._private else []
 
     def _finish_commands(self) -> None:
         if self._running and self._scaler.settled:

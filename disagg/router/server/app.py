@@ -110,7 +110,8 @@ def _groups(
             [engine for engine in engines if deployment_of(engine.name) == model.name],
             {name: away for name, away in down.items() if deployment_of(name) == model.name},
             connector=model.connector or connector,
-            strict=strict,
+            strict=strict or model.is_strict,
+            model=model.model,
         )
 
     if settings.models:

@@ -24,8 +24,8 @@ from disagg.router.upstream.loop_yield import LoopYield
 
 
 class ModelGroup:
-    """One model. `name`: empty if the router's settings name no models; see `topology.name_in`.
-    `service` exists while it runs."""
+    """One model. `name`: of its deployment, empty if the router's settings name no models; see
+    `topology.name_in`. `model`: its name in requests. `service` exists while it runs."""
 
     service: Service
     _probes: Probes
@@ -39,8 +39,9 @@ class ModelGroup:
         *,
         connector: ConnectorName,
         strict: bool,
+        model: str = "",
     ) -> None:
-        self.name = name
+        self.name, self.model = name, model
         self._settings, self._connector, self._strict = settings, connector, strict
         self.topology, self.metrics = Topology(engines, down), RouterMetrics()
         self.health = Health(self.metrics, is_known=self.topology.has)

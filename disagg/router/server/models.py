@@ -66,7 +66,8 @@ class Models:
         self.only = groups[0] if groups[0].name == "" else None
         self._items: dict[str, Sequence[Item]] = {}
         """What the engines of a group listed last, by the group's name."""
-        self._names: Mapping[str, ModelGroup] = dict(self.groups)
+        self._own = {group.model: group for group in groups}
+        self._names: Mapping[str, ModelGroup] = self._own
         self._listing = Cached(self._read_lists)
         self._lacking: set[str] = set()
         """The groups whose engines do not list the model of that name."""
@@ -199,13 +200,13 @@ class Models:
         }
         # A group that is down keeps its names: its clients get 503, not 404.
         self._items |= found
-        names = dict(self.groups)
+        names = dict(self._own)
         for name, items in self._items.items():
             for item in items:
                 names.setdefault(item["id"], self.groups[name])
         self._names = names
         for name, items in found.items():
-            self._note(name, [item["id"] for item in items])
+            self._note(self.groups[name].model, [item["id"] for item in items])
         return found
 
     def _note(self, name: str, listed: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The examples that use a router, run against one."""
+"""The examples that use a router, run against one; and a router in front of routers."""
 
 from __future__ import annotations
 
@@ -110,16 +110,25 @@ def test_batch_refuses_wrong_lines(tmp_path: Path) -> None:
             list(example.requests_in(path))
 
 
+GATEWAY = """
+port: 0
+models:
+  - name: tiny
+    engines: {{decode: [{0}]}}
+  - name: wide
+    engines: {{decode: [{1}]}}
+    limits: {{max_prompt_tokens: 16384}}
+"""
+
+
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Runs `disagg router` on examples/two_models.yaml, with these addresses in place of its own
-    and `more` settings; returns its URL."""
+    """Runs `disagg router` in front of the deployments at these addresses, with `more` settings;
+    returns its URL."""
     running: list[subprocess.Popen[str]] = []
 
     def start(*addresses: str, more: str = "") -> str:
-        text = (EXAMPLES / "two_models.yaml").read_text().replace("port: 8080", "port: 0")
-        for number, address in enumerate(addresses):
-            text = text.replace(f"http://127.0.0.1:{8000 + number}]", f"{address}]")
+        text = GATEWAY.format(*addresses, *(["http://127.0.0.1:9"] if len(addresses) < 2 else []))
         (tmp_path / "router.yaml").write_text(f"{text}\n{more}")
         command = ["-m", "disagg.cli", "router", "--config", str(tmp_path / "router.yaml")]
         out = tmp_path / "router.out"

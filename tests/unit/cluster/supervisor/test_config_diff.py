@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from disagg.cluster.supervisor.config_diff import is_outdated, refused
-from disagg.config import Deployment
+from disagg.config import Deployment, SeveralDeployments
 
 
 def deployment(**sections: Any) -> Deployment:
@@ -52,3 +52,19 @@ def test_outdated_engines(sections: dict[str, Any], old: tuple[str, ...]) -> Non
     assert refused(before, after) == []
     assert is_outdated(before, after, "prefill") == ("prefill" in old)
     assert is_outdated(before, after, "decode") == ("decode" in old)
+
+
+def several(*entries: dict[str, Any]) -> Deployment:
+    return SeveralDeployments.model_validate({"deployments": list(entries)}).each()[0]
+
+
+def test_refused_beside_other_deployments() -> None:
+    chat: dict[str, Any] = {"name": "chat", "model": {"path": "/models/a"}}
+    code: dict[str, Any] = {"name": "code", "model": {"path": "/models/b"}}
+    limited = code | {"limits": {"max_queued": 3}}
+    assert refused(several(chat, code), several(chat, code)) == []
+    (line,) = refused(several(chat, code), several(chat, limited))
+    assert line.startswith("deployments.code.limits.max_queued: 1024 -> 3")
+    (line,) = refused(several(chat), several(chat, code))
+    assert line.startswith("deployments.code: empty -> {")
+    assert refused(several(chat, code), several(chat | {"decode": {"replicas": 2}}, code)) == []

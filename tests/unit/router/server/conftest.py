@@ -12,7 +12,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from unit.router.conftest import OPERATOR, FakeEngine, Loop
 
-from disagg.config import Role, RouterSection
+from disagg.config import ModelRouteSection, Role, RouterSection, ServedModelSection
 from disagg.credentials import ApiKey
 from disagg.router.main import RouterServer, bind, create_app
 from disagg.router.server.models import endpoints
@@ -84,7 +84,8 @@ StartModels = Callable[..., Models]
 @pytest.fixture
 def start_models(loop: Loop) -> Iterator[StartModels]:
     """Starts a router for the models `chat` and `org/code`, each with its engines. `kind`: of the
-    engines; `own`: settings by model; `section`: of the router."""
+    engines; `own`: settings by model; `deployments`: the name of each model's deployment, and
+    whether it is strict, as `disagg serve` gives them; `section`: of the router."""
     undo: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     def start(
@@ -94,6 +95,7 @@ def start_models(loop: Loop) -> Iterator[StartModels]:
         own: dict[str, dict[str, Any]] | None = None,
         kind: type[Engine] = Engine,
         api_keys: Sequence[ApiKey] = (OPERATOR,),
+        deployments: dict[str, tuple[str, bool]] | None = None,
         **section: Any,
     ) -> Models:
         engines: dict[str, list[Engine]] = {}
@@ -115,6 +117,9 @@ def start_models(loop: Loop) -> Iterator[StartModels]:
         ]
         section.setdefault("pairing", {"local_prefill_tokens": 0})
         settings = RouterSection.model_validate({"port": 0, "models": listed, **section})
+        if deployments is not None:
+            served = [_served(model, *deployments[model.name]) for model in settings.models]
+            settings = settings.model_copy(update={"models": served})
         sock = bind("127.0.0.1", 0)
         app = create_app(settings, endpoints(settings.models), api_keys=list(api_keys))
         server = RouterServer(app, sock)
@@ -125,6 +130,12 @@ def start_models(loop: Loop) -> Iterator[StartModels]:
     yield start
     for stop in reversed(undo):
         loop.run(stop())
+
+
+def _served(model: ModelRouteSection, deployment: str, strict: bool) -> ServedModelSection:
+    return ServedModelSection(
+        name=deployment, served_name=model.name, strict=strict, engines=model.engines
+    )
 
 
 @pytest.fixture

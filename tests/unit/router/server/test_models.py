@@ -68,6 +68,41 @@ def test_a_request_must_name_its_model(models: Models, model: Any) -> None:
         assert "there are: chat, org/code" in answer.json()["error"]["message"]
 
 
+def test_deployments_whose_models_have_other_names(start_models: StartModels) -> None:
+    """As `disagg serve` names them: engines and metrics by deployment, requests by model."""
+    models = start_models(
+        deployments={"chat": ("talk", False), "org/code": ("code", True)},
+        limits={"queue_timeout_s": 0.3},
+    )
+    assert models.listed() == ["chat", "org/code"]
+    for name in ("chat", "org/code"):
+        assert models.complete(name).status_code == 200
+        assert len(models.decode(name).bodies) == 1
+    for name in ("talk", "code"):
+        refused = models.complete(name)
+        assert refused.status_code == 404
+        assert refused.json()["error"]["message"].endswith("there are: chat, org/code")
+    ready = models.get("/ready").json()
+    assert ready["models"] == {"talk": True, "code": True}
+    assert "talk/decode-0" in ready["engines"]
+    answered = {
+        labels["deployment"]: value
+        for name, labels, value in models.samples()
+        if name == "disagg_router_requests_total" and labels["status"] == "200"
+    }
+    assert answered["talk"] == answered["code"] == 1
+    # One of them is strict: prefill's failure is an error there, and there alone.
+    for group in models.engines.values():
+        group[0].status = 500
+    assert models.complete("chat").status_code == 200
+    refused = models.complete("org/code")
+    assert refused.status_code == 502
+    assert "transfer.strict" in refused.json()["error"]["message"]
+    for engine in models.engines["chat"]:
+        models.loop.run(engine.stop())
+    assert wait_for(lambda: models.complete("chat").status_code == 503)
+
+
 def test_a_single_model_that_is_named(start_models: StartModels) -> None:
     models = start_models(names=["chat"])
     assert models.complete("chat").status_code == 200
