@@ -144,6 +144,7 @@ def test_a_watch_that_breaks_goes_on_from_its_version(loop: Loop) -> None:
         at.put("a", "127.0.0.1")
         assert at.serve("127.0.0.1")
         for number in (2, 3, 4):
+            assert wait_for(lambda: len(at.api.watches) >= number - 1)  # noqa: B023
             at.do(at.api.cut())
             at.put(f"p{number}", f"127.0.0.{number}")
             assert at.serve(*(f"127.0.0.{n}" for n in range(1, number + 1)))
