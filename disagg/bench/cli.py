@@ -58,7 +58,7 @@ def handoff(
     from disagg.bench.first_token import handoff as bench
 
     counts = [int(length) for length in lengths.split(",")]
-    (way,) = _transports(transport or ("process_memory" if device == "cpu" else "cuda_ipc"))
+    way = None if transport is None else _transports(transport)[0]
     names = [name for name in peers.split(",") if name]
     output = Output(json, results)
     raise typer.Exit(

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from disagg.errors import ConfigError
 from disagg.testing.tokenizer import MIN_VOCABULARY, write_tokenizer
 
-MARK = "disagg_model.json"
+MARK, _WEIGHTS = "disagg_model.json", "model.safetensors"
 
 # Standard deviation of a weight over a fan-in of n is GAIN / sqrt(n). 1.28 is four times the
 # 0.02 of an untrained model at n = 256: with 0.02, greedy output repeats one token.
@@ -110,6 +110,8 @@ def make_model(
     target = Path(path).expanduser().absolute()
     if os.path.lexists(target):
         _require_same(target, shape)
+        if weights and not (target / _WEIGHTS).exists():
+            raise ConfigError(f"{target}: holds this model without weights; choose another folder")
         return False
     try:
         return _publish(target, shape, write)
@@ -153,7 +155,7 @@ def _require_same(target: Path, shape: Shape) -> None:
 
 
 def _write(folder: Path, shape: Shape) -> None:
-    _write_weights(folder / "model.safetensors", shape)
+    _write_weights(folder / _WEIGHTS, shape)
     _write_configuration(folder, shape)
 
 

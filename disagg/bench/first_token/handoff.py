@@ -63,9 +63,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the engines run on, and the model that suits it. shape: `make_model`'s parameters.
-    envs: of the prefill and of the decode engine."""
+    """What the engines run on, and the model that suits it. command: of the results. transport:
+    disagg's usual one there. shape: `make_model`'s parameters. envs: of the prefill and of the
+    decode engine."""
 
+    command: str
+    transport: TransportName
     model: Path
     shape: dict[str, Any]
     kv_bytes_per_token: int
@@ -81,7 +84,16 @@ class Hardware:
 def on_cpu() -> Hardware:
     """Engines that share this machine's processor."""
     shape = {"layers": 4, "hidden": 256, "kv_heads": 8, "head_dim": 128}
-    return Hardware(MODEL, shape, KV_BYTES_PER_TOKEN, "float32", _ARGS, "float32, CPU")
+    return Hardware(
+        "handoff",
+        "process_memory",
+        MODEL,
+        shape,
+        KV_BYTES_PER_TOKEN,
+        "float32",
+        _ARGS,
+        "float32, CPU",
+    )
 
 
 def on_gpus() -> Hardware:
@@ -96,6 +108,8 @@ def on_gpus() -> Hardware:
     shape = {"layers": 36, "hidden": 3072, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
     room = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(4 << 30))
     return Hardware(
+        "handoff-cuda",
+        "cuda_ipc",
         Path(".cache/models/kv144k-bfloat16-no-weights"),
         {**shape, "weights": False},
         144 << 10,
@@ -117,15 +131,16 @@ def run(
     storage: Path,
     *,
     device: str,
-    transport: TransportName,
+    transport: TransportName | None,
     peers: Sequence[str],
     output: Output,
 ) -> int:
-    """Measure and print. Returns the exit status."""
+    """Measure and print. transport: None for the usual one there. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     if device not in _HARDWARE:
         raise ConfigError(f"--device: {device} — one of {', '.join(_HARDWARE)}")
     hardware = _HARDWARE[device]()
+    transport = transport or hardware.transport
     make_model(hardware.model, **hardware.shape)
     with ExitStack() as stack:
         own = tempfile.TemporaryDirectory(prefix="disagg-bench-", dir=storage)
@@ -153,10 +168,9 @@ def run(
         "use it for router.pairing.local_prefill_tokens"
     )
     figures = {"rows": rows, "first_ms": meetings, "memory": memory, "memcpy_gb_s": memcpy / 1e9}
-    command = "handoff" if device == "cpu" else f"handoff-{device}"
-    usual = {"cpu": "process_memory", "cuda": "cuda_ipc"}[device]
+    variant = "" if transport == hardware.transport else f"-{transport}"
     output.write(
-        command if transport == usual else f"{command}-{transport}",
+        hardware.command + variant,
         {**figures, "local_prefill_tokens": threshold},
         _tables(rows, meetings, ["ours", *names]),
         _targets(rows, meetings, names),

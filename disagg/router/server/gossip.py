@@ -146,6 +146,7 @@ class _Peer:
         self._looked_up_at = float("-inf")
         self._telling: set[asyncio.Task[None]] = set()
         self._said: str | None = None
+        self._lost: str | None = None
 
     def tell(self, client: aiohttp.ClientSession, message: bytes) -> None:
         """Send the message, unless the one before is still under way."""
@@ -155,14 +156,10 @@ class _Peer:
             task.add_done_callback(self._telling.discard)
 
     async def _send(self, client: aiohttp.ClientSession, message: bytes) -> None:
-        try:
-            async with asyncio.timeout(_ASK_S):
-                await self._look_up()
-            sent = (self._post(client, url, message) for url in self._urls)
-            problems = [one for one in await asyncio.gather(*sent) if one is not None]
-        except _UNREACHABLE as error:
-            problems = [str(error) or type(error).__name__]
-        problem = problems[0] if problems else None
+        problem = await self._look_up()
+        sent = (self._post(client, url, message) for url in self._urls)
+        problems = [one for one in await asyncio.gather(*sent) if one is not None]
+        problem = problems[0] if problems else problem
         if problem != self._said:
             self._said = problem
             if problem is not None:
@@ -181,16 +178,24 @@ class _Peer:
         except _UNREACHABLE as error:
             return str(error) or type(error).__name__
 
-    async def _look_up(self) -> None:
+    async def _look_up(self) -> str | None:
+        """Returns why a name cannot be looked up, or None. The routers that are known stay."""
         now = time.monotonic()
         if not self._url.startswith(dns.SCHEME) or now - self._looked_up_at < _LOOK_UP_S:
-            return
+            return self._lost
         parts = urlsplit("http://" + self._url.removeprefix(dns.SCHEME))
         host, port = parts.hostname or "", parts.port or 80
-        found = await in_thread(lambda: dns.resolve(host, port))
+        self._looked_up_at = now
+        try:
+            async with asyncio.timeout(_ASK_S):
+                found = await in_thread(lambda: dns.resolve(host, port))
+        except (OSError, UnicodeError) as error:
+            self._lost = f"look-up failed ({str(error) or type(error).__name__})"
+            return self._lost
         shown = (f"[{one}]" if ":" in one else one for one in sorted(found))
         self._urls = [f"http://{one}:{port}" for one in shown]
-        self._looked_up_at = now
+        self._lost = None if found else "the name has no address"
+        return self._lost
 
 
 def install(app: FastAPI, gossip: Gossip, keys: KeyRing) -> None:

@@ -150,3 +150,15 @@ def test_any_vocabulary_size_is_filled_exactly(tmp_path: Path) -> None:
         make_model(folder, **{**SMALL, "layers": 1, "vocab_size": size})
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         assert tokenizer.get_vocab_size() == size
+
+
+def test_a_model_without_weights_passes_for_no_other(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    assert make_model(target, layers=1, weights=False)
+    assert not list(target.glob("*.safetensors"))
+    assert not make_model(target, layers=1, weights=False)
+    with pytest.raises(ConfigError, match="without weights; choose another folder"):
+        make_model(target, layers=1)
+    whole = tmp_path / "whole"
+    assert make_model(whole, layers=1)
+    assert not make_model(whole, layers=1, weights=False), "weights do no harm"

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from disagg.bench.results import Output
+from disagg.bench.results import Output, load
 from disagg.chaos.faults import run
 from disagg.chaos.faults.connectors import CONNECTORS, Connector
 from disagg.chaos.faults.engines import Engines, Outcome
@@ -82,6 +82,12 @@ def test_an_interrupted_run_reports_what_was_played(monkeypatch: Any, tmp_path: 
     changes = iter([now, now + 1])  # our source is edited meanwhile
     monkeypatch.setattr(run, "_changed_at", lambda: next(changes))
     file = tmp_path / "results.json"
-    assert run.run(names, [], 2, fresh=False, output=Output(file, None)) == 1  # ours is not whole
+    results = tmp_path / "results"
+    assert (
+        run.run(names, [], 2, fresh=False, output=Output(file, results)) == 1
+    )  # ours is not whole
+    (saved,) = results.iterdir()
+    (missing,) = (one for one in load(saved).targets if one.name == "faults not played")
+    assert (missing.measured, missing.met) == (len(run.KINDS) - 1, False)
     assert started == ["disagg"]
     assert json.loads(file.read_text())["cells"]["disagg"][kind]["outcomes"] == {"right": 2}

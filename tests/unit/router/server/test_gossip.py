@@ -28,6 +28,7 @@ from disagg.router.topology import EngineEndpoint
 from disagg.testing.http import client
 
 CONVERSATIONS = 12
+HEARD = "disagg_router_prompts_of_others_total"
 CLIENT = ApiKey("someone", "of-a-client")
 
 
@@ -97,6 +98,15 @@ def turn(url: str, number: int, *, more: int) -> None:
     assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
+def two_turns(first: str, second: str) -> None:
+    """A turn of each conversation at one router, and once that was told, the next at the other."""
+    for number in range(CONVERSATIONS):
+        turn(first, number, more=0)
+    until(lambda: figure(second, HEARD) >= CONVERSATIONS, words="nothing was told")
+    for number in range(CONVERSATIONS):
+        turn(second, number, more=1)
+
+
 def homes(engines: list[FakeEngine]) -> dict[int, list[int]]:
     """The engines that answered the turns of each conversation, by number."""
     found: dict[int, list[int]] = {}
@@ -114,13 +124,8 @@ def test_two_routers_choose_as_one(engines: list[FakeEngine], tmp_path: Path) ->
     with ExitStack() as stack:
         one = stack.enter_context(router(tmp_path, engines, peers=[f"http://127.0.0.1:{port}"]))
         two = stack.enter_context(router(tmp_path, engines, port=port, peers=[one]))
-        for number in range(CONVERSATIONS):
-            turn(one, number, more=0)
-        heard = "disagg_router_prompts_of_others_total"
-        until(lambda: figure(two, heard) >= CONVERSATIONS, words="nothing was told")
-        for number in range(CONVERSATIONS):
-            turn(two, number, more=1)
-        until(lambda: figure(one, heard) >= CONVERSATIONS, words="nothing was told back")
+        two_turns(one, two)
+        until(lambda: figure(one, HEARD) >= CONVERSATIONS, words="nothing was told back")
     assert "is not told of loads" in (tmp_path / "0.out").read_text()  # while two did not run
     assert "is told of loads" not in (tmp_path / f"{port}.out").read_text()
     found = homes(engines)
@@ -128,16 +133,20 @@ def test_two_routers_choose_as_one(engines: list[FakeEngine], tmp_path: Path) ->
     assert all(first == second for first, second in found.values())
 
 
+def test_a_name_that_does_not_exist_is_said_once(engines: list[FakeEngine], tmp_path: Path) -> None:
+    out = tmp_path / "0.out"
+    with router(tmp_path, engines, peers=["dns://nobody.invalid:8000"]) as url:
+        turn(url, 0, more=0)
+        until(lambda: "nobody.invalid" in out.read_text(), words="nothing was said")
+        turn(url, 1, more=0)
+    assert out.read_text().count("nobody.invalid") == 1
+
+
 def test_the_processes_of_one_router_choose_as_one(
     engines: list[FakeEngine], tmp_path: Path
 ) -> None:
     with router(tmp_path, engines, processes=2) as url:
-        for number in range(CONVERSATIONS):
-            turn(url, number, more=0)
-        heard = "disagg_router_prompts_of_others_total"
-        until(lambda: figure(url, heard) >= CONVERSATIONS, words="nothing was told")
-        for number in range(CONVERSATIONS):
-            turn(url, number, more=1)
+        two_turns(url, url)
     assert all(first == second for first, second in homes(engines).values())
 
 
@@ -202,7 +211,7 @@ def test_what_is_not_known_here_is_left_out(url: str) -> None:
     )
     message["models"]["nobody"] = {"loads": {}}
     assert client().post(url + PATH, json=message, headers=AS_OPERATOR).status_code == 204
-    assert figure(url, "disagg_router_prompts_of_others_total") == 0
+    assert figure(url, HEARD) == 0
 
 
 def test_a_long_message_is_refused(url: str) -> None:
