@@ -14,7 +14,7 @@ from disagg.bench.results import Output, load
 from disagg.chaos.faults import run
 from disagg.chaos.faults.connectors import CONNECTORS, Connector
 from disagg.chaos.faults.engines import Engines, Outcome
-from disagg.chaos.faults.kinds import Kind
+from disagg.chaos.faults.kinds import KINDS, Kind
 from disagg.errors import StartupError
 
 
@@ -88,6 +88,6 @@ def test_an_interrupted_run_reports_what_was_played(monkeypatch: Any, tmp_path: 
     )  # ours is not whole
     (saved,) = results.iterdir()
     (missing,) = (one for one in load(saved).targets if one.name == "faults not played")
-    assert (missing.measured, missing.met) == (len(run.KINDS) - 1, False)
+    assert (missing.measured, missing.met) == (len(KINDS) - 1, False)
     assert started == ["disagg"]
     assert json.loads(file.read_text())["cells"]["disagg"][kind]["outcomes"] == {"right": 2}
