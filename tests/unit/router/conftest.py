@@ -240,10 +240,11 @@ class Setup:
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 5.0) -> bool:
+    """Whether the condition held once. It is not asked again: it may not hold for long."""
     deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
+    while not (held := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return bool(condition())
+    return bool(held)
 
 
 def leave(url: str, body: Any, once: Callable[[], Any]) -> None:
@@ -275,9 +276,9 @@ def loop() -> Iterator[Loop]:
 
 @pytest.fixture
 def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
-    """Starts a router with a prefill and a decode engine, and more engines of the roles `others`.
-    `options` go to `create_app`. Short prompts are handed off, unless `section` says otherwise.
-    Without `api_keys`, everybody may infer, and `OPERATOR` operates."""
+    """Starts a router with a prefill and a decode engine, and more engines of the roles `others`,
+    all of one `model`. `options` go to `create_app`. Short prompts are handed off, unless `section`
+    says otherwise. Without `api_keys`, everybody may infer, and `OPERATOR` operates."""
     undo: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     def start(
@@ -285,9 +286,10 @@ def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
         limits: dict[str, Any] | None = None,
         section: dict[str, Any] | None = None,
         others: Sequence[Role] = (),
+        model: str = "m",
         **options: Any,
     ) -> Setup:
-        fakes = [FakeEngine(role) for role in ("prefill", "decode", *others)]
+        fakes = [FakeEngine(role, model=model) for role in ("prefill", "decode", *others)]
         engines = []
         for number, engine in enumerate(fakes):
             loop.run(engine.start())

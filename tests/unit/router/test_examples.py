@@ -155,9 +155,7 @@ LIMITS = "limits: {max_prompt_tokens: 40000}"
 def test_two_models_behind_one_address(
     make: Make, gateway: Callable[..., str], processes: int
 ) -> None:
-    one, other = make(), make()
-    for setup, name in ((one, "tiny"), (other, "wide")):
-        setup.prefill.model = setup.decode.model = name
+    one, other = make(model="tiny"), make(model="wide")
     url = gateway(one.url, f"{other.url}/v1", more=f"processes: {processes}\n{LIMITS}")
     listed = client().get(f"{url}/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["tiny", "wide"]
