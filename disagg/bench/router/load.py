@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -33,7 +33,8 @@ _NUMBER, _DIGITS = b"@number@", b"%012d"
 @dataclass(frozen=True)
 class RouterLoad:
     """What to send where. `stream`: events, or the answer in one piece. `as_decode`: a decode leg,
-    with the kv_transfer_params of a prefill leg. `events`: of a right stream, before `[DONE]`."""
+    with the kv_transfer_params of a prefill leg. `events`: of a right stream, before `[DONE]`.
+    `headers`: of each request, besides the usual ones."""
 
     url: str
     clients: int
@@ -41,6 +42,7 @@ class RouterLoad:
     stream: bool
     as_decode: bool = False
     events: int = CHUNKS
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -97,10 +99,10 @@ def _request(load: RouterLoad) -> tuple[bytes, bytes]:
     length = len(data) - len(_NUMBER) + len(_DIGITS % 0)
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: {urlsplit(load.url).netloc}\r\n"
-        f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
-    )
+        f"content-type: application/json\r\ncontent-length: {length}\r\n"
+    ) + "".join(f"{name}: {value}\r\n" for name, value in load.headers.items())
     before, _, after = data.partition(_NUMBER)
-    return head.encode() + before, after
+    return head.encode() + b"\r\n" + before, after
 
 
 @dataclass

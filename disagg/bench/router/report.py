@@ -21,8 +21,8 @@ from disagg.bench.router.fake_engine import CHUNKS
 MODES = ("stream", "whole")
 DIRECT, OURS, PEER = "direct", "ours", "vllm-router"
 WITH_TWO_PROCESSES, WITH_MIGRATION = "ours-2-processes", "ours-migration"
-WITH_TWO_MODELS = "ours-2-models"
-VARIANTS = (WITH_TWO_PROCESSES, WITH_MIGRATION, WITH_TWO_MODELS)
+WITH_TWO_MODELS, WITH_ALL = "ours-2-models", "ours-all"
+VARIANTS = (WITH_TWO_PROCESSES, WITH_MIGRATION, WITH_TWO_MODELS, WITH_ALL)
 # Peers with engines of their own.
 DYNAMO, RAY_SERVE = "dynamo", "ray-serve-llm"
 OTHERS = (DYNAMO, RAY_SERVE)
@@ -200,9 +200,10 @@ def targets(report: Mapping[str, Any]) -> list[Target | None]:
         clients, name = row["clients"], row["target"]
         shape = "streams" if row["mode"] == "stream" else "whole answers"
         at = f"{clients} client{'s' if clients > 1 else ''}, {shape}"
-        if name == OURS and clients in _BUSY:
+        if name in (OURS, WITH_ALL) and clients in _BUSY:
             ratio = row["requests_s_over_peer"]
-            found.append(target(f"requests/s, ratio to {PEER}", ratio, at=at, at_least=1.0))
+            what = f"requests/s, ratio to {PEER}" + (", all on" if name == WITH_ALL else "")
+            found.append(target(what, ratio, at=at, at_least=1.0))
         if name == OURS and clients == 1:
             ratio = row["first_p50_over_peer"]
             found.append(target(f"first byte p50, ratio to {PEER}", ratio, at=at, at_most=1.0))

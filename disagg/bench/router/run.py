@@ -17,10 +17,11 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -36,6 +37,7 @@ from disagg.bench.router.report import (
     OURS,
     PEER,
     TARGETS,
+    WITH_ALL,
     WITH_MIGRATION,
     WITH_TWO_MODELS,
     WITH_TWO_PROCESSES,
@@ -51,6 +53,13 @@ from disagg.errors import ConfigError, StartupError
 from disagg.testing.launch import launch
 from disagg.testing.vllm_server import free_port
 
+# Its requests are a client's, from a web page, through a proxy.
+_ALL_HEADERS = {
+    "authorization": "Bearer of-a-client",
+    "origin": "https://chat.example.com",
+    "x-forwarded-for": "192.0.2.7",
+    "x-forwarded-proto": "https",
+}
 # So that each client reuses its connection, also when there are many clients.
 _LEAST_PER_CLIENT = 4
 _WARM_UP_SHARE = 4
@@ -91,12 +100,13 @@ class RouterBenchPlan:
 @dataclass
 class _Target:
     """A router, or an engine without one. `process`: the router's. `engines`: those behind it.
-    `events`: of one stream. `resident`: samples in MB."""
+    `events`: of one stream. `headers`: of its requests. `resident`: samples in MB."""
 
     url: str
     process: psutil.Process | None
     engines: Sequence[psutil.Process]
     events: int = CHUNKS
+    headers: Mapping[str, str] = field(default_factory=dict)
     resident: list[float] = field(default_factory=list)
 
     def processes(self) -> list[psutil.Process]:
@@ -156,11 +166,14 @@ def _start(
             if name in PEERS:
                 peer = PEERS[name].launch(stack, folder)
                 target = _Target(peer.url, peer.router, peer.engines, PEERS[name].events)
+            elif name == WITH_ALL:
+                url, process = _all_on(stack, urls, folder)
+                target = _Target(url, process, engines, headers=_ALL_HEADERS)
             else:
                 url, process = launch(stack, name, _router(name, urls, folder))
                 target = _Target(url, process, engines)
         except (StartupError, OSError) as error:
-            if name == OURS:
+            if name not in (PEER, *PEERS):
                 raise
             console.print(f"{name}: left out: {error}", markup=False)
             continue
@@ -175,11 +188,8 @@ def _router(name: str, urls: dict[str, str], folder: Path) -> list[str]:
     where = ["--host", "127.0.0.1", "--port", "{port}"]
     alone = [sys.executable, "-m", "disagg.cli", "router", *where]
     if name == WITH_TWO_MODELS:
-        # The same engines for both: a model more costs its choice, and nothing for the machine.
-        engines = {role: [url] for role, url in urls.items()}
-        models = [{"name": model, "engines": engines} for model in (MODEL, "other")]
         config = folder / "two-models.json"
-        config.write_text(json.dumps({"models": models}))
+        config.write_text(json.dumps(_two_models(urls)))
         return [*alone, "--config", str(config)]
     ours = [*alone, *legs]
     if name == WITH_TWO_PROCESSES:
@@ -193,6 +203,47 @@ def _router(name: str, urls: dict[str, str], folder: Path) -> list[str]:
     binary = shutil.which(PEER, path=beside) or shutil.which(PEER) or PEER
     settings = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--log-level", "warning"]
     return [binary, *where, *legs, *settings, "--prometheus-port", str(free_port())]
+
+
+def _two_models(urls: Mapping[str, str]) -> dict[str, Any]:
+    """The same engines for both: a model more costs its choice, and nothing for the machine."""
+    engines = {role: [url] for role, url in urls.items()}
+    return {"models": [{"name": model, "engines": engines} for model in (MODEL, "other")]}
+
+
+def _all_on(stack: ExitStack, urls: Mapping[str, str], folder: Path) -> tuple[str, psutil.Process]:
+    """A router with all that it can be asked for: two models, keys, shares and rates, CORS, a
+    trusted proxy, comments in silent streams, a root path; and another router as its peer."""
+    for file, key in (("clients", "client=of-a-client"), ("operators", "operator=of-an-operator")):
+        (folder / file).touch(mode=0o600)
+        (folder / file).write_text(key)
+    many = 1 << 40
+    settings = {
+        **_two_models(urls),
+        "api_keys_file": str(folder / "clients"),
+        "admin_keys_file": str(folder / "operators"),
+        "shares": {
+            "client": {
+                "weight": 2,
+                "requests_per_minute": many,
+                "prompt_tokens_per_minute": many,
+                "output_tokens_per_minute": many,
+            }
+        },
+        "cors": {"allowed_origins": [_ALL_HEADERS["origin"]]},
+        "proxies": {"networks": ["127.0.0.0/8"]},
+        "stream_keep_alive_s": 15,
+        "root_path": "/llm",
+    }
+    command = [sys.executable, "-m", "disagg.cli", "router", "--host", "127.0.0.1"]
+    found, peers = [], list[str]()
+    for name in ("peer", WITH_ALL):
+        config = folder / f"{name}.json"
+        config.write_text(json.dumps(settings | {"peers": peers}))
+        words = [*command, "--port", "{port}", "--config", str(config)]
+        found.append(launch(stack, name, words))
+        peers = [found[0][0]]
+    return found[-1]
 
 
 def _engine(role: str, pace_ms: float) -> list[str]:
@@ -232,6 +283,7 @@ def _batch(case: RouterCase, name: str, target: _Target, requests: int) -> Sampl
         case.mode == "stream",
         as_decode=name == DIRECT,
         events=target.events,
+        headers=target.headers,
     )
     routers = target.processes()
     before = _cpu(routers), _cpu(target.engines)
