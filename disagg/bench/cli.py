@@ -273,10 +273,11 @@ def router(
     targets: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: no router, disagg's in five settings, vllm-router; and "
+            help="Comma-separated: no router, disagg's in six settings, vllm-router; and "
             "dynamo,ray-serve-llm, which bring engines of their own."
         ),
-    ] = "direct,ours,ours-2-processes,ours-migration,ours-2-models,ours-all,vllm-router",
+    ] = "direct,ours,ours-2-processes,ours-migration,ours-2-models,ours-all,ours-all-2-processes,"
+    "vllm-router",
     pace_ms: Annotated[
         float, typer.Option(help="Milliseconds between two tokens of an answer.")
     ] = 0,

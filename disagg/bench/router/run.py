@@ -38,6 +38,7 @@ from disagg.bench.router.report import (
     PEER,
     TARGETS,
     WITH_ALL,
+    WITH_ALL_IN_TWO,
     WITH_MIGRATION,
     WITH_TWO_MODELS,
     WITH_TWO_PROCESSES,
@@ -166,8 +167,8 @@ def _start(
             if name in PEERS:
                 peer = PEERS[name].launch(stack, folder)
                 target = _Target(peer.url, peer.router, peer.engines, PEERS[name].events)
-            elif name == WITH_ALL:
-                url, process = _all_on(stack, urls, folder)
+            elif name in (WITH_ALL, WITH_ALL_IN_TWO):
+                url, process = _all_on(stack, name, urls, folder)
                 target = _Target(url, process, engines, headers=_ALL_HEADERS)
             else:
                 url, process = launch(stack, name, _router(name, urls, folder))
@@ -211,9 +212,13 @@ def _two_models(urls: Mapping[str, str]) -> dict[str, Any]:
     return {"models": [{"name": model, "engines": engines} for model in (MODEL, "other")]}
 
 
-def _all_on(stack: ExitStack, urls: Mapping[str, str], folder: Path) -> tuple[str, psutil.Process]:
+def _all_on(
+    stack: ExitStack, name: str, urls: Mapping[str, str], folder: Path
+) -> tuple[str, psutil.Process]:
     """A router with all that it can be asked for: two models, keys, shares and rates, CORS, a
     trusted proxy, comments in silent streams, a root path; and another router as its peer."""
+    folder = folder / name
+    folder.mkdir()
     for file, key in (("clients", "client=of-a-client"), ("operators", "operator=of-an-operator")):
         (folder / file).touch(mode=0o600)
         (folder / file).write_text(key)
@@ -236,14 +241,14 @@ def _all_on(stack: ExitStack, urls: Mapping[str, str], folder: Path) -> tuple[st
         "root_path": "/llm",
     }
     command = [sys.executable, "-m", "disagg.cli", "router", "--host", "127.0.0.1"]
-    found, peers = [], list[str]()
-    for name in ("peer", WITH_ALL):
-        config = folder / f"{name}.json"
-        config.write_text(json.dumps(settings | {"peers": peers}))
-        words = [*command, "--port", "{port}", "--config", str(config)]
-        found.append(launch(stack, name, words))
-        peers = [found[0][0]]
-    return found[-1]
+
+    def start(what: str, **more: Any) -> tuple[str, psutil.Process]:
+        config = folder / f"{what}.json"
+        config.write_text(json.dumps(settings | more))
+        return launch(stack, what, [*command, "--port", "{port}", "--config", str(config)])
+
+    peer, _ = start("peer")
+    return start(name, peers=[peer], processes=2 if name == WITH_ALL_IN_TWO else 1)
 
 
 def _engine(role: str, pace_ms: float) -> list[str]:

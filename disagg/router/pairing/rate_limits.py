@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 from disagg.config import ShareSection
@@ -23,35 +23,51 @@ _NAMES: Mapping[str, tuple[str, str]] = {
     "prompt_tokens": ("tokens", "input-tokens"),
     "output_tokens": ("output-tokens", "output-tokens"),
 }
+_PARTS = ("limit", "remaining", "reset")
 
 
-class Bucket:
-    """One limit of one client. `limit`: a minute."""
+class _Bucket:
+    """One limit of one client, of which this process grants its part. `limit`: a minute. Times are
+    those of one clock, in seconds."""
 
-    def __init__(self, limit: float, clock: Clock) -> None:
-        self.limit, self._clock = limit, clock
-        self._level, self._at = limit, clock()
+    def __init__(self, kind: str, limit: int, processes: int, now: float) -> None:
+        self.kind, self.limit, self._processes = kind, limit, processes
+        self._most = self._level = limit / processes
+        self._at = now
+        openai, anthropic = _NAMES[kind]
+        self._names = {
+            "openai": [f"x-ratelimit-{part}-{openai}" for part in _PARTS],
+            "anthropic": [f"anthropic-ratelimit-{anthropic}-{part}" for part in _PARTS],
+        }
 
-    def level(self) -> float:
-        """What is left now; negative if the client owes."""
-        now = self._clock()
-        self._level = min(self.limit, self._level + (now - self._at) * self.limit / _MINUTE)
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until so much may be taken; 0 or less if it may be now. What is more than a
+        minute's worth may be taken from a full bucket."""
+        return self._until(min(amount, self._most), now)
+
+    def take(self, amount: float, now: float) -> None:
+        """Take it, whatever is left."""
+        self._level = self._left(now) - amount
+
+    def headers(self, style: Style, now: float) -> Mapping[str, str]:
+        """The limit, what is left of it, and when all of it is there again."""
+        full_s = self._until(self._most, now)
+        left = str(max(0, math.floor(self._left(now) * self._processes)))
+        if style == "anthropic":
+            full = datetime.now(UTC) + timedelta(seconds=full_s)
+            names, reset = self._names[style], full.strftime("%Y-%m-%dT%H:%M:%SZ")
+        else:
+            names, reset = self._names["openai"], f"{_seconds(full_s)}s"
+        return dict(zip(names, (str(self.limit), left, reset), strict=True))
+
+    def _left(self, now: float) -> float:
+        """Negative if the client owes."""
+        self._level = min(self._most, self._level + (now - self._at) * self._most / _MINUTE)
         self._at = now
         return self._level
 
-    def wait_s(self, amount: float) -> float:
-        """Seconds until so much may be taken; 0 if it may be now. What is more than a minute's
-        worth may be taken from a full bucket."""
-        missing = min(amount, self.limit) - self.level()
-        return max(0.0, missing * _MINUTE / self.limit)
-
-    def take(self, amount: float) -> None:
-        """Take it, whatever is left."""
-        self._level = self.level() - amount
-
-    def full_s(self) -> float:
-        """Seconds until nothing of it is used."""
-        return (self.limit - self.level()) * _MINUTE / self.limit
+    def _until(self, level: float, now: float) -> float:
+        return (level - self._left(now)) * _MINUTE / self._most
 
 
 class RateLimits:
@@ -65,64 +81,52 @@ class RateLimits:
         clock: Clock = time.monotonic,
     ) -> None:
         self._share, self._processes, self._clock = share, processes, clock
-        self._buckets: dict[str | None, dict[str, Bucket]] = {}
+        self._buckets: dict[str | None, Sequence[_Bucket]] = {}
 
     def admit(self, client: str | None, tokens: int, style: Style) -> Mapping[str, str]:
         """Count a request with a prompt of so many tokens. Returns the headers that say what is
         left. Raises `ApiError` 429 if it is too much."""
-        buckets = self._of(client)
-        if not buckets:
-            return {}
+        buckets, now = self._of(client), self._clock()
         amounts = {"requests": 1, "prompt_tokens": tokens, "output_tokens": 1}
-        waits = {kind: bucket.wait_s(amounts[kind]) for kind, bucket in buckets.items()}
-        kind = max(waits, key=waits.__getitem__)
-        if waits[kind] > 0:
-            words, after = kind.replace("_", " "), _seconds(waits[kind])
-            limit = round(buckets[kind].limit * self._processes)
+        waits = [bucket.wait_s(amounts[bucket.kind], now) for bucket in buckets]
+        longest = max(waits, default=0)
+        if longest > 0:
+            bucket = buckets[waits.index(longest)]
+            words, after = bucket.kind.replace("_", " "), _seconds(longest)
             raise ApiError(
                 429,
-                f"this key may use {limit} {words} a minute; try again in {after} s "
-                f"({kind}_per_minute in router.shares)",
-                {**self._headers(buckets, style), "Retry-After": after},
+                f"this key may use {bucket.limit} {words} a minute; try again in {after} s "
+                f"({bucket.kind}_per_minute in router.shares)",
+                {**_headers(buckets, style, now), "Retry-After": after},
             )
-        for kind, bucket in buckets.items():
-            if kind != "output_tokens":
-                bucket.take(amounts[kind])
-        return self._headers(buckets, style)
+        for bucket in buckets:
+            if bucket.kind != "output_tokens":
+                bucket.take(amounts[bucket.kind], now)
+        return _headers(buckets, style, now)
 
     def answered(self, client: str | None, tokens: int) -> None:
         """An answer had so many tokens."""
-        bucket = self._of(client).get("output_tokens")
-        if bucket is not None:
-            bucket.take(tokens)
+        for bucket in self._of(client):
+            if bucket.kind == "output_tokens":
+                bucket.take(tokens, self._clock())
 
-    def _of(self, client: str | None) -> Mapping[str, Bucket]:
+    def _of(self, client: str | None) -> Sequence[_Bucket]:
         buckets = self._buckets.get(client)
         if buckets is None:
-            share = self._share(client)
-            buckets = self._buckets[client] = {
-                kind: Bucket(limit / self._processes, self._clock)
+            share, now = self._share(client), self._clock()
+            buckets = self._buckets[client] = [
+                _Bucket(kind, limit, self._processes, now)
                 for kind in _NAMES
                 if (limit := getattr(share, f"{kind}_per_minute")) is not None
-            }
+            ]
         return buckets
 
-    def _headers(self, buckets: Mapping[str, Bucket], style: Style) -> dict[str, str]:
-        headers: dict[str, str] = {}
-        for kind, bucket in buckets.items():
-            limit = str(round(bucket.limit * self._processes))
-            left = str(max(0, math.floor(bucket.level() * self._processes)))
-            openai, anthropic = _NAMES[kind]
-            if style == "anthropic":
-                name = f"anthropic-ratelimit-{anthropic}"
-                full = datetime.now(UTC) + timedelta(seconds=bucket.full_s())
-                headers[f"{name}-limit"], headers[f"{name}-remaining"] = limit, left
-                headers[f"{name}-reset"] = full.strftime("%Y-%m-%dT%H:%M:%SZ")
-            else:
-                headers[f"x-ratelimit-limit-{openai}"] = limit
-                headers[f"x-ratelimit-remaining-{openai}"] = left
-                headers[f"x-ratelimit-reset-{openai}"] = f"{_seconds(bucket.full_s())}s"
-        return headers
+
+def _headers(buckets: Sequence[_Bucket], style: Style, now: float) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for bucket in buckets:
+        headers.update(bucket.headers(style, now))
+    return headers
 
 
 def _seconds(seconds: float) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from disagg.config import ProxiesSection
 
 _FORWARDED, _FOR, _PROTO = b"forwarded", b"x-forwarded-for", b"x-forwarded-proto"
 _SCHEMES = ("http", "https")
+_MOST_ADDRESSES = 4096  # that are remembered, since most come again
 # `for=192.0.2.1`, `for="[2001:db8::1]:4711"`, and other pairs of RFC 7239.
 _PAIR = re.compile(r'\s*([A-Za-z]+)\s*=\s*("[^"]*"|[^\s;,"]*)\s*')
 Headers = Iterable[tuple[bytes, bytes]]
@@ -28,6 +30,7 @@ class TrustedProxies:
 
     def __init__(self, section: ProxiesSection) -> None:
         self._networks = [ip_network(network) for network in section.networks]
+        self._is_trusted = lru_cache(_MOST_ADDRESSES)(self._is_in_networks)
         self._hops = _forwarded if section.header == "forwarded" else _x_forwarded
 
     def trusts(self, address: str) -> bool:
@@ -51,7 +54,7 @@ class TrustedProxies:
             scheme = hops[-1][1]
         return None if address is None else str(address), scheme
 
-    def _is_trusted(self, address: Address) -> bool:
+    def _is_in_networks(self, address: Address) -> bool:
         return any(address in network for network in self._networks)
 
 
@@ -80,6 +83,7 @@ def _forwarded(headers: Headers) -> list[Hop]:
     return hops
 
 
+@lru_cache(_MOST_ADDRESSES)
 def _address(text: str) -> Address | None:
     """An address without its port."""
     text = text.strip()
