@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +30,12 @@ app = typer.Typer(
     help="Measure disagg and its peers side by side, and break it on purpose.",
     no_args_is_help=True,
 )
+
+
+@app.callback()
+def _unwind_on_sigterm() -> None:
+    """Make SIGTERM raise SystemExit, so that context managers stop the started processes."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`disagg scale` and `disagg apply`: find the deployment, send the command, show its progress."""
+"""`disagg scale`, `apply` and `logs`: find the deployment, send the command, show its progress."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from disagg.cluster.control import Apply, Command, CommandProgress, Deployments,
 from disagg.cluster.ray_session import private_addresses, visit
 from disagg.config import Deployment, Role
 from disagg.errors import ConfigError, StartupError
+from disagg.local.running import find
 
 _WAIT_S, _ANSWER_S = 10.0, 30.0
 _UNRESPONSIVE_S, _AGAIN_S = 15.0, 0.5
+_FOLLOW_S = 0.5
 
 
 def scale(
@@ -35,6 +37,70 @@ def apply(deployments: Sequence[Deployment], *, address: str | None, wait: bool)
         if status := _submit(Apply(deployment), deployment.name, address, wait):
             return status
     return 0
+
+
+def logs(
+    name: str | None, *, engine: str | None, lines: int, follow: bool, address: str | None
+) -> int:
+    """Print the last lines of engines' logs, and with `follow` those to come. Returns the exit
+    status. Raises ConfigError if there is no such engine."""
+    console = Console(soft_wrap=True, highlight=False)
+    given = address or os.environ.get("RAY_ADDRESS")
+    wanted = None if given else find(name).run
+    for ray_address in [given] if given else private_addresses():
+        with visit(ray_address, private=not given):
+            engines = _engines(wanted, name)
+            if not engines:
+                continue
+            if engine is not None and engine not in engines:
+                raise ConfigError(f"--engine: {engine!r} — there are: {', '.join(sorted(engines))}")
+            shown = {engine: engines[engine]} if engine is not None else engines
+            try:
+                _print_logs(shown, lines, follow, console)
+            except KeyboardInterrupt:
+                return 130
+            return 0
+    raise ConfigError("no engine of this deployment has started yet; try again")
+
+
+def _engines(run: str | None, name: str | None) -> dict[str, Any]:
+    """The engines' actors of a run, or of the only deployment with this name on this Ray."""
+    runs: dict[str, dict[str, Any]] = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        role, _, number = actor["name"].rpartition("-")
+        if role not in ("prefill", "decode") or not number.isdecimal():
+            continue
+        if run in (None, actor["namespace"]):
+            runs.setdefault(actor["namespace"], {})[actor["name"]] = actor["namespace"]
+    if run is None:
+        # A run's id is the deployment's name and a random number.
+        runs = {r: e for r, e in runs.items() if name in (None, r, r.rpartition("-")[0])}
+    if len(runs) > 1:
+        raise ConfigError(f"several deployments run there: name one of {', '.join(sorted(runs))}")
+    return next(iter(runs.values()), {})
+
+
+def _print_logs(engines: Mapping[str, str], lines: int, follow: bool, console: Console) -> None:
+    after: dict[str, int | None] = dict.fromkeys(sorted(engines))
+    gone = set[str]()
+    while True:
+        for name in after:
+            try:
+                actor: Any = ray.get_actor(name, engines[name])
+                asked = actor.log.remote(after[name], lines)
+                text, after[name] = ray.get(asked, timeout=_ANSWER_S)
+                gone.discard(name)
+            except (ValueError, RayError) as error:
+                if name not in gone:
+                    console.print(f"{name}: no answer ({type(error).__name__})", markup=False)
+                gone.add(name)
+                after[name] = None  # the next process has a log of its own
+                continue
+            for line in text.splitlines():
+                console.print(f"{name}  {line}", markup=False)
+        if not follow or len(gone) == len(after):
+            return
+        time.sleep(_FOLLOW_S)
 
 
 def _submit(command: Command, name: str | None, address: str | None, wait: bool) -> int:

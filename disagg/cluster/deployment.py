@@ -27,6 +27,7 @@ from disagg.cluster.supervisor.loop import DeploymentState
 from disagg.config import Deployment, RouterSection
 from disagg.engine.spec import EngineInfo
 from disagg.errors import StartupError
+from disagg.local.running import Announced
 from disagg.private_files import user_folder
 from disagg.router.server.server import url_of
 
@@ -149,6 +150,12 @@ def _start(
     number = os.urandom(4).hex()
     if section.port:
         undo.callback(_reserve(section).release)
+    announced = [
+        Announced(one.name, f"{one.name}-{number}", one.model.served_name or one.model.path)
+        for one in deployments
+    ]
+    for file in announced:
+        undo.callback(file.remove)
     storages = []
     for deployment in deployments:
         storages.append(_handoff_folder(deployment, f"{deployment.name}-{number}"))
@@ -192,6 +199,9 @@ def _start(
         private = session.private and not deployment.group
         driver.begin(DeploymentState(run, deployment, None, records, private))
     url = url_of(section, router.spec.section.port)
+    at = str(section.admin_socket).replace("{port}", str(router.spec.section.port))
+    for file in announced:
+        file.serves(url, at)
     return RunningDeployment(url, session.dashboard_url, drivers, owner, tell)
 
 

@@ -106,6 +106,14 @@ class EngineActor:
         """The last lines of the log of the engine and all its processes."""
         return logs.tail(self._log, lines)
 
+    async def log(self, after: int | None, lines: int) -> tuple[str, int]:
+        """What the log has after so many bytes, and the bytes to give next time. None: the last
+        lines."""
+        if after is not None:
+            return logs.since(self._log, after)
+        there = logs.size(self._log)
+        return logs.tail(self._log, lines), there
+
     async def stop(self, grace_s: float) -> None:
         """Let requests in flight run for `grace_s`, then stop. Does not wait for a start."""
         self._grace_s = grace_s

@@ -68,6 +68,29 @@ def tail(path: Path, lines: int) -> str:
     return "\n".join(kept[-lines:])
 
 
+def since(path: Path, after: int) -> tuple[str, int]:
+    """The whole lines that a log file has after so many bytes, up to `TAIL_BYTES`, and the bytes
+    before the next one. A log that has fewer is another one, of a later process."""
+    after = after if after <= size(path) else 0
+    try:
+        with path.open("rb") as file:
+            file.seek(after)
+            found = file.read(TAIL_BYTES)
+    except OSError:
+        return "", after
+    whole = found[: found.rfind(b"\n") + 1]
+    lines = whole.decode(errors="replace").splitlines()
+    return "\n".join(line for line in lines if not line.startswith(RAY_MARKS)), after + len(whole)
+
+
+def size(path: Path) -> int:
+    """Bytes of a log file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def stage(log: str) -> str:
     """The stage of an engine's start, from its log so far."""
     return next(word for word, mark in reversed(STAGES) if mark in log)

@@ -1,4 +1,4 @@
-"""How operators' commands reach a running router: at its URL with an admin key, or at its socket.
+"""How commands reach a running router: at its URL with a key, or at its socket without one.
 
 All calls of a command use one connection: a draining router accepts no new ones.
 """
@@ -16,24 +16,41 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from disagg.errors import ConfigError, DisaggError
+from disagg.local import running
 
 ANSWER_S = 10.0
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def locate(where: str | None) -> str:
+    """The URL or the socket's path of a router: of a deployment with this name on this machine, or
+    what `where` is already. Without `where`, of the only deployment here, or else `DEFAULT_URL`.
+
+    Raises ConfigError for a name that no deployment here has.
+    """
+    if where is not None and (":" in where or "/" in where):
+        return where
+    if where is None and not running.running():
+        return DEFAULT_URL
+    found = running.find(where)
+    if not found.url:
+        raise ConfigError(f"{found.name} starts; try again when `disagg ls` shows that it serves")
+    return found.socket or found.url
 
 
 class OperatorClient:
-    """`url` or `admin_socket`: the router. Raises ConfigError if not exactly one is given."""
+    """`where`: see `locate`. `key_env`: the variable with the key that is shown. `ca`: PEM
+    certificates to trust. Raises ConfigError."""
 
-    def __init__(
-        self, url: str | None, admin_socket: Path | None, key_env: str | None, ca: Path | None
-    ) -> None:
+    def __init__(self, where: str | None, key_env: str | None, ca: Path | None) -> None:
         self._headers = _headers(key_env)
-        if (url is None) == (admin_socket is None):
-            raise ConfigError("URL, --socket: give one of them")
-        self._connection = (
-            _connection(url, ca) if url is not None else _SocketConnection(admin_socket)
-        )
-        self._prefix = urlsplit(url).path.rstrip("/") if url is not None else ""
-        self._where = url or admin_socket
+        self.where = locate(where)
+        if ":" in self.where:
+            self._connection = _connection(self.where, ca)
+            self._prefix = urlsplit(self.where).path.rstrip("/")
+        else:
+            self._connection = _SocketConnection(Path(self.where).expanduser())
+            self._prefix = ""
 
     def __enter__(self) -> OperatorClient:
         return self
@@ -63,12 +80,12 @@ class OperatorClient:
 
     def unreached(self, error: OSError | HTTPException) -> DisaggError:
         """For a connection that failed."""
-        return DisaggError(f"{self._where}: {error or type(error).__name__}")
+        return DisaggError(f"{self.where}: {error or type(error).__name__}")
 
 
 def _error_message(answer: HTTPResponse, content: bytes) -> str:
     if answer.status in (401, 403):
-        return "refused: send an admin key (--key-env), or use the router's own socket (--socket)"
+        return "refused: send an admin key (--key-env), or name the deployment or its socket"
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -87,7 +104,7 @@ def _headers(key_env: str | None) -> dict[str, str]:
 class _SocketConnection(HTTPConnection):
     """A connection to the router's own Unix socket."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__("localhost", timeout=ANSWER_S)
         self._path = path
 
@@ -104,7 +121,7 @@ def _connection(url: str, ca: Path | None) -> HTTPConnection:
     except ValueError:
         host = port = None
     if parts.scheme not in ("http", "https") or not host:
-        raise ConfigError(f"URL: {url!r} — not a router's URL; write http://HOST:PORT")
+        raise ConfigError(f"WHERE: {url!r} — not a router's URL; write http://HOST:PORT")
     if parts.scheme == "http":
         return HTTPConnection(host, port, timeout=ANSWER_S)
     try:

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import ssl
 import time
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from disagg.errors import ConfigError, DisaggError
+from disagg.router.operator_client import OperatorClient
 from disagg.router.server.status import PATH
 
-ANSWER_S = 10.0
 
-
-def run(
-    url: str, *, admin_socket: Path | None, key_env: str | None, ca: Path | None, as_json: bool
-) -> int:
+def run(where: str | None, *, key_env: str | None, ca: Path | None, as_json: bool) -> int:
     """Print the state. Returns 0 if every engine is up, else 1; raises DisaggError.
 
     With a key, or at the router's own socket, it has the ids and reasons of failures.
     """
-    state = _fetch(url, admin_socket, key_env, ca)
+    with OperatorClient(where, key_env, ca) as client:
+        try:
+            state = client.ask("GET", PATH)
+        except (OSError, HTTPException) as error:
+            raise client.unreached(error) from error
     if as_json:
         print(json.dumps(state, indent=2))
     else:
@@ -37,35 +35,6 @@ def run(
                 console.print(table)
         console.print(_in_flight(state))
     return 0 if all(engine["state"] == "up" for engine in state["engines"]) else 1
-
-
-def _fetch(
-    url: str, admin_socket: Path | None, key_env: str | None, ca: Path | None
-) -> dict[str, Any]:
-    headers = {}
-    if key_env is not None:
-        key = os.environ.get(key_env, "").strip()
-        if not key:
-            raise ConfigError(f"--key-env: {key_env!r} — this variable holds no key; export it")
-        headers["Authorization"] = f"Bearer {key}"
-    try:
-        trusted = ssl.create_default_context(cafile=str(ca)) if ca else True
-    except OSError as error:
-        raise ConfigError(f"--ca: {ca}: {error}") from error
-    transport = None
-    if admin_socket is not None:
-        transport, url = httpx.HTTPTransport(uds=str(admin_socket)), "http://localhost"
-    try:
-        with httpx.Client(transport=transport, verify=trusted, timeout=ANSWER_S) as client:
-            answer = client.get(f"{url.rstrip('/')}{PATH}", headers=headers)
-        answer.raise_for_status()
-        state: dict[str, Any] = answer.json()
-    except httpx.HTTPStatusError as error:
-        status = error.response.status_code
-        raise DisaggError(f"Not a disagg router: {url} returned {status}") from error
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise DisaggError(f"{url}: {error or type(error).__name__}") from error
-    return state
 
 
 def _engines(state: dict[str, Any]) -> Table:

@@ -1,0 +1,1 @@
+"""The deployments of this user on this machine, without Ray."""
