@@ -23,12 +23,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )
 
 from disagg.checksums import ChecksumName
-from disagg.config_file import explain, read_mapping, show
+from disagg.config_file import changed, explain, read_mapping, show
+from disagg.config_units import Bytes, Seconds
 from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE, TransportName
 
@@ -126,10 +128,10 @@ class EngineSection(Section):
     env: Environment = Field(
         default_factory=dict, repr=False, description="Environment variables of engines"
     )
-    startup_timeout_s: float = Field(
+    startup_timeout_s: Seconds = Field(
         600.0, gt=0, description="Seconds in which an engine must start"
     )
-    hang_timeout_s: float = Field(
+    hang_timeout_s: Seconds = Field(
         120.0,
         gt=3,
         description="An engine that makes no progress for this many seconds is restarted",
@@ -137,7 +139,7 @@ class EngineSection(Section):
     max_restarts: int = Field(
         5, ge=0, description="Restarts in a row, after which an engine that dies is given up"
     )
-    drain_timeout_s: float = Field(
+    drain_timeout_s: Seconds = Field(
         300.0, ge=0, description="Seconds that an engine which drains may finish its requests"
     )
     placement: Literal["near", "spread"] = Field(
@@ -156,7 +158,7 @@ class AutoscaleSection(Section):
     target_kv_usage: float = Field(
         0.8, gt=0, le=1, description="Share of its KV cache that one engine should use"
     )
-    cooldown_s: float = Field(
+    cooldown_s: Seconds = Field(
         60.0, ge=0, description="The pool shrinks when an engine was not needed for these seconds"
     )
 
@@ -205,7 +207,7 @@ class StorageSection(Section):
     path: LocalPath | None = Field(
         None, description="Default: this user's folder in the temporary directory"
     )
-    max_bytes: int = Field(
+    max_bytes: Bytes = Field(
         8 << 30, gt=0, description="Limit of all files; a handoff that would exceed it is refused"
     )
     fsync: bool = False
@@ -222,23 +224,23 @@ class TransferSection(Section):
         default=list(PREFERENCE), min_length=1
     )
     storage: StorageSection = StorageSection()
-    staging_bytes: int = Field(
+    staging_bytes: Bytes = Field(
         64 << 20,
         gt=0,
         description="On GPUs: bytes that each rank reserves on its GPU for transfers; it pins as "
         "many bytes of host memory",
     )
-    lease_s: float = Field(
+    lease_s: Seconds = Field(
         30.0, gt=0, le=3600, description="Seconds that prefill keeps a prompt's blocks for decode"
     )
-    lease_limit_s: float = Field(
+    lease_limit_s: Seconds = Field(
         600.0,
         gt=0,
         le=86400,
         description="Seconds that prefill keeps a prompt's blocks at most, while decode's queue "
         "renews their lease",
     )
-    load_deadline_s: float = Field(
+    load_deadline_s: Seconds = Field(
         30.0, gt=0, le=3600, description="Seconds after which a load of KV blocks fails"
     )
     host: str | None = Field(
@@ -264,7 +266,7 @@ class RaySection(Section):
 class HostTierSection(Section):
     """Tier of KV blocks in host memory."""
 
-    max_bytes: int = Field(
+    max_bytes: Bytes = Field(
         4 << 30, gt=0, description="Bytes that each worker rank allocates at its start"
     )
     eviction: Literal["lru", "arc"] = "lru"
@@ -274,7 +276,9 @@ class DirectoryTierSection(Section):
     """Tier of KV blocks in files, which engines share and which outlive them."""
 
     path: LocalPath = Field(description="A folder that all engines can read and write")
-    max_bytes: int = Field(64 << 30, gt=0, description="Limit of all files in the folder together")
+    max_bytes: Bytes = Field(
+        64 << 30, gt=0, description="Limit of all files in the folder together"
+    )
     checksum: ChecksumName = Field(
         "keyed",
         description="keyed: only files of engines with the same secret are used; fast: all "
@@ -312,15 +316,15 @@ class ModelLimitsSection(Section):
     max_queued: int = Field(
         1024, ge=0, description="Waiting requests; further requests get status 429"
     )
-    queue_timeout_s: float = Field(
+    queue_timeout_s: Seconds = Field(
         30.0, gt=0, description="Seconds that a request may wait; then it gets status 429"
     )
-    connect_timeout_s: float = Field(5.0, gt=0, description="Seconds to connect to an engine")
-    prefill_timeout_s: float = Field(300.0, gt=0, description="Seconds of the prefill leg")
-    first_byte_timeout_s: float = Field(
+    connect_timeout_s: Seconds = Field(5.0, gt=0, description="Seconds to connect to an engine")
+    prefill_timeout_s: Seconds = Field(300.0, gt=0, description="Seconds of the prefill leg")
+    first_byte_timeout_s: Seconds = Field(
         600.0, gt=0, description="Seconds until an engine's first byte"
     )
-    between_bytes_timeout_s: float = Field(
+    between_bytes_timeout_s: Seconds = Field(
         120.0, gt=0, description="Seconds between two reads from an engine"
     )
 
@@ -328,8 +332,8 @@ class ModelLimitsSection(Section):
 class LimitsSection(ModelLimitsSection):
     """Limits of the router. Each router process counts on its own."""
 
-    max_body_bytes: int = Field(32 << 20, gt=0, description="Largest body of a request")
-    max_receiving_bytes: int = Field(
+    max_body_bytes: Bytes = Field(32 << 20, gt=0, description="Largest body of a request")
+    max_receiving_bytes: Bytes = Field(
         256 << 20,
         gt=0,
         description="Bytes of the bodies over 64 KiB of all open requests together; a body that "
@@ -341,19 +345,19 @@ class LimitsSection(ModelLimitsSection):
         description="Most values in a JSON body; a tenth of it is the most strings, arrays and "
         "objects",
     )
-    receive_timeout_s: float = Field(
+    receive_timeout_s: Seconds = Field(
         60.0, gt=0, description="Seconds in which a client must send its request"
     )
-    keep_alive_s: float = Field(
+    keep_alive_s: Seconds = Field(
         75.0,
         gt=0,
         description="Seconds for which a client's connection without a request stays open; more "
         "than a load balancer in front keeps it",
     )
-    unread_timeout_s: float = Field(
+    unread_timeout_s: Seconds = Field(
         120.0, gt=0, description="Seconds for which a client may read nothing of its answer"
     )
-    drain_s: float = Field(
+    drain_s: Seconds = Field(
         30.0, ge=0, description="Seconds that running requests may go on after SIGTERM"
     )
 
@@ -413,7 +417,7 @@ class PairingSection(Section):
         description="The role whose first token begins a stream. Prefill's token comes earlier, by "
         "the time of the handoff",
     )
-    first_token_hold_s: float = Field(
+    first_token_hold_s: Seconds = Field(
         0.0,
         ge=0,
         description="Longest time, in seconds, that prefill's first token is held until decode "
@@ -534,10 +538,10 @@ class EngineUrlsSection(EngineListSection):
         None, description="YAML or JSON file with the keys prefill and decode, which is watched"
     )
     kubernetes: KubernetesSection | None = Field(None, description="Pods with these labels")
-    refresh_s: float = Field(
+    refresh_s: Seconds = Field(
         2.0, gt=0, description="Seconds between two looks at the file, and at names of dns:// URLs"
     )
-    dns_keep_s: float = Field(
+    dns_keep_s: Seconds = Field(
         10.0,
         ge=0,
         description="Seconds for which an address stays that a name's answers lack. A look-up that "
@@ -656,7 +660,7 @@ class RouterSection(Section):
     processes: int = Field(
         1, ge=1, le=64, description="Number of router processes that share the port"
     )
-    probe_interval_s: float = Field(
+    probe_interval_s: Seconds = Field(
         2.0, gt=0, description="Seconds between two health probes of an engine"
     )
     migration_limit: int = Field(
@@ -682,7 +686,7 @@ class RouterSection(Section):
         default_factory=dict,
         description="What clients are entitled to, by the name of their key; *: all others",
     )
-    stream_keep_alive_s: float | None = Field(
+    stream_keep_alive_s: Seconds | None = Field(
         None,
         gt=0,
         description="Seconds of silence after which a stream gets a comment, so that load "
@@ -847,10 +851,16 @@ def load(path: str | Path) -> Deployment:
     return deployments[0]
 
 
-def load_all(path: str | Path) -> list[Deployment]:
-    """Read a file with one deployment or several; see `Deployment.group`. Raises ConfigError with
-    one line for each problem."""
-    content = read_mapping(Path(path))
+def load_all(path: str | Path, changes: Sequence[str] = ()) -> list[Deployment]:
+    """Read a file with one deployment or several; see `Deployment.group`. `changes`: words such as
+    `router.port=0`, made before the file is judged. Raises ConfigError with one line for each
+    problem."""
+    return read(read_mapping(Path(path)), changes)
+
+
+def read(content: Mapping[Any, Any], changes: Sequence[str] = ()) -> list[Deployment]:
+    """As `load_all`, of what a file holds."""
+    content = changed(content, changes)
     several = "deployments" in content
     if several and (alone := [key for key in content if key in _OF_ONE]):
         raise ConfigError(
@@ -881,6 +891,16 @@ def load_all(path: str | Path) -> list[Deployment]:
 
 
 _OF_ONE = {"name", *ModelAndEngines.model_fields}
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a file, for editors."""
+    kinds = TypeAdapter[Any](Deployment | SeveralDeployments)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A file for disagg serve",
+        **kinds.json_schema(),
+    }
 
 
 def replicas_of(words: Sequence[str]) -> dict[Role, int]:

@@ -6,6 +6,7 @@ but not the meaning of the keys. It must never replace a wrong value by a defaul
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
@@ -72,6 +73,46 @@ def _syntax_problem(path: Path, error: yaml.YAMLError) -> str:
     place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
     words = getattr(error, "problem", None) or str(error)
     return f"{place}: not valid YAML: {' '.join(words.split())}"
+
+
+def changed(content: Mapping[Any, Any], changes: Iterable[str]) -> dict[Any, Any]:
+    """The content with changes such as `engine.args.dtype=float32`. A value is YAML; a number in
+    the path is a place in a list. Raises ConfigError."""
+    result = copy.deepcopy(dict(content))
+    for change in changes:
+        path, equals, text = change.partition("=")
+        if not equals or not all(path.split(".")):
+            raise ConfigError(f"--set: {change!r} — write KEY=VALUE, such as router.port=8001")
+        try:
+            value = yaml.load(text, Loader=_Loader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set: {change!r} — the value is not valid YAML") from error
+        *above, last = path.split(".")
+        place: Any = result
+        for key in above:
+            place = _child(place, key, change)
+        try:
+            place[int(last) if isinstance(place, list) else last] = value
+        except (ValueError, IndexError, TypeError) as error:
+            raise _no_place(change, last) from error
+    return result
+
+
+def _child(place: Any, key: str, change: str) -> Any:
+    """What has this key; a new section if there is none."""
+    try:
+        if isinstance(place, list):
+            return place[int(key)]
+        child = place.get(key)
+        if child is None:
+            child = place[key] = {}
+        return child
+    except (AttributeError, ValueError, IndexError) as error:
+        raise _no_place(change, key) from error
+
+
+def _no_place(change: str, key: str) -> ConfigError:
+    return ConfigError(f"--set: {change!r} — there is no {key!r} in what the file has before it")
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:

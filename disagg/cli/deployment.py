@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from disagg.cli.shared import Address, File, Name, Wait, warn
+from disagg.cli.shared import (
+    Address,
+    Changes,
+    Decode,
+    File,
+    Name,
+    Port,
+    Prefill,
+    Target,
+    Wait,
+    deployments_of,
+    warn,
+)
 
 PANEL = "Serve"
 
@@ -16,29 +29,68 @@ app = typer.Typer()
 
 
 @app.command(rich_help_panel=PANEL)
-def serve(file: File) -> None:
-    """Run a file's deployments in the foreground, here or on a Ray cluster (RAY_ADDRESS)."""
-    from disagg import config
+def serve(
+    target: Target,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    port: Port = None,
+    changes: Changes = None,
+) -> None:
+    """Serve a file's deployments, or a model, in the foreground: here or on a Ray cluster.
+
+    It joins the Ray that RAY_ADDRESS names. Options override the file.
+    """
     from disagg.preflight import checks
 
-    deployments = config.load_all(file)
+    deployments = deployments_of(target, prefill, decode, port, changes)
     warn(checks.check(*deployments))
     raise typer.Exit(import_module("disagg.cluster").serve(deployments))
 
 
 @app.command(rich_help_panel=PANEL)
+def init(
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint's folder, or its name on the hub.")
+    ] = ".cache/models/smollm2-135m",
+    file: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
+    ] = Path("disagg.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+) -> None:
+    """Write a commented file that serves a model on this machine."""
+    from disagg.preflight import starter
+
+    machine = starter.Machine.here()
+    starter.write(file, model, machine, replace=force)
+    typer.echo(f"{file}: written for {machine}\nnext: disagg serve {file}")
+    if starter.is_missing(model):
+        typer.echo(f"the model is not there yet: disagg get-model {Path(model).name}")
+
+
+@app.command(rich_help_panel=PANEL)
+def schema() -> None:
+    """Print the JSON Schema of the deployment's YAML, with which editors complete and check it."""
+    from disagg import config
+
+    typer.echo(json.dumps(config.schema(), indent=2))
+
+
+@app.command(rich_help_panel=PANEL)
 def check(
-    file: File,
+    target: Target,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    port: Port = None,
+    changes: Changes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not YAML.")] = False,
 ) -> None:
     """Check a file against this machine, start nothing, and print what would run."""
     import yaml
 
-    from disagg import config
     from disagg.preflight import checks
     from disagg.preflight.resolved_plan import resolve_all
 
-    deployments = config.load_all(file)
+    deployments = deployments_of(target, prefill, decode, port, changes)
     warn(checks.check(*deployments))
     resolved = resolve_all(deployments)
     if as_json:
@@ -64,7 +116,7 @@ def scale(
 
 
 @app.command(rich_help_panel=PANEL)
-def apply(file: File, address: Address = None, wait: Wait = True) -> None:
+def apply(file: File, changes: Changes = None, address: Address = None, wait: Wait = True) -> None:
     """Replace a running deployment's engines to match a changed file, one by one.
 
     No request fails. Exit status:
@@ -75,7 +127,7 @@ def apply(file: File, address: Address = None, wait: Wait = True) -> None:
     from disagg import config
     from disagg.preflight import checks
 
-    deployments = config.load_all(file)
+    deployments = config.load_all(file, changes or ())
     warn(checks.check(*deployments, running=True))
     run = import_module("disagg.cluster.commands").apply
     raise typer.Exit(run(deployments, address=address, wait=wait))

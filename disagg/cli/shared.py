@@ -10,6 +10,29 @@ from typing import Annotated, Any
 
 import typer
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE|MODEL",
+        help="The deployment's YAML; or a model: a checkpoint's folder, or its name on the hub.",
+    ),
+]
+Prefill = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of prefill engines.")]
+Decode = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of decode engines.")]
+Port = Annotated[
+    int | None,
+    typer.Option(
+        "--port", "-p", min=0, max=65535, help="Port of the router; 0 takes any free one."
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A key of the file, such as engine.args.dtype=float32; repeat for more.",
+    ),
+]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The deployment's YAML.")]
 Where = Annotated[
     str | None,
@@ -41,6 +64,31 @@ Address = Annotated[
     ),
 ]
 Wait = Annotated[bool, typer.Option(help="Show the progress, and return when the change is done.")]
+
+
+def deployments_of(
+    target: str,
+    prefill: int | None,
+    decode: int | None,
+    port: int | None,
+    changes: list[str] | None,
+) -> list[Any]:
+    """The deployments of a file, or one for a model that suits this machine, with what options
+    change. Raises ConfigError."""
+    from disagg import config
+
+    counts = {"prefill.replicas": prefill, "decode.replicas": decode, "router.port": port}
+    words = [f"{key}={value}" for key, value in counts.items() if value is not None]
+    words += changes or []
+    path = Path(target)
+    if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
+        return config.load_all(path, words)
+    from disagg.preflight import starter
+
+    made = starter.deployment(
+        target, starter.Machine.here(), prefill=prefill or 1, decode=decode or 1
+    )
+    return config.read(made, words)
 
 
 def unwind_on_sigterm() -> None:

@@ -22,17 +22,22 @@ class _Memory(ctypes.Structure):
 
 def gpu_bytes() -> int | None:
     """The total memory of the largest GPU; None if there is none, or its driver does not say."""
+    return max(gpus(), default=0) or None
+
+
+def gpus() -> list[int]:
+    """The total memory of each GPU; 0 where its driver does not say."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError:
-        return None
+        return []
     if library.nvmlInit_v2():
-        return None
+        return []
     try:
         count = ctypes.c_uint()
         if library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return None
-        return max((_total(library, index) for index in range(count.value)), default=0) or None
+            return []
+        return [_total(library, index) for index in range(count.value)]
     finally:
         library.nvmlShutdown()
 
