@@ -25,6 +25,7 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -88,7 +89,10 @@ def _not_an_api(root_path: str) -> str:
 MAX_REPLICAS = 10_000  # of a pool; Ray is tested up to 40,000 actors
 LocalPath = Annotated[Path, AfterValidator(_absolute)]
 Checkpoint = Annotated[str, Field(min_length=1), AfterValidator(_absolute_checkpoint)]
-Environment = Annotated[dict[str, str], BeforeValidator(_numbers_as_text)]
+_ENVIRONMENT = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+Environment = Annotated[
+    dict[str, str], BeforeValidator(_numbers_as_text), WithJsonSchema(_ENVIRONMENT)
+]
 
 
 class Section(BaseModel):

@@ -148,7 +148,15 @@ def make_model(
 
 
 @app.command(rich_help_panel=PANEL)
-def demo() -> None:
-    """Serve a small model on CPU, hand caches off, and compare the answers with a single engine."""
+def demo(
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="A model with random weights: no download, no sense.")
+    ] = False,
+) -> None:
+    """Talk to a small model on CPU: a document is read on one engine and answered on another.
+
+    Each answer is compared with a single engine's, token for token. The first run downloads the
+    model (93 MB).
+    """
     unwind_on_sigterm()
-    raise typer.Exit(import_module("disagg.testing.demo").run())
+    raise typer.Exit(import_module("disagg.testing.demo").run(tiny=tiny))

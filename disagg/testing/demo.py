@@ -1,17 +1,18 @@
-"""`disagg demo`: runs a small deployment on this machine's CPU and prints a table.
+"""`disagg demo`: a conversation with a small model, its document read on one engine and answered on
+another, on this machine's CPU.
 
-Serves a generated float32 checkpoint with one prefill and one decode engine, sends prompts from a
-few tokens to several thousand, and compares each answer with a single engine's, token for token.
-The figures are the deployment's own metrics. Exit status 0 only if all answers are equal and all
-caches were handed off.
+Each answer is compared with a single engine's, token for token. The figures are the deployment's
+own metrics. Exit status 0 only if all answers are equal and all caches were handed off.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,22 +22,52 @@ from rich.table import Table
 
 from disagg.cluster import RunningDeployment, start
 from disagg.cluster.serve import Progress
+from disagg.models.catalogue import SMOLLM2
+from disagg.models.get import get_model
 from disagg.preflight import checks
 from disagg.private_files import user_folder
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL, cpu_deployment
 from disagg.testing.openai_stream import stream
-from disagg.testing.vllm_server import VllmServer, completion, token_ids
+from disagg.testing.vllm_server import VllmServer, completion
 
-LENGTHS = (5, 100, 128, 129, 1000, 4000, 8000)
-TOKENS = 24
-_QUESTION = "Why are prompts read in one place and answers written in another?"
+_DOCUMENT = "demo_document.txt"
+_QUESTIONS = (
+    "Where did the new lens come from?",
+    "How many keepers did the lighthouse have?",
+    "What did the queen of the Netherlands send?",
+)
+_GREETING = "What is the capital of France?"
+_MOST_TOKENS, _CONTEXT = 48, 8192
+# Prompts of random tokens, for the model with random weights; then the longest one with 200 more.
+_LENGTHS, _TOKENS = (5, 100, 128, 129, 1000, 4000, 8000), 24
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """path: of the API. said: to show; empty if it is no conversation."""
+
+    title: str
+    path: str
+    body: dict[str, Any]
+    said: str = ""
+
+
+@dataclass
+class _Answer:
+    """Times in seconds."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    first_token_s: float = 0.0
+    usage: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class DemoRow:
     """The figures of one prompt. Times in seconds."""
 
+    title: str
     prompt_tokens: int
     cached_tokens: int
     first_token_s: float
@@ -46,12 +77,14 @@ class DemoRow:
     equal: bool
 
 
-def run() -> int:
-    """Run the demo. Returns the exit status."""
+def run(*, tiny: bool = False) -> int:
+    """Run the demo. `tiny`: with random weights, which need no download. Returns the exit
+    status."""
+    began = time.monotonic()
     console = Console(soft_wrap=True, highlight=False)
-    table_console = Console(width=max(console.width, 96), highlight=False)
-    make_model(MODEL)
-    deployment = cpu_deployment("demo")
+    model = _random_model() if tiny else get_model(SMOLLM2.name, None, console)
+    limit = 16384 if tiny else _CONTEXT
+    deployment = cpu_deployment("demo", model, limit)
     checks.check(deployment)
     console.print(
         "One prefill and one decode engine in Ray actors, and a single one to compare with."
@@ -59,55 +92,115 @@ def run() -> int:
     progress = Progress(console)
     try:
         with (
-            VllmServer("the single engine", MODEL.absolute()) as single,
+            VllmServer(
+                "the single engine", model.absolute(), args=["--max-model-len", str(limit)]
+            ) as single,
             start(deployment, progress=progress) as running,
         ):
             progress("waiting for the single engine")
             single.wait_ready()
             progress.close()
-            rows = _measure(running, single)
-            table_console.print(_table(rows))
-            _chat(console, running)
+            rows = (_random_prompts if tiny else _conversation)(console, running, single)
     finally:
         progress.close()
-    return _verdict(console, rows)
+    Console(width=max(console.width, 96), highlight=False).print(_table(rows))
+    return _verdict(console, rows, time.monotonic() - began)
 
 
-def _measure(running: RunningDeployment, single: VllmServer) -> list[DemoRow]:
+def _random_model() -> Path:
+    make_model(MODEL)
+    return MODEL
+
+
+# ---- what is asked ---------------------------------------------------------------------------
+
+
+def _random_prompts(
+    console: Console, running: RunningDeployment, single: VllmServer
+) -> list[DemoRow]:
     generator = random.Random(0)
-    prompts = [[generator.randrange(300, 1000) for _ in range(n)] for n in LENGTHS]
+    prompts = [[generator.randrange(300, 1000) for _ in range(n)] for n in _LENGTHS]
     prompts.append([*prompts[-1], *(generator.randrange(300, 1000) for _ in range(200))])
-    return [_row(running.url, single, prompt) for prompt in prompts]
+    bodies = [completion(prompt, max_tokens=_TOKENS) for prompt in prompts]
+    asked = [_Prompt("random tokens", "/v1/completions", body) for body in bodies]
+    return [_row(running.url, single, prompt, lambda _: None)[0] for prompt in asked]
 
 
-def _row(url: str, single: VllmServer, prompt: Sequence[int]) -> DemoRow:
+def _conversation(
+    console: Console, running: RunningDeployment, single: VllmServer
+) -> list[DemoRow]:
+    """A greeting; then a document and questions about it, each with all that was said before."""
+    document = files("disagg.testing").joinpath(_DOCUMENT).read_text(encoding="utf-8")
+    words = len(document.split())
+    first, *later = _QUESTIONS
+    turns = [
+        ("a question", _GREETING, _GREETING),
+        (
+            "a document",
+            f"Read this document.\n\n{document}\n\nAnswer in one sentence: {first}",
+            f"(a document of {words} words) {first}",
+        ),
+        *(("a follow-up", question, question) for question in later),
+    ]
+    rows, said = list[DemoRow](), list[dict[str, str]]()
+    for number, (title, content, shown) in enumerate(turns):
+        if number == 1:
+            said = []  # the greeting is a conversation of its own
+        said.append({"role": "user", "content": content})
+        body = {"messages": list(said), "temperature": 0, "max_tokens": _MOST_TOKENS}
+        prompt = _Prompt(title, "/v1/chat/completions", body | {"return_token_ids": True}, shown)
+        console.print(f"\n[bold]user[/]       {shown}", markup=True)
+        console.print("[bold]assistant[/]  ", end="")
+        row, answer = _row(running.url, single, prompt, lambda text: console.out(text, end=""))
+        console.print()
+        said.append({"role": "assistant", "content": answer})
+        rows.append(row)
+    console.print()
+    return rows
+
+
+def _row(
+    url: str, single: VllmServer, prompt: _Prompt, show: Callable[[str], None]
+) -> tuple[DemoRow, str]:
+    """The figures of one prompt, and the answer's text."""
     before = _handoffs(url)
-    tokens, first_token_s, usage = _stream(url, prompt)
+    answer = _stream(url, prompt, show)
     moved = _handoffs(url).since(before)
-    return DemoRow(
-        len(prompt),
-        (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        first_token_s,
+    alone = _stream(single.url, prompt, lambda _: None)
+    row = DemoRow(
+        prompt.title,
+        answer.usage.get("prompt_tokens") or 0,
+        (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        answer.first_token_s,
         sum(moved.bytes_by_transport.values()),
         moved.seconds,
         ", ".join(moved.bytes_by_transport) or "none",
-        [tokens] == token_ids(single.complete(list(prompt), max_tokens=TOKENS)),
+        bool(answer.tokens) and answer.tokens == alone.tokens,
     )
+    return row, answer.text
 
 
-def _stream(url: str, prompt: Sequence[int]) -> tuple[list[int], float, dict[str, Any]]:
-    """Token ids, seconds to the first of them, and usage."""
-    began = time.monotonic()
-    tokens: list[int] = []
-    first, usage = 0.0, dict[str, Any]()
-    body = completion(list(prompt), max_tokens=TOKENS, stream=True)
-    body |= {"model": "tiny", "stream_options": {"include_usage": True}}
-    for event in stream(f"{url}/v1/completions", body):
-        if event.get("choices"):
-            first = first or time.monotonic() - began
-            tokens += event["choices"][0].get("token_ids") or []
-        usage = event.get("usage") or usage
-    return tokens, first, usage
+def _stream(url: str, prompt: _Prompt, show: Callable[[str], None]) -> _Answer:
+    began, answer = time.monotonic(), _Answer()
+    body = prompt.body | {
+        "model": "tiny",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    for event in stream(f"{url}{prompt.path}", body):
+        for choice in event.get("choices") or ():
+            tokens = choice.get("token_ids") or []
+            if tokens:
+                answer.first_token_s = answer.first_token_s or time.monotonic() - began
+            answer.tokens += tokens
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            answer.text += text
+            show(text)
+        answer.usage = event.get("usage") or answer.usage
+    return answer
+
+
+# ---- what it cost ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -148,11 +241,13 @@ def _handoffs(url: str) -> Handoffs:
 
 def _table(rows: Sequence[DemoRow]) -> Table:
     table = Table(title="Prefill on one engine, decode on another (float32, CPU)")
-    for column in ("prompt tokens", "cached", "first token", "moved", "transport", "GB/s", "equal"):
+    table.add_column("prompt")
+    for column in ("tokens", "cached", "first token", "moved", "transport", "GB/s", "equal"):
         table.add_column(column, justify="right")
     for row in rows:
         speed = f"{row.moved_bytes / row.moved_s / 1e9:.2f}" if row.moved_s else "-"
         table.add_row(
+            row.title,
             f"{row.prompt_tokens:,}",
             f"{row.cached_tokens:,}",
             f"{row.first_token_s * 1000:.0f} ms",
@@ -164,25 +259,7 @@ def _table(rows: Sequence[DemoRow]) -> Table:
     return table
 
 
-def _chat(console: Console, running: RunningDeployment) -> None:
-    from openai import OpenAI
-
-    client = OpenAI(base_url=f"{running.url}/v1", api_key="none")
-    console.print(f"\n[bold]user[/]       {_QUESTION}\n[bold]assistant[/]  ", end="")
-    answer = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": _QUESTION}],
-        max_tokens=48,
-        temperature=0,
-        stream=True,
-    )
-    for chunk in answer:
-        if chunk.choices and chunk.choices[0].delta.content:
-            console.out(chunk.choices[0].delta.content, end="")
-    console.print("\n[dim](random weights: it speaks, it does not think)[/]\n")
-
-
-def _verdict(console: Console, rows: Sequence[DemoRow]) -> int:
+def _verdict(console: Console, rows: Sequence[DemoRow], seconds: float) -> int:
     wrong = [row.prompt_tokens for row in rows if not row.equal]
     if wrong:
         console.print(f"[bold red]Different from a single engine[/] at {wrong} tokens.")
@@ -190,5 +267,9 @@ def _verdict(console: Console, rows: Sequence[DemoRow]) -> int:
     if not all(row.moved_bytes for row in rows):
         console.print("[bold red]Some caches did not move[/]; the answers are right all the same.")
         return 1
-    console.print(f"All {len(rows)} answers equal a single engine's, token for token.")
+    moved = sum(row.moved_bytes for row in rows) / 1e6
+    console.print(
+        f"All {len(rows)} answers equal a single engine's, token for token; {moved:.0f} MB of KV "
+        f"cache moved. {seconds:.0f} s in all."
+    )
     return 0

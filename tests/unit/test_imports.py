@@ -25,6 +25,7 @@ _TRANSPORT = {
 _ROUTER = {*LEAVES, "router.topology"}
 ALLOWED = {
     "__init__": set[str](),
+    "__main__": {"cli"},
     "errors": set[str](),
     "keepalive": set[str](),
     "safe_logging": set[str](),
@@ -33,7 +34,10 @@ ALLOWED = {
     "private_files": {"errors"},
     "checksums": {"transport.control.secret"},
     "config_file": {"errors", "redaction"},
-    "config": {"errors", "config_file", "checksums", "transport.names"},
+    "config_units": set[str](),
+    "config": {"errors", "config_file", "config_units", "checksums", "transport.names"},
+    "models": {"errors"},
+    "local": {"errors", "identity", "private_files"},
     "credentials": {"config", "errors", "transport.control.secret"},
     "preflight": {
         "config", "config_file", "credentials", "errors", "redaction", "engine.args",
@@ -41,7 +45,7 @@ ALLOWED = {
     },
     "cli": {
         "config", "errors", "preflight", "cluster", "router", "bench", "testing", "planning",
-        "dashboards", "options",
+        "dashboards", "options", "local", "models",
     },
     # The router's own estimate of who waits how long, with a clock of the simulation's.
     "planning": {
@@ -95,7 +99,10 @@ ALLOWED = {
     },
     # The router's layers, from the outside in: processes, server, request, pairing, engines,
     # upstream, with api and telemetry for all.
-    "router": {*LEAVES, "credentials", "router.discovery", "router.processes", "router.server"},
+    "router": {
+        *LEAVES, "credentials", "local.running", "router.discovery", "router.processes",
+        "router.server",
+    },
     "router.processes": {*_ROUTER, "router.server", "router.main"},
     "router.server": {
         *_ROUTER, "credentials", "router.api", "router.telemetry", "router.upstream",
@@ -120,12 +127,13 @@ ALLOWED = {
     "engine.vllm_patches": {"errors"},
     "cluster": {
         *LEAVES, "config_file", "credentials", "engine", "router", "router.server",
-        "router.processes", "cluster.supervisor", "identity.process", "private_files",
+        "router.processes", "cluster.supervisor", "identity.process", "local.running",
+        "private_files",
     },
     "cluster.supervisor": {*LEAVES, "config_file", "cluster", "engine", "router.topology"},
     # The last ones may use what they measure.
     "testing": {
-        *LEAVES, "cluster", "preflight", "router.api.bodies",
+        *LEAVES, "cluster", "models", "preflight", "router.api.bodies",
         "engine.vllm_patches.busy_poll", "engine.vllm_patches.fork_workers",
         "private_files",
     },
@@ -164,8 +172,8 @@ HEAVY = {
     "vllm": {"connector", "engine", "identity", "testing"},
     "ray": {"bench", "cluster", "engine"},  # in bench for Ray Serve LLM, a peer
     "cupy": {"transport"},
-    "torch": {"bench", "connector", "engine", "testing", "transport"},
-    "transformers": {"connector", "engine", "testing"},
+    "torch": {"bench", "connector", "engine", "models", "testing", "transport"},
+    "transformers": {"connector", "engine", "models", "testing"},
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")

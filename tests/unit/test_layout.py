@@ -19,6 +19,7 @@ def mirrored(path: Path) -> Path:
 FEATURES = {
     "bench/first_token/test_results.py": "what the commands keep in their results files",
     "chaos/test_results.py": "what the commands keep in their results files",
+    "cli/test_command_line.py": "the command line as its users see it",
     "connector/handoff/test_device_cache.py": "the connector with its cache on a device",
     "connector/handoff/test_modelless.py": "handoffs under vLLM's schedulers, without a model",
     "connector/handoff/test_random_handoffs.py": "random handoffs between engines without a model",

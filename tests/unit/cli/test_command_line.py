@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,11 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
+import jsonschema
 import pytest
-import typer
 import yaml
 
 from disagg import __version__, cli
+from disagg.cli import router
 from disagg.config import (
     ConnectorName,
     CorsSection,
@@ -59,8 +61,9 @@ def good(tmp_path: Path) -> str:
 
 
 def test_version() -> None:
-    done = run("version")
-    assert (done.returncode, done.stdout) == (0, f"{__version__}\n")
+    for module in ("disagg", "disagg.cli"):
+        command = [sys.executable, "-m", module, "--version"]
+        assert subprocess.check_output(command, text=True) == f"{__version__}\n"
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -272,13 +275,14 @@ def test_a_wrong_router_setting_is_one_line(
 
 
 def test_connectors_have_the_names_of_the_settings() -> None:
-    assert tuple(cli.Connector) == get_args(ConnectorName)
+    assert tuple(router.Connector) == get_args(ConnectorName)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("localhost:8000",), "write http://HOST:PORT"),
+        (("nobody-has-this-name",), "no deployment"),
         (("http://127.0.0.1:1",), "Connection refused"),
         (("http://127.0.0.1:1", "--key-env", "UNSET_HERE"), "this variable holds no key"),
         (("https://127.0.0.1:1", "--ca", "/nonexistent"), "name a PEM file"),
@@ -296,23 +300,108 @@ def test_a_drain_with_wrong_options_is_one_line(
 
 
 def test_demo_exits_with_its_own_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_module(monkeypatch, "disagg.testing.demo", run=lambda: 1)
+    replace_module(monkeypatch, "disagg.testing.demo", run=lambda *, tiny: 1 + tiny)
     assert status_of(monkeypatch, "demo") == 1
+    assert status_of(monkeypatch, "demo", "--tiny") == 2
 
 
-def test_bench_owns_its_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    owned = typer.Typer()
-    seen: list[int] = []
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_all_commands(shell: str) -> None:
+    """What the shell asks for when a user presses the tab key."""
 
-    @owned.callback()
-    def measure() -> None:
-        """Keep `handoff` a command although it is the only one."""
+    def completed(*words: str) -> str:
+        typed = ["disagg", *words, ""]
+        env = {
+            **os.environ,
+            "_DISAGG_COMPLETE": f"complete_{shell}",
+            "COMP_WORDS": " ".join(typed),
+            "COMP_CWORD": str(len(typed) - 1),
+            "_TYPER_COMPLETE_ARGS": " ".join(typed),
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        }
+        code = "from disagg.cli import main; main()"
+        return subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+        ).stdout
 
-    @owned.command()
-    def handoff(requests: int = 0) -> None:
-        seen.append(requests)
-        raise typer.Exit(3)
+    assert "serve" in completed()
+    assert "handoff" in completed("bench")
+    assert "remove" in completed("engines")
 
-    replace_module(monkeypatch, "disagg.bench.cli", app=owned)
-    assert status_of(monkeypatch, "bench", "handoff", "--requests", "7") == 3
-    assert seen == [7]
+
+def test_every_command_answers_h() -> None:
+    for words in ((), ("serve",), ("bench",), ("bench", "handoff"), ("engines", "add")):
+        assert "Usage: disagg" in run(*words, "-h").stdout.replace("python -m ", "")
+
+
+def test_a_missing_package_is_one_line_with_its_extra(tmp_path: Path) -> None:
+    """As after `pip install disagg`, without an extra."""
+    for name in ("ray", "vllm", "torch"):
+        (tmp_path / f"{name}.py").write_text(
+            f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')"
+        )
+    (tmp_path / "d.yaml").write_text(GOOD)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    for words in (["serve", "d.yaml"], ["demo", "--tiny"], ["scale", "prefill=2"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "disagg", *words],
+            env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        last = done.stderr.splitlines()[-1]
+        assert 'pip install "disagg[cpu]"' in last
+        assert "Traceback" not in done.stderr
+
+
+def test_a_file_takes_changes(tmp_path: Path, good: str) -> None:
+    words = ("--prefill", "3", "--decode", "2", "--set", "transfer.lease_s=2m", "--json")
+    found = json.loads(run("check", good, *words, "--set", "engine.args.seed=7").stdout)
+    assert (found["prefill"]["replicas"], found["decode"]["replicas"]) == (3, 2)
+    assert found["decode"]["args"]["seed"] == 7
+    for change, problem in (
+        ("router.prt=1", "router.prt: unknown key; did you mean port?"),
+        ("router", "--set: 'router' — write KEY=VALUE, such as router.port=8001"),
+        ("model.path.x=1", "there is no 'x' in what the file has before it"),
+        ("transfer.lease_s=soon", "must be a number, or a number with a unit"),
+    ):
+        refused = run("check", good, "--set", change)
+        assert refused.returncode == 2
+        assert problem in refused.stderr
+
+
+def test_a_model_is_served_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Deployment] = []
+    replace_module(monkeypatch, "disagg.cluster", serve=lambda found: served.extend(found) or 0)
+    words = ("serve", "org/Some.Model-1B", "--prefill", "2", "-p", "0", "--set", "name=mine")
+    assert status_of(monkeypatch, *words) == 0
+    (one,) = served
+    assert (one.name, one.model.path, one.model.served_name) == (
+        "mine",
+        "org/Some.Model-1B",
+        "Some.Model-1B",
+    )
+    assert (one.prefill.replicas, one.decode.replicas, one.router.port) == (2, 1, 0)
+
+
+def test_init_writes_a_file_that_check_accepts(tmp_path: Path) -> None:
+    path = tmp_path / "disagg.yaml"
+    written = run("init", "org/name", "-o", str(path))
+    assert written.returncode == 0
+    assert f"next: disagg serve {path}" in written.stdout
+    assert run("check", str(path), "--port", "0").returncode == 0
+    again = run("init", "org/name", "-o", str(path))
+    assert (again.returncode, "--force" in again.stderr) == (2, True)
+    missing = run("init", str(tmp_path / "smollm2-135m"), "-o", str(path), "--force")
+    assert "disagg get-model smollm2-135m" in missing.stdout
+
+
+def test_the_schema_is_valid_and_takes_what_we_ship() -> None:
+    schema = json.loads(run("schema").stdout)
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    for file in sorted((Path(__file__).parents[3] / "serve_configs").glob("*.yaml")):
+        validator.validate(yaml.safe_load(file.read_text()))
+    good = yaml.safe_load(GOOD)
+    validator.validate(good | {"transfer": {"lease_s": "30s", "staging_bytes": "64MiB"}})
+    for wrong in ({"prefil": {}}, {"transfer": {"lease_s": "30 parsecs"}}):
+        assert not validator.is_valid(good | wrong)
