@@ -1,7 +1,7 @@
 # Each target installs what it needs, once. Nothing else needs to be known.
 #
-#   make demo     show it all on this machine, without a GPU
-#   make serve    serve a small model on 127.0.0.1:8000, until Ctrl-C
+#   make demo     talk to a small model on this machine, without a GPU; TINY=1: without a download
+#   make serve    serve that model on 127.0.0.1:8000, until Ctrl-C
 #   make check    lint, format, types
 #   make test     all tests
 #   make mutants  write small faults into the rules that keep answers right: do the tests notice?
@@ -18,10 +18,13 @@ EXTRAS ?= cpu,dev
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= serve_configs/cpu-1p1d.yaml
-MODEL := .cache/models/tiny
+MODEL := .cache/models/smollm2-135m
 
-# Run, not only found: a pyenv shim of a version that isn't installed is found too.
-PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
+# Run, not only found: a pyenv shim of a version that isn't installed is found too. Without a Python
+# of these versions, uv gets one.
+USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
 
 # uv reads wheel folders from a variable of its own. Without one, CPU torch (which isn't on PyPI)
 # comes from PyTorch's index; that for GPUs is on PyPI.
@@ -37,23 +40,29 @@ ifeq (,$(findstring gpu,$(EXTRAS)))
 CONSTRAINTS := --constraints $(LOCK)
 endif
 
-.PHONY: install demo serve check test mutants verify bench gpu soak lock audit clean
+.PHONY: install demo serve check test wheel newcomer mutants verify bench gpu soak lock audit clean
 
 install: $(INSTALLED)
 
+# uv comes from PyPI by any Python, or is there already. What fails says so in one line.
 $(INSTALLED): pyproject.toml $(LOCK)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
+	@test -x $(BIN)/python || { test -n "$(PYTHON)" && $(PYTHON) -m venv $(VENV); } || \
+		{ command -v uv >/dev/null && uv venv --quiet --seed --python 3.11 $(VENV); } || \
+		{ echo "make: no Python 3.11 to 3.13 with venv here, and no uv that could get one:" \
+			"install either (apt install python3.11-venv, or docs.astral.sh/uv)" >&2; \
+			rm -rf $(VENV); exit 1; }
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv || \
+		{ echo "make: uv could not be downloaded: check the network and pip's index" >&2; exit 1; }
 	$(UV_SOURCE) $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python $(CONSTRAINTS) \
 		-e ".[$(EXTRAS)]"
 	touch $@
 
 # The folder appears whole or not at all, so the file's presence says enough.
 $(MODEL)/config.json: | $(INSTALLED)
-	$(BIN)/disagg make-model $(MODEL)
+	$(BIN)/disagg get-model smollm2-135m $(MODEL)
 
 demo: $(INSTALLED)
-	@$(BIN)/disagg demo
+	@$(BIN)/disagg demo $(if $(TINY),--tiny)
 
 serve: $(INSTALLED) $(MODEL)/config.json
 	@exec $(BIN)/disagg serve $(CONFIG)

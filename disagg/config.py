@@ -6,11 +6,12 @@ and vLLM's argument names, and `disagg.credentials` reads secrets. Unknown keys 
 value is never replaced by a default.
 
 A relative path in the file is relative to the folder in which `disagg` was started, as on the
-command line. Loading makes it absolute, because engines run in other folders.
+command line, or to `DISAGG_FOLDER`. Loading makes it absolute: engines run in other folders.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_network
@@ -39,16 +40,19 @@ Role = Literal["prefill", "decode"]
 # The KV connector of the engines behind a router, which defines their `kv_transfer_params`.
 ConnectorName = Literal["disagg", "nixl", "example"]
 
+FOLDER_ENV = "DISAGG_FOLDER"
+"""The variable with the folder in which relative paths start. A Ray job runs in a folder of Ray's,
+while its paths are those of whoever submitted it."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def is_local(checkpoint: str) -> bool:
     """Whether a checkpoint is a folder, existing or not, and not a name on a model hub."""
-    return _HUB_NAME.fullmatch(checkpoint) is None or Path(checkpoint).is_dir()
+    return _HUB_NAME.fullmatch(checkpoint) is None or _absolute(Path(checkpoint)).is_dir()
 
 
 def _absolute(path: Path) -> Path:
-    return path.expanduser().absolute()
+    return Path(os.environ.get(FOLDER_ENV, "")).absolute() / path.expanduser()
 
 
 def _absolute_checkpoint(checkpoint: str) -> str:

@@ -13,6 +13,7 @@ from disagg import options
 from disagg.cli.shared import (
     KeyEnv,
     LongestWait,
+    Socket,
     TrustedCa,
     Where,
     only_given,
@@ -168,6 +169,7 @@ def router(
 @app.command(rich_help_panel=PANEL)
 def drain(
     where: Where = None,
+    socket: Socket = None,
     key_env: KeyEnv = None,
     ca: TrustedCa = None,
     wait: Annotated[
@@ -181,7 +183,7 @@ def drain(
     The router of `disagg serve` does not end. --undo makes it accept requests again.
     """
     run = import_module("disagg.router.drain_client").run
-    client = operator(where, key_env, ca)
+    client = operator(where, socket, key_env, ca)
     raise typer.Exit(run(client, wait=wait, undo=undo, timeout_s=timeout))
 
 
@@ -193,18 +195,20 @@ engines = typer.Typer(
 @engines.command("ls")
 def list_engines(
     where: Where = None,
+    socket: Socket = None,
     key_env: KeyEnv = None,
     ca: TrustedCa = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """List the engines: their state, the requests that need them, and who named them."""
     show = import_module("disagg.router.engines_client").show
-    raise typer.Exit(show(operator(where, key_env, ca), as_json=as_json))
+    raise typer.Exit(show(operator(where, socket, key_env, ca), as_json=as_json))
 
 
 @engines.command("add")
 def add_engines(
     where: Where = None,
+    socket: Socket = None,
     decode: Annotated[
         list[str] | None, typer.Option(help="URL of a decode engine; repeat for more.")
     ] = None,
@@ -216,7 +220,7 @@ def add_engines(
 ) -> None:
     """Add engines that are already running, or take back their removal."""
     add = import_module("disagg.router.engines_client").add
-    client = operator(where, key_env, ca)
+    client = operator(where, socket, key_env, ca)
     raise typer.Exit(add(client, prefill or [], decode or []))
 
 
@@ -226,6 +230,7 @@ def remove_engines(
         list[str], typer.Option(help="The engine's name, such as decode-1; repeat for more.")
     ],
     where: Where = None,
+    socket: Socket = None,
     key_env: KeyEnv = None,
     ca: TrustedCa = None,
     wait: Annotated[bool, typer.Option("--wait", help="Return when they are gone.")] = (False),
@@ -236,13 +241,14 @@ def remove_engines(
     An engine is gone when no request needs it, or after limits.drain_s. It is not stopped.
     """
     remove = import_module("disagg.router.engines_client").remove
-    client = operator(where, key_env, ca)
+    client = operator(where, socket, key_env, ca)
     raise typer.Exit(remove(client, name, wait=wait, timeout_s=timeout))
 
 
 @app.command(rich_help_panel=PANEL)
 def status(
     where: Where = None,
+    socket: Socket = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
     key_env: KeyEnv = None,
     ca: TrustedCa = None,
@@ -253,7 +259,7 @@ def status(
     """
     from disagg.router.status_client import run
 
-    raise typer.Exit(run(where, key_env=key_env, ca=ca, as_json=as_json))
+    raise typer.Exit(run(operator(where, socket, key_env, ca), as_json=as_json))
 
 
 @app.command(rich_help_panel=PANEL)

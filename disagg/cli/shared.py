@@ -46,6 +46,8 @@ Name = Annotated[
     str | None,
     typer.Argument(metavar="NAME", help="The deployment's name. Default: the only one."),
 ]
+# Its name before WHERE could be a socket's path; removed in 0.3.
+Socket = Annotated[Path | None, typer.Option("--socket", hidden=True)]
 KeyEnv = Annotated[
     str | None,
     typer.Option(
@@ -96,9 +98,10 @@ def unwind_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
 
 
-def operator(where: str | None, key_env: str | None, ca: Path | None) -> Any:
+def operator(where: str | None, socket: Path | None, key_env: str | None, ca: Path | None) -> Any:
     """How commands reach a router; see `OperatorClient`."""
-    return import_module("disagg.router.operator_client").OperatorClient(where, key_env, ca)
+    at = where if socket is None else str(socket.absolute())
+    return import_module("disagg.router.operator_client").OperatorClient(at, key_env, ca)
 
 
 def only_given(options: dict[str, Any]) -> dict[str, Any]:

@@ -160,3 +160,11 @@ def demo(
     """
     unwind_on_sigterm()
     raise typer.Exit(import_module("disagg.testing.demo").run(tiny=tiny))
+
+
+@app.command(hidden=True)
+def version() -> None:
+    """As --version, which took its place; removed in 0.3."""
+    from disagg import __version__
+
+    typer.echo(__version__)

@@ -11,9 +11,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from disagg.config import Deployment, Role, is_local
+from disagg.config import FOLDER_ENV, Deployment, Role, is_local
 from disagg.config_file import show
 from disagg.engine.args import keys_of
+from disagg.models.catalogue import MODELS
 from disagg.preflight import vllm_source
 from disagg.preflight.argument_keys import ROLES, described, key_of
 from disagg.preflight.model_config import ModelConfig, model_config, read_config
@@ -26,6 +27,8 @@ _TOKENIZERS = ("token*", "tekken*", "vocab*", "merges*", "*.model", "*.tiktoken"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 _INDEX = "model.safetensors.index.json"
 _CHECKPOINT_FORMATS = (None, "auto", "hf", "safetensors")
+# A part of the path of Ray's copies of working folders.
+_RAYS_COPY = "working_dir_files"
 _COUNTED_DRAFTS = ("ngram", "ngram_gpu", "draft_model")
 
 
@@ -64,10 +67,20 @@ def _folder_problems(
         return  # a name on a model hub, which only the engine can resolve
     path = Path(checkpoint)
     if not path.exists():
-        make = f", or make a checkpoint with: disagg make-model {checkpoint}"
-        yield f"{key}: {checkpoint!r} — no such folder; correct it{'' if is_draft else make}"
+        yield f"{key}: {checkpoint!r} — no such folder; {_remedy(path, is_draft=is_draft)}"
     elif not (path / needed).is_file():
         yield f"{key}: {checkpoint!r} — holds no {needed}; name a checkpoint's folder"
+
+
+def _remedy(path: Path, *, is_draft: bool) -> str:
+    if _RAYS_COPY in path.parts:
+        return (
+            "a Ray job runs in a copy of its working folder: give an absolute path that the nodes "
+            f"have, or set {FOLDER_ENV} to the folder in which relative paths start"
+        )
+    if path.name in MODELS:
+        return f"get it with: disagg get-model {path.name}"
+    return "correct it" + ("" if is_draft else f", or make one with: disagg make-model {path}")
 
 
 def _config_problems(key: str, checkpoint: str) -> Iterator[str]:

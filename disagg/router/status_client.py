@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,12 +15,12 @@ from disagg.router.operator_client import OperatorClient
 from disagg.router.server.status import PATH
 
 
-def run(where: str | None, *, key_env: str | None, ca: Path | None, as_json: bool) -> int:
+def run(client: OperatorClient, *, as_json: bool) -> int:
     """Print the state. Returns 0 if every engine is up, else 1; raises DisaggError.
 
     With a key, or at the router's own socket, it has the ids and reasons of failures.
     """
-    with OperatorClient(where, key_env, ca) as client:
+    with client:
         try:
             state = client.ask("GET", PATH)
         except (OSError, HTTPException) as error:

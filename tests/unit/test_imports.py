@@ -41,7 +41,7 @@ ALLOWED = {
     "credentials": {"config", "errors", "transport.control.secret"},
     "preflight": {
         "config", "config_file", "credentials", "errors", "redaction", "engine.args",
-        "engine.spec", "private_files",
+        "engine.spec", "models.catalogue", "private_files",
     },
     "cli": {
         "config", "errors", "preflight", "cluster", "router", "bench", "testing", "planning",

@@ -99,7 +99,7 @@ def test_the_command(setup: Setup) -> None:
     assert nobody.returncode == 1
     assert "error: http://127.0.0.1:9: " in nobody.stderr
     assert "Traceback" not in nobody.stderr
-    assert status("no-url").returncode == 1
+    assert status("no-url").returncode == 2
 
 
 def test_the_page_loads_nothing_external(setup: Setup) -> None:
