@@ -4,6 +4,7 @@
 #   make serve    serve that model on 127.0.0.1:8000, until Ctrl-C
 #   make check    lint, format, types
 #   make test     all tests
+#   make newcomer play README's commands in a fresh clone, a wheel, a Ray job, the examples
 #   make mutants  write small faults into the rules that keep answers right: do the tests notice?
 #   make verify   check a model of the lease protocol: all interleavings, in about a minute
 #   make bench    measure a handoff
@@ -40,7 +41,7 @@ ifeq (,$(findstring gpu,$(EXTRAS)))
 CONSTRAINTS := --constraints $(LOCK)
 endif
 
-.PHONY: install demo serve check test wheel newcomer mutants verify bench gpu soak lock audit clean
+.PHONY: install demo serve check test newcomer mutants verify bench gpu soak lock audit clean
 
 install: $(INSTALLED)
 
@@ -83,6 +84,10 @@ test: $(INSTALLED)
 	$(BIN)/python tests/coverage_by_folder.py; \
 	exit $$failed
 
+# As somebody would who has just found this repository; an own clone, an own environment.
+newcomer: $(INSTALLED)
+	@$(BIN)/python tests/newcomer.py
+
 # Half an hour or more; an interrupted run goes on. MUTANTS="--all store/host_index": all of one module.
 mutants: $(INSTALLED)
 	@$(BIN)/python tests/mutants.py $(MUTANTS)
@@ -117,6 +122,7 @@ soak: $(INSTALLED)
 	@$(BIN)/disagg bench heal --nodes 3 --clients 1
 	@$(BIN)/disagg bench scale
 	@$(BIN)/disagg bench faults --connectors disagg --fresh
+	@$(BIN)/python tests/newcomer.py
 	@DISAGG_TEST_PRESSURE=500 $(BIN)/pytest -m "slow or soak" tests
 
 lock: $(INSTALLED)

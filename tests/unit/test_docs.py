@@ -197,7 +197,7 @@ def test_commands_that_are_named_exist() -> None:
     group = typer.main.get_command(app)
     commands: dict[str, Any] = group.commands  # type: ignore[attr-defined]
     for page in PAGES:
-        for name, second in re.findall(r"\bdisagg ([a-z-]+)(?: ([a-z-]+))?", code_in(page)):
+        for name, second in re.findall(r"\bdisagg ([a-z][a-z-]*)(?: ([a-z-]+))?", code_in(page)):
             if name in commands and hasattr(commands[name], "commands") and second:
                 assert second in commands[name].commands, f"{page_id(page)}: {name} {second}"
             else:

@@ -1,0 +1,192 @@
+"""Plays somebody who has just found the project: a fresh clone, README's commands as printed, a
+wheel in an empty environment, a job on a Ray of its own, and the examples that run here.
+
+    python tests/newcomer.py            all of it, about ten minutes
+    python tests/newcomer.py wheel      the wheel alone, which `make test` plays too
+
+The commands are read from README.md: the blocks that begin with ```sh. What `make serve` starts is
+served while the block after it runs. Everything happens in a temporary folder, and ends with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_START_S, _COMMAND_S = 300.0, 900.0
+
+
+def main() -> int:
+    """Play. Returns the exit status."""
+    parts: dict[str, Callable[[Path], None]] = {
+        "wheel": wheel, "readme": readme, "job": job, "examples": examples
+    }  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
+    chosen = parser.parse_args().parts or list(parts)
+    with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
+        for name in chosen:
+            print(f"== {name}", flush=True)
+            began = time.monotonic()
+            parts[name](Path(folder))
+            print(f"== {name}: fine, {time.monotonic() - began:.0f} s", flush=True)
+    return 0
+
+
+# ---- the parts -------------------------------------------------------------------------------
+
+
+def wheel(folder: Path) -> None:
+    """Build it as PyPI would get it, install it without extras, and use what needs none."""
+    source = clone(folder)
+    built = folder / "dist"
+    run(f"{sys.executable} -m build --outdir {built} {source}", folder)
+    (made,) = built.glob("*.whl")
+    run(f"{sys.executable} -m twine check --strict {built}/*", folder)
+    venv = folder / "empty"
+    run(f"{uv()} venv --quiet --python {sys.executable} {venv}", folder)
+    run(f"{uv()} pip install --quiet --python {venv} {made}", folder)
+    disagg = venv / "bin" / "disagg"
+    assert run(f"{disagg} --version", folder).strip() in made.name
+    run(f"{disagg} init org/name -o {folder}/d.yaml && {disagg} check {folder}/d.yaml", folder)
+    run(f"{disagg} ls && {disagg} schema > schema.json && {disagg} bench --help", folder)
+    for words in ("serve d.yaml", "demo --tiny", "get-model", "bench handoff"):
+        said = run(f"{disagg} {words}", folder, status=2)
+        assert 'pip install "disagg[cpu]"' in said, said
+        assert "Traceback" not in said, said
+
+
+def readme(folder: Path) -> None:
+    """The commands of README, one block after the other."""
+    source = clone(folder)
+    text = (source / "README.md").read_text()
+    for found in _BLOCK.finditer(text):
+        before = text[: found.start()].rpartition("```")[2]
+        with served("make serve", source) if "`make serve`" in before else contextlib.nullcontext():
+            run(f"set -e\n{found[1]}", source)
+
+
+def job(folder: Path) -> None:
+    """`examples/ray_job.sh` on a Ray that was started by its documented command."""
+    source = clone(folder)
+    run("make install && .venv/bin/disagg get-model", source)
+    port = 16379
+    env = {"PATH": f"{source}/.venv/bin:{os.environ['PATH']}", "RAY_TMPDIR": f"{folder}/ray"}
+    ray = f"{source}/.venv/bin/ray"
+    run(f"{ray} start --head --port {port} --num-cpus 2 --dashboard-port 18265", source, env=env)
+    env["RAY_ADDRESS"] = "http://127.0.0.1:18265"
+    try:
+        said = run("examples/ray_job.sh serve_configs/cpu-1p1d.yaml", source, env=env)
+        (name,) = set(re.findall(r"raysubmit_\w+", said))
+        until(lambda: "Ready: " in run(f"{ray} job logs {name}", source, env=env))
+        run(f"{source}/.venv/bin/python examples/chat.py 'What is the capital of France?'", source)
+        run(f"{ray} job stop {name}", source, env=env)
+    finally:
+        run(f"{ray} stop --grace-period 20", source, env=env, status=None)
+
+
+def examples(folder: Path) -> None:
+    """Those that need neither a GPU nor Kubernetes nor a container."""
+    source = clone(folder)
+    run("make install && .venv/bin/disagg get-model && .venv/bin/disagg make-model tiny", source)
+    python = f"{source}/.venv/bin/python"
+    run(f"{python} examples/without_vllm_engine.py", source)
+    with served("make serve", source):
+        run(f"{python} examples/chat.py 'What is the capital of France?'", source)
+        (source / "in.jsonl").write_text(
+            "".join(
+                f'{{"custom_id": "{n}", "method": "POST", "url": "/v1/completions", "body": '
+                f'{{"model": "smollm2-135m", "prompt": "{n} and", "max_tokens": 4}}}}\n'
+                for n in range(6)
+            )
+        )
+        said = run(f"{python} examples/batch.py in.jsonl out.jsonl", source)
+        assert len((source / "out.jsonl").read_text().splitlines()) == 6, said
+
+
+# ---- tools -----------------------------------------------------------------------------------
+
+
+def clone(folder: Path) -> Path:
+    """A clone of what is committed, with nothing that is installed here."""
+    source = folder / "disagg"
+    if not source.exists():
+        run(f"git clone --quiet {ROOT} {source}", folder)
+    return source
+
+
+def uv() -> str:
+    """uv's command, beside this Python or in the path."""
+    beside = Path(sys.executable).parent / "uv"
+    return str(beside) if beside.exists() else (shutil.which("uv") or "uv")
+
+
+def run(
+    command: str, folder: Path, *, env: dict[str, str] | None = None, status: int | None = 0
+) -> str:
+    """What the command prints, which is also shown. Its status must be this, if there is one."""
+    print("\n".join(f"$ {line}" for line in command.strip().splitlines()), flush=True)
+    tools = f"{Path(uv()).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PATH": tools, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_COMMAND_S,
+        check=False,
+    )
+    print("\n".join(done.stdout.splitlines()[-25:]), flush=True)
+    assert status in (None, done.returncode), f"status {done.returncode}, not {status}"
+    return done.stdout
+
+
+@contextlib.contextmanager
+def served(command: str, folder: Path) -> Iterator[None]:
+    """The command in a session of its own until it says that it is ready; its group gets SIGTERM
+    afterwards, as from a supervisor, and must leave nothing."""
+    print(f"$ {command} &", flush=True)
+    log = folder / "served.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {command}"],
+            cwd=folder,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        until(lambda: "Ready: " in log.read_text() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        began = time.monotonic()
+        process.wait(60)
+        print(f"ended after {time.monotonic() - began:.1f} s", flush=True)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _START_S
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
