@@ -81,6 +81,7 @@ test: $(INSTALLED)
 		tests/security || failed=1; \
 	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 -m "not slow" \
 		tests/engine tests/cluster || failed=1; \
+	$(BIN)/python tests/newcomer.py wheel || failed=1; \
 	$(BIN)/python tests/coverage_by_folder.py; \
 	exit $$failed
 
