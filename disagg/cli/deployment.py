@@ -18,6 +18,7 @@ from disagg.cli.shared import (
     Port,
     Prefill,
     Target,
+    Timeout,
     Wait,
     deployments_of,
     warn,
@@ -105,6 +106,7 @@ def scale(
     name: Annotated[str | None, typer.Option(help="The deployment's name, if several run.")] = None,
     address: Address = None,
     wait: Wait = True,
+    timeout: Timeout = 1800.0,
 ) -> None:
     """Change the numbers of engines. An engine that leaves finishes its requests first.
 
@@ -112,11 +114,17 @@ def scale(
     """
     replicas = import_module("disagg.config").replicas_of(counts)
     run = import_module("disagg.cluster.commands").scale
-    raise typer.Exit(run(replicas, name=name, address=address, wait=wait))
+    raise typer.Exit(run(replicas, name=name, address=address, wait_s=timeout if wait else 0))
 
 
 @app.command(rich_help_panel=PANEL)
-def apply(file: File, changes: Changes = None, address: Address = None, wait: Wait = True) -> None:
+def apply(
+    file: File,
+    changes: Changes = None,
+    address: Address = None,
+    wait: Wait = True,
+    timeout: Timeout = 3600.0,
+) -> None:
     """Replace a running deployment's engines to match a changed file, one by one.
 
     No request fails. Exit status:
@@ -130,7 +138,7 @@ def apply(file: File, changes: Changes = None, address: Address = None, wait: Wa
     deployments = config.load_all(file, changes or ())
     warn(checks.check(*deployments, running=True))
     run = import_module("disagg.cluster.commands").apply
-    raise typer.Exit(run(deployments, address=address, wait=wait))
+    raise typer.Exit(run(deployments, address=address, wait_s=timeout if wait else 0))
 
 
 @app.command(rich_help_panel=PANEL)

@@ -67,6 +67,8 @@ Address = Annotated[
 ]
 Wait = Annotated[bool, typer.Option(help="Show the progress, and return when the change is done.")]
 
+Timeout = Annotated[float, typer.Option(help="Longest wait, in seconds; then status 1.")]
+
 
 def deployments_of(
     target: str,

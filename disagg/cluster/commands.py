@@ -15,7 +15,7 @@ from rich.console import Console
 from disagg.cluster.control import Apply, Command, CommandProgress, Deployments, Scale, deployments
 from disagg.cluster.ray_session import private_addresses, visit
 from disagg.config import Deployment, Role
-from disagg.errors import ConfigError, StartupError
+from disagg.errors import ConfigError, DisaggError, StartupError
 from disagg.local.running import find
 
 _WAIT_S, _ANSWER_S = 10.0, 30.0
@@ -24,17 +24,18 @@ _FOLLOW_S = 0.5
 
 
 def scale(
-    replicas: Mapping[Role, int], *, name: str | None, address: str | None, wait: bool
+    replicas: Mapping[Role, int], *, name: str | None, address: str | None, wait_s: float
 ) -> int:
-    """Change the numbers of engines. Returns the exit status."""
-    return _submit(Scale(replicas), name, address, wait)
+    """Change the numbers of engines. Waits up to `wait_s` for the end, and prints the progress; 0:
+    not at all. Returns the exit status. Raises `DisaggError` if it takes longer."""
+    return _submit(Scale(replicas), name, address, wait_s)
 
 
-def apply(deployments: Sequence[Deployment], *, address: str | None, wait: bool) -> int:
+def apply(deployments: Sequence[Deployment], *, address: str | None, wait_s: float) -> int:
     """Replace engines to match a changed file, one deployment after the other; it ends with the
-    first that cannot be changed. Returns the exit status."""
+    first that cannot be changed. Waits as `scale` does. Returns the exit status."""
     for deployment in deployments:
-        if status := _submit(Apply(deployment), deployment.name, address, wait):
+        if status := _submit(Apply(deployment), deployment.name, address, wait_s):
             return status
     return 0
 
@@ -103,13 +104,20 @@ def _print_logs(engines: Mapping[str, str], lines: int, follow: bool, console: C
         time.sleep(_FOLLOW_S)
 
 
-def _submit(command: Command, name: str | None, address: str | None, wait: bool) -> int:
+def _submit(command: Command, name: str | None, address: str | None, wait_s: float) -> int:
     console = Console(soft_wrap=True, highlight=False)
+    deadline, wait = time.monotonic() + wait_s, wait_s > 0
     with _found(name, address, console) as control:
         try:
             number, after = ray.get(control.submit.remote(command), timeout=_ANSWER_S)
             while wait:
-                asked = control.follow.remote(number, after, _WAIT_S)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise DisaggError(
+                        f"not done within {wait_s:g} s; the deployment goes on with the command. "
+                        "The lines above say what it waits for, disagg status what it has"
+                    )
+                asked = control.follow.remote(number, after, min(_WAIT_S, left_s))
                 progress: CommandProgress = ray.get(asked, timeout=_WAIT_S + _ANSWER_S)
                 after = progress.after
                 for line in progress.lines:

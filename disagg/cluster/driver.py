@@ -68,7 +68,7 @@ class Driver:
         self.engines: Sequence[EngineInfo] = ()
         """The engines that serve."""
         self._run_id, self._node_id = run_id, node_id
-        self._send, self._tell = send, tell
+        self._send, self.tell = send, tell
         self._state: DeploymentState | None = None
         self._owned: dict[str, Engine] = {}
         self._deaths = 0
@@ -150,7 +150,7 @@ class Driver:
         if self._died_at is not None:
             took_s = time.monotonic() - self._died_at
             self._died_at, self._up_at = None, time.monotonic()
-            self._tell(f"the supervisor is back after {took_s:.1f} s", "")
+            self.tell(f"the supervisor is back after {took_s:.1f} s", "")
         problems = [self._do(event) for event in report.events]
         if report.silent_s > _STUCK_S:
             self._lost(f"it did nothing for {_STUCK_S:g} s")
@@ -184,7 +184,7 @@ class Driver:
     def _do(self, event: Event) -> str | None:
         match event:
             case LogEvent():
-                self._tell(event.what, event.log_tail)
+                self.tell(event.what, event.log_tail)
             case EnginesChanged():
                 assert self._state is not None
                 self.engines = event.serving
@@ -254,7 +254,7 @@ class Driver:
         self._died_at = self._died_at or now
         ray.kill(self._actor)
         self._actor = self._pid = None
-        self._tell(f"the supervisor died: {why}; {self._schedule_restart()}", "")
+        self.tell(f"the supervisor died: {why}; {self._schedule_restart()}", "")
         self._fallback = Fallback(self._current_state())
 
     def _schedule_restart(self) -> str:
@@ -293,7 +293,7 @@ class Driver:
             ray.kill(self._next_actor)
             self._next_actor = None
             self._deaths += 1
-            self._tell(f"the supervisor did not start: {why}; {self._schedule_restart()}", "")
+            self.tell(f"the supervisor did not start: {why}; {self._schedule_restart()}", "")
         return False
 
 
@@ -302,4 +302,4 @@ def stop(drivers: Sequence[Driver]) -> None:
     engines = [engine for driver in drivers for engine in driver.owned]
     for driver in drivers:
         driver.own(())
-    pools.stop(engines, _GRACE_S, _STOP_S)
+    pools.stop(engines, _GRACE_S, _STOP_S, lambda line: drivers[0].tell(line, ""))

@@ -221,14 +221,23 @@ def wait_ready(engines: Sequence[Engine], progress: Callable[[str], None]) -> li
     return [engine.info for engine in engines if engine.info is not None]
 
 
-def stop(engines: Sequence[Engine], grace_s: float, timeout_s: float) -> None:
-    """Stop all engines and wait until their processes are gone. Raises nothing."""
+def stop(
+    engines: Sequence[Engine],
+    grace_s: float,
+    timeout_s: float,
+    tell: Callable[[str], None] | None = None,
+) -> None:
+    """Stop all engines and wait until their processes are gone. `tell` names what is slow. Raises
+    nothing."""
     homes = [home for engine in engines if (home := engine.home())]
     # An engine that vanished, maybe with its node, will not answer.
     there = [engine for engine in engines if engine.started_up and not engine.vanished]
-    asked = [engine.actor.stop.remote(grace_s) for engine in there]
+    asked = {engine.actor.stop.remote(grace_s): engine.name for engine in there}
     if asked:
-        ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+        _, late = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+        if late and tell is not None:
+            names = ", ".join(sorted(asked[ref] for ref in late))
+            tell(f"{names}: not ended within {timeout_s:g} s of the stop; killed")
     for engine in engines:
         ray.kill(engine.actor)
         _remove_group(engine.spec)

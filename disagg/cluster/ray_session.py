@@ -85,7 +85,7 @@ def connect(
         _check_token_file()
     folder = None if joined else _private_folder()
     try:
-        with _temp_folder(folder), _without_hangup():
+        with _temp_folder(folder), _without_hangup(), _in_groups_of_their_own():
             context = _init(namespace, folder)
         if folder:
             folder.path.chmod(0o700)  # Ray has opened it for everybody
@@ -134,6 +134,25 @@ def _temp_folder(folder: RunFolder | None) -> Iterator[None]:
             os.environ.pop("TMPDIR", None)
         else:
             os.environ["TMPDIR"] = before
+
+
+@contextmanager
+def _in_groups_of_their_own() -> Iterator[None]:
+    """Start Ray's processes outside this process's group. Supervisors and `make` signal the whole
+    group: Ray would then end first, while the engines still need it to end in order."""
+    from ray._private import services
+
+    plain = services.ConsolePopen
+
+    class InItsOwnGroup(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, process_group=0, **options)
+
+    services.ConsolePopen = InItsOwnGroup  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = plain  # type: ignore[misc]
 
 
 def _init(namespace: str, folder: RunFolder | None) -> Any:

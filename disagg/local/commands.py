@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import asdict
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -24,13 +25,15 @@ def show(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps([asdict(one) | {"state": one.state} for one in there], indent=2))
         return 0
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     if not there:
         console.print("no deployment of yours runs on this machine")
         return 0
-    table = Table("name", "state", "since", "model", "router", "process")
+    table = Table("name", "state", "since", "model", box=SIMPLE)
+    for column in ("router", "process"):
+        table.add_column(column, no_wrap=True)
     for one in there:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.since))
+        since = time.strftime("%b %d %H:%M", time.localtime(one.since))
         table.add_row(one.name, one.state, since, one.model, one.url or "-", str(one.pid))
     console.print(table)
     return 0

@@ -24,7 +24,6 @@ INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
 _KINDS = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 _TRIES = 3
-_PIECE = 1 << 20
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that are there."""
@@ -138,7 +137,7 @@ def _bring(client: httpx.Client, url: str, part: Path, there: int, progress: Pro
         if answer.status_code != httpx.codes.PARTIAL_CONTENT:
             there = 0  # the server sends all of it
         with part.open("ab" if there else "wb") as file:
-            for piece in answer.iter_bytes(_PIECE):
+            for piece in answer.iter_bytes():
                 file.write(piece)
                 there += len(piece)
                 progress(there)

@@ -27,7 +27,7 @@ def write(source: Path, folder: Path) -> None:
         config = quantized.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # with it, transformers refuses to save
-        plain = type(quantized)(config).to(torch.float32)
+        plain = type(quantized)(config).float()
         plain.load_state_dict(quantized.state_dict())
         plain.tie_weights()
         plain.save_pretrained(folder)

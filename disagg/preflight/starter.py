@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from disagg.config import Role, is_local
+from disagg.config import is_local
 from disagg.errors import ConfigError
 from disagg.preflight.argument_keys import ROLES
 from disagg.preflight.gpu_memory import gpus
@@ -50,7 +50,7 @@ def deployment(
     engines = prefill + decode
     content: dict[str, Any] = {"name": _name(model), "model": {"path": model}}
     content["model"]["served_name"] = Path(model).name
-    pools: dict[Role, dict[str, Any]] = {
+    pools: dict[str, dict[str, Any]] = {
         "prefill": {"replicas": prefill},
         "decode": {"replicas": decode},
     }

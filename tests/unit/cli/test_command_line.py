@@ -403,5 +403,6 @@ def test_the_schema_is_valid_and_takes_what_we_ship() -> None:
         validator.validate(yaml.safe_load(file.read_text()))
     good = yaml.safe_load(GOOD)
     validator.validate(good | {"transfer": {"lease_s": "30s", "staging_bytes": "64MiB"}})
-    for wrong in ({"prefil": {}}, {"transfer": {"lease_s": "30 parsecs"}}):
+    odd: list[dict[str, Any]] = [{"prefil": {}}, {"transfer": {"lease_s": "30 parsecs"}}]
+    for wrong in odd:
         assert not validator.is_valid(good | wrong)
