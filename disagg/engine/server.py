@@ -143,6 +143,7 @@ async def _build_server(
     from vllm.entrypoints.launchers.launcher import NoSignalServer
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
+    from disagg.engine.refusals import Refusals
     from disagg.engine.request_log import RequestLog
     from disagg.engine.routes import with_routes
 
@@ -150,7 +151,7 @@ async def _build_server(
     app: FastAPI = build_app(parsed, tasks, engine.model_config)
     await init_app_state(engine, app.state, parsed, tasks)
     config = uvicorn.Config(
-        LivenessHealth(RequestLog(with_routes(app)), liveness),
+        LivenessHealth(RequestLog(Refusals(with_routes(app))), liveness),
         log_config=get_uvicorn_log_config(parsed) or uvicorn.config.LOGGING_CONFIG,
         log_level=parsed.uvicorn_log_level,
         access_log=not parsed.disable_uvicorn_access_log,
