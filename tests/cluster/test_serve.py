@@ -85,11 +85,15 @@ class Served:
         self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
         self.segments |= {name for process in self.seen for name in segments(process.pid)}
 
-    def end(self, signum: int) -> float:
-        """Signal it and wait for its end. Returns the seconds that took."""
+    def end(self, signum: int, *, group: bool = False) -> float:
+        """Signal it, or all of its process group, as supervisors do, and wait for its end. Returns
+        the seconds that took."""
         self.note()
         began = time.monotonic()
-        self.process.send_signal(signum)
+        if group:
+            os.killpg(self.process.pid, signum)
+        else:
+            self.process.send_signal(signum)
         self.process.wait(STOP_S)
         return time.monotonic() - began
 
@@ -124,6 +128,7 @@ def launch(folder: Path, temp: Path, name: str, content: dict[str, Any]) -> Serv
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"TMPDIR": str(temp)},
+            start_new_session=True,
         )
     return Served(process, out, temp)
 
@@ -466,7 +471,7 @@ def test_two_side_by_side_and_one_dies(
     up = {"deployment": "test", "engine": "decode-0", "role": "decode"}
     assert shown_by_ray(living, "ray_disagg_router_engine_up", **up) == 1
     assert complete(living_port)["usage"]["completion_tokens"] == 4
-    assert living.end(signal.SIGTERM) < STOP_S
+    assert living.end(signal.SIGTERM, group=True) < STOP_S
     assert living.process.returncode == 0
     assert living.segments, "an engine has shared memory, or this test looks in the wrong place"
     dying.check_nothing_left()
