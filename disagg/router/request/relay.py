@@ -23,6 +23,9 @@ from disagg.router.telemetry.access_log import ID_HEADER
 from disagg.router.upstream import client as upstream
 
 logger = logging.getLogger(__name__)
+# The router says the id itself. Of a stream it says no length: an error event must fit behind.
+_NOT_PASSED_ON = upstream.NOT_DOWNSTREAM | {ID_HEADER.encode()}
+_NOT_OF_EVENTS = _NOT_PASSED_ON | {b"content-length"}
 
 
 @dataclass
@@ -94,11 +97,10 @@ class Relayed:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
-        left_out = [self._id[0]]
-        if self._opened.is_events:
-            left_out.append(b"content-length")  # an error event must fit behind
-        headers = upstream.to_client(self._opened.raw_headers)
-        return [*(header for header in headers if header[0] not in left_out), self._id]
+        left_out = _NOT_OF_EVENTS if self._opened.is_events else _NOT_PASSED_ON
+        headers = upstream.to_client(self._opened.raw_headers, left_out)
+        headers.append(self._id)
+        return headers
 
     async def _relay(self, pass_on: Callable[[bytes], Awaitable[None]]) -> bytes:
         """Returns what is left to send at the end."""
