@@ -202,22 +202,21 @@ class HttpLimits(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._count(len(url))
+        self._head_bytes += len(url)
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            raise _TooLarge
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields += 1
-        self._count(len(name) + len(value))
+        self._head_bytes += len(name) + len(value)
+        if self._fields > _MAX_FIELDS or self._head_bytes > _MAX_HEAD_BYTES:
+            raise _TooLarge
         if not self._in_head:
             return  # a trailer: it arrives after the checks of the header fields
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
         self.headers.append((name, value))
-
-    def _count(self, size: int) -> None:
-        self._head_bytes += size
-        if self._fields > _MAX_FIELDS or self._head_bytes > _MAX_HEAD_BYTES:
-            raise _TooLarge
 
     def on_headers_complete(self) -> None:
         self._in_head = False

@@ -56,7 +56,7 @@ class _Connection(asyncio.Protocol):
         self._answer: UpstreamResponse | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
-        self._has_length = False
+        self._has_length = self._is_answered = False
         self._ends_with_connection = self._is_paused = self._is_lost = False
         self._head_until = math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -130,6 +130,9 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(EngineLost(f"the answer is not HTTP: {error}"))
+        if self._is_answered:  # not before: bytes after the end of the answer may have followed
+            self._is_answered = False
+            self._return_to_pool()
         if self._answer is None and self._head is not None:
             self._head_bytes += len(data)
             if self._head_bytes > _MOST_HEAD_BYTES:
@@ -184,8 +187,7 @@ class _Connection(asyncio.Protocol):
         self._head = self._answer = None
         answer.end()
         if keep:
-            # Later: bytes after the end of the answer may be in the chunk that is being parsed.
-            self._loop.call_soon(self._return_to_pool)
+            self._is_answered = True
         else:
             self._is_lost = True
             self._transport.close()
