@@ -110,7 +110,9 @@ class UpstreamResponse:
     @property
     def is_ready(self) -> bool:
         """Whether a read would not have to wait."""
-        return bool((self._pieces and not self._waits_for_round) or self._is_whole or self._error)
+        if self._is_whole or self._error is not None:
+            return True
+        return bool(self._pieces) and not self._waits_for_round
 
     def at_eof(self) -> bool:
         """Whether the whole answer has arrived and was read."""
@@ -139,8 +141,8 @@ class UpstreamResponse:
     async def read(self) -> bytes:
         """The whole body. Raises the errors of `readany`."""
         pieces = []
-        while piece := await self.readany():
-            pieces.append(piece)
+        while not self.at_eof():
+            pieces.append(await self.readany())
         return b"".join(pieces)
 
     def close(self) -> None:
