@@ -145,6 +145,8 @@ class Admission:
 
     def _admit_waiting(self, role: Role) -> None:
         queue = self._queues[role]
+        if not queue:
+            return  # as after most requests
         for waiting in queue.first():
             self._try(role, queue, waiting)  # each may wait for another engine
         while (found := queue.next()) is not None:

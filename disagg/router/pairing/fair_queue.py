@@ -38,16 +38,20 @@ class Served:
 
     def comes(self, client: str | None) -> None:
         """The client had nothing waiting. It gets no credit for that."""
-        self._levels[client] = max(self.level(client), self._latest)
+        if self._levels.get(client, -1.0) < self._latest:
+            self._levels[client] = self._latest
 
     def seats(self, client: str | None, tokens: int) -> None:
         """A request of this client has a seat. `tokens`: what it costs so far."""
-        self._latest = max(self._latest, self.level(client))
+        level = self._levels.get(client, 0.0)
+        if level > self._latest:
+            self._latest = level
         self.charge(client, tokens)
 
     def charge(self, client: str | None, tokens: int) -> None:
         """The client was served so many tokens more."""
-        self._levels[client] = self.level(client) + tokens / self.share(client).weight
+        level = self._levels.get(client, 0.0)
+        self._levels[client] = level + tokens / self.share(client).weight
 
 
 class FairQueue(Generic[T]):

@@ -45,8 +45,10 @@ class PrefixMemory:
     def note(self, keys: Sequence[int], engine: str) -> None:
         """The engine now has the prompt with these keys."""
         for key in keys:
-            others = (name for name in self._engines.get(key, ()) if name != engine)
-            self._engines[key] = (engine, *others)[:_ENGINES_EACH]
+            before = self._engines.get(key, ())
+            if before[:1] != (engine,):
+                others = [name for name in before if name != engine]
+                self._engines[key] = (engine, *others)[:_ENGINES_EACH]
             self._engines.move_to_end(key)
         while len(self._engines) > _MAX_PREFIXES:
             self._engines.popitem(last=False)

@@ -49,21 +49,24 @@ class _Bucket:
         """Take it, whatever is left."""
         self._level = self._left(now) - amount
 
-    def headers(self, style: Style, now: float) -> Mapping[str, str]:
-        """The limit, what is left of it, and when all of it is there again."""
+    def tell(self, headers: dict[str, str], style: Style, now: float) -> None:
+        """Add the limit, what is left of it, and when all of it is there again."""
         full_s = self._until(self._most, now)
-        left = str(max(0, math.floor(self._left(now) * self._processes)))
         if style == "anthropic":
             full = datetime.now(UTC) + timedelta(seconds=full_s)
             names, reset = self._names[style], full.strftime("%Y-%m-%dT%H:%M:%SZ")
         else:
             names, reset = self._names["openai"], f"{_seconds(full_s)}s"
-        return dict(zip(names, (str(self.limit), left, reset), strict=True))
+        of_limit, of_left, of_reset = names
+        headers[of_limit] = str(self.limit)
+        headers[of_left] = str(max(0, math.floor(self._level * self._processes)))
+        headers[of_reset] = reset
 
     def _left(self, now: float) -> float:
         """Negative if the client owes."""
-        self._level = min(self._most, self._level + (now - self._at) * self._most / _MINUTE)
-        self._at = now
+        if now != self._at:  # a request asks several times
+            self._level = min(self._most, self._level + (now - self._at) * self._most / _MINUTE)
+            self._at = now
         return self._level
 
     def _until(self, level: float, now: float) -> float:
@@ -125,7 +128,7 @@ class RateLimits:
 def _headers(buckets: Sequence[_Bucket], style: Style, now: float) -> dict[str, str]:
     headers: dict[str, str] = {}
     for bucket in buckets:
-        headers.update(bucket.headers(style, now))
+        bucket.tell(headers, style, now)
     return headers
 
 

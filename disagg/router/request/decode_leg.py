@@ -35,7 +35,7 @@ AnyAnswer: TypeAlias = aiohttp.ClientResponse | UpstreamResponse
 Call: TypeAlias = Callable[[EngineEndpoint], Awaitable[AnyAnswer]]
 
 
-@dataclass
+@dataclass(slots=True)
 class Opened:
     """An answer on its way. Whoever holds it must `close` it, in whatever way it ends."""
 
@@ -43,7 +43,6 @@ class Opened:
     seat: Seat
     health: Health = field(repr=False)
     first: bytes = b""
-    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, repr=False)
     _timer: asyncio.TimerHandle | None = field(default=None, repr=False)
     _waits_since: float | None = None
     _silence_s: float = 0.0
@@ -65,13 +64,9 @@ class Opened:
     def is_events(self) -> bool:
         """Whether it is an event stream that another event can follow."""
         if self._is_events is None:
-            kind, is_encoded = b"", False
-            for name, value in self.answer.raw_headers:
-                lower = name.lower()
-                if lower == b"content-type":
-                    kind = value
-                is_encoded |= lower == b"content-encoding"
-            self._is_events = kind.startswith(b"text/event-stream") and not is_encoded
+            sent = {name.lower(): value for name, value in self.answer.raw_headers}
+            is_stream = sent.get(b"content-type", b"").startswith(b"text/event-stream")
+            self._is_events = is_stream and b"content-encoding" not in sent
         return self._is_events
 
     async def chunk(self, silence_s: float) -> bytes:
@@ -79,7 +74,7 @@ class Opened:
         self._waits_since, self._silence_s = time.monotonic(), silence_s
         is_ready = isinstance(self.answer, UpstreamResponse) and self.answer.is_ready
         if self._timer is None and not is_ready:
-            self._timer = self._loop.call_later(silence_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(silence_s, self._look)
         try:
             return await self.answer.content.readany()
         except TimeoutError as error:
@@ -99,7 +94,7 @@ class Opened:
         if left <= 0:
             self.answer.content.set_exception(TimeoutError())
         else:
-            self._timer = self._loop.call_later(left, self._look)
+            self._timer = asyncio.get_running_loop().call_later(left, self._look)
 
     def stop_watching(self) -> None:
         """Nobody waits; or a limit of another length begins."""

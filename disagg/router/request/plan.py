@@ -11,10 +11,9 @@ For each thing that the router may do with a request, the plan says why not, or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from disagg.config import MediaSection
 from disagg.router.api import paths, prompt_length, prompt_parts
@@ -25,6 +24,24 @@ from disagg.router.request import resumable
 
 _COMPLETION_TOKENS = 16  # of a completion without max_tokens
 _USAGE_OPTIONS = {"include_usage", "continuous_usage_stats"}
+T = TypeVar("T")
+
+
+class _Answer(Generic[T]):
+    """An attribute of a plan that is worked out at its first use and kept.
+
+    `functools.cached_property` does the same, but takes a lock in Python 3.11.
+    """
+
+    def __init__(self, work_out: Callable[[RequestPlan], T]) -> None:
+        self._work_out, self._name = work_out, work_out.__name__
+        self.__doc__ = work_out.__doc__
+
+    def __get__(self, plan: RequestPlan, owner: type[RequestPlan]) -> T:
+        answer = self._work_out(plan)
+        # Found before this descriptor from now on. Plans are frozen for everybody else.
+        object.__setattr__(plan, self._name, answer)
+        return answer
 
 
 @dataclass(frozen=True)
@@ -78,14 +95,14 @@ class RequestPlan:
 
     # ---- its prompt ----------------------------------------------------------------------------
 
-    @cached_property
+    @_Answer
     def tokens(self) -> int:
         """About how many tokens the prompt has."""
         tokens = self.estimates.scales.tokens(self._length, self.model)
         most = _number(self.body, "truncate_prompt_tokens")
         return min(tokens, int(most)) if most is not None and most > 0 else tokens
 
-    @cached_property
+    @_Answer
     def prefixes(self) -> Prefixes:
         """Keys of the prompt's prefixes."""
         shape = prompt_parts.shape(self.body)
@@ -100,11 +117,11 @@ class RequestPlan:
         """An engine counted the prompt's tokens."""
         self.estimates.scales.learn(self._length, self.model, tokens)
 
-    @cached_property
+    @_Answer
     def _parts(self) -> Sequence[Part]:
         return list(prompt_parts.parts(self.body))
 
-    @cached_property
+    @_Answer
     def _length(self) -> Length:
         return prompt_length.measure(self._parts, self.estimates.media)
 
@@ -117,7 +134,7 @@ class RequestPlan:
 
     # ---- what its stream shows -----------------------------------------------------------------
 
-    @cached_property
+    @_Answer
     def shows_ids(self) -> bool:
         """Whether the client asked for token ids."""
         return self.body.get("return_token_ids") is True
@@ -154,7 +171,7 @@ class RequestPlan:
 
     # ---- what the router may do with it --------------------------------------------------------
 
-    @cached_property
+    @_Answer
     def not_split(self) -> str | None:
         """Why a prefill leg is of no use: a label of `disagg_router_local_total`."""
         body = self.body
@@ -172,13 +189,13 @@ class RequestPlan:
             return "prompt_embeds"
         return None
 
-    @cached_property
+    @_Answer
     def not_resumed(self) -> str | None:
         """Why another engine cannot continue its stream from the tokens sent: the field of the
         body that stands against it."""
         return resumable.obstacle(self.path, self.body)
 
-    @cached_property
+    @_Answer
     def not_replayed(self) -> str | None:
         """Why asking once more need not give the same stream: the field that decides it."""
         if not self.is_stream:
@@ -191,7 +208,7 @@ class RequestPlan:
             return "temperature"  # this API has no seed
         return None if _number(self.body, "seed") is not None else "seed"
 
-    @cached_property
+    @_Answer
     def not_begun_at_prefill(self) -> str | None:
         """Why its stream cannot begin with prefill's token: the field that stands against it."""
         if self.not_resumed is not None:
@@ -206,7 +223,7 @@ class RequestPlan:
             return "stream_options"
         return None
 
-    @cached_property
+    @_Answer
     def _depends_on_one_engine(self) -> bool:
         """Whether it continues what one engine keeps, leaves something there, or lets the engine
         call tools by itself, after which the prompt is another one."""

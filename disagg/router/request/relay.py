@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from disagg.router.api.errors import CUT, ApiError, Style
 from disagg.router.api.event_stream import Watcher
@@ -23,6 +23,9 @@ from disagg.router.telemetry.access_log import ID_HEADER
 from disagg.router.upstream import client as upstream
 
 logger = logging.getLogger(__name__)
+# The router says the id itself. Of a stream it says no length: an error event must fit behind.
+_NOT_PASSED_ON = upstream.NOT_DOWNSTREAM | {ID_HEADER.encode()}
+_NOT_OF_EVENTS = _NOT_PASSED_ON | {b"content-length"}
 
 
 @dataclass
@@ -62,6 +65,23 @@ class Relayed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Relay to the end; sends an error event, or cuts the connection, if that is not to be."""
+        opened = self._opened
+        if isinstance(opened, Opened) and self._watcher is None and opened.answer.content.at_eof():
+            await self._send_whole(opened, send)
+        else:
+            await self._send_as_it_comes(send)
+
+    async def _send_whole(self, opened: Opened, send: Send) -> None:
+        """The answer has come in one piece, so nothing can go wrong with it any more."""
+        try:
+            await send(self._start())
+            self._progress.first_byte()
+        finally:
+            opened.close()
+            self._progress.ended(0)
+        await send({"type": "http.response.body", "body": opened.first, "more_body": False})
+
+    async def _send_as_it_comes(self, send: Send) -> None:
         last, chunks = b"", 0
 
         async def pass_on(data: bytes) -> None:
@@ -72,9 +92,7 @@ class Relayed:
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
-            headers = self._headers()
-            start = {"type": "http.response.start", "status": self.status_code, "headers": headers}
-            await send(start)
+            await send(self._start())
             if not isinstance(self._opened, Begun):
                 self._progress.first_byte()
             last = await self._relay(pass_on)
@@ -93,12 +111,11 @@ class Relayed:
             self._progress.ended(chunks)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _headers(self) -> list[tuple[bytes, bytes]]:
-        left_out = [self._id[0]]
-        if self._opened.is_events:
-            left_out.append(b"content-length")  # an error event must fit behind
-        headers = upstream.to_client(self._opened.raw_headers)
-        return [*(header for header in headers if header[0] not in left_out), self._id]
+    def _start(self) -> Message:
+        left_out = _NOT_OF_EVENTS if self._opened.is_events else _NOT_PASSED_ON
+        headers = upstream.to_client(self._opened.raw_headers, left_out)
+        headers.append(self._id)
+        return {"type": "http.response.start", "status": self.status_code, "headers": headers}
 
     async def _relay(self, pass_on: Callable[[bytes], Awaitable[None]]) -> bytes:
         """Returns what is left to send at the end."""

@@ -171,9 +171,9 @@ class Service:
         self, plan: RequestPlan, opened: Opened, header: bytes, record: Record, may_fail_over: bool
     ) -> Relayed:
         """Relay decode's answer; a stream may be continued by another engine."""
-        watcher = None
-        if opened.status == 200 and opened.is_events:
-            watcher = _watcher(plan, may_fail_over)
+        if opened.status != 200 or not opened.is_events:
+            return self._relayed(opened, record, style=plan.error_style)
+        watcher = _watcher(plan, may_fail_over)
         go_on = self._failover.of(plan, header, record, _fields(plan, may_fail_over))
         return self._relayed(opened, record, watcher=watcher, go_on=go_on, style=plan.error_style)
 

@@ -39,13 +39,13 @@ class WhileConnected:
         self._connection: Connection = scope["state"][CONNECTION]
         self._left = False
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
         task = asyncio.current_task(self._connection.loop)
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
         self._connection.watch(self._leave)
 
-    async def __aexit__(
+    def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,

@@ -88,7 +88,7 @@ class Endpoint:
                         operator = caller
                 data = await _body(receive, self._limit)
                 self._descriptors.take_request()
-                async with WhileConnected(scope):
+                with WhileConnected(scope):
                     answer = await self._work(request, data, record)
                     status = answer.status_code
                     if record.metering is not None:

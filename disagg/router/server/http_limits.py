@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 from collections.abc import Callable, Sequence
 from typing import cast
+from urllib.parse import unquote
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -28,7 +30,8 @@ from disagg.router.api.errors import ApiError
 from disagg.router.server import admin_socket
 from disagg.router.server.api_keys import PEER, SocketPeer
 from disagg.router.server.client_disconnect import CONNECTION
-from disagg.router.server.cors import Cors
+from disagg.router.server.cors import Cors, Fields
+from disagg.router.server.cycle import Cycle
 from disagg.router.server.file_descriptors import FileDescriptors, no_descriptors
 from disagg.router.server.head_buffering import HeadBufferingTransport
 from disagg.router.server.proxies import TrustedProxies
@@ -77,6 +80,8 @@ class HttpLimits(HttpToolsProtocol):
     _peer: SocketPeer | None = None
     _held = 0
     _timer: asyncio.TimerHandle | None = None
+    _idle_timer: asyncio.TimerHandle | None = None
+    _idle_until = math.inf
     _unread_timer: asyncio.TimerHandle | None = None
     _in_message = _in_head = False
     _has_begun = _has_ended = False
@@ -110,7 +115,9 @@ class HttpLimits(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._stop_unread_timer()
-        self.descriptors.idle.pop(self, None)
+        self._is_busy()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         self.descriptors.connection_closed()
         super().connection_lost(exc)
         self._give_back()
@@ -129,11 +136,22 @@ class HttpLimits(HttpToolsProtocol):
         self.transport.close()
 
     def _becomes_idle(self) -> None:
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.limits.keep_alive_s, self.timeout_keep_alive_handler
-        )
         self.descriptors.idle[self] = None
+        self._idle_until = self.loop.time() + self.limits.keep_alive_s
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_at(self._idle_until, self._look_if_idle)
+
+    def _is_busy(self) -> None:
+        self.descriptors.idle.pop(self, None)
+        self._idle_until = math.inf
+
+    def _look_if_idle(self) -> None:
+        """One timer for many requests: one for each costs more than a look at the clock."""
+        self._idle_timer = None
+        if self.loop.time() >= self._idle_until:
+            self.timeout_keep_alive_handler()
+        elif self._idle_until < math.inf:
+            self._idle_timer = self.loop.call_at(self._idle_until, self._look_if_idle)
 
     def _notify_closed(self) -> None:
         on_close, self._on_close = self._on_close, None
@@ -146,8 +164,7 @@ class HttpLimits(HttpToolsProtocol):
         if self._is_refused:
             return
         self._has_ended = False
-        self._unset_keepalive_if_required()
-        self.descriptors.idle.pop(self, None)
+        self._is_busy()
         self._parse(data)
         if not (self._has_room or self._in_head or self._is_refused):
             self._refuse(no_descriptors(), linger=self._in_message)
@@ -185,18 +202,21 @@ class HttpLimits(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._count(len(url))
+        self._head_bytes += len(url)
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            raise _TooLarge
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields += 1
-        self._count(len(name) + len(value))
-        if self._in_head:  # not trailers: they arrive after the checks of the header fields
-            super().on_header(name, value)
-
-    def _count(self, size: int) -> None:
-        self._head_bytes += size
+        self._head_bytes += len(name) + len(value)
         if self._fields > _MAX_FIELDS or self._head_bytes > _MAX_HEAD_BYTES:
             raise _TooLarge
+        if not self._in_head:
+            return  # a trailer: it arrives after the checks of the header fields
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -208,9 +228,38 @@ class HttpLimits(HttpToolsProtocol):
             raise httptools.HttpParserError("the router is no proxy")
         if self._is_proxied:
             self._believe_proxy()
-        super().on_headers_complete()
-        if self.cors is not None:
-            self.cycle.default_headers = self.cors.fields(self.headers)
+        self._read_first_line()
+        self._begin_cycle()
+
+    def _read_first_line(self) -> None:
+        scope, url = self.scope, httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        scope["method"] = self.parser.get_method().decode("ascii")
+        scope["http_version"] = self.parser.get_http_version()
+        scope["path"] = unquote(path) if "%" in path else path
+        scope["raw_path"], scope["query_string"] = url.path, url.query or b""
+
+    def _begin_cycle(self) -> None:
+        """Serve the request, behind those that came before it on this connection."""
+        before = self.cycle
+        self.cycle = Cycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self._default_headers(),
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=self.scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        if before is None or before.response_complete:
+            self._start_asgi_task(self.cycle, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
 
     def _believe_proxy(self) -> None:
         assert self.proxies is not None
@@ -219,6 +268,11 @@ class HttpLimits(HttpToolsProtocol):
             self.scope["client"] = (address, 0)
         if scheme is not None:
             self.scope["scheme"] = scheme
+
+    def _default_headers(self) -> Fields:
+        if self.cors is None:
+            return self.server_state.default_headers
+        return self.cors.fields(self.headers)
 
     def on_body(self, body: bytes) -> None:
         if self._is_refused or not self._has_room:  # the parser reports the rest of what it got
@@ -247,9 +301,14 @@ class HttpLimits(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if not self.pipeline:
             self._give_back()
-        super().on_response_complete()
-        if not (self.pipeline or self._in_message or self.transport.is_closing()):
-            self.descriptors.idle[self] = None
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif not self._in_message:
+            self._becomes_idle()
 
     def _give_back(self) -> None:
         self.bodies.bytes -= self._held

@@ -17,9 +17,12 @@ from disagg.config import ProxiesSection
 _FORWARDED, _FOR, _PROTO = b"forwarded", b"x-forwarded-for", b"x-forwarded-proto"
 _SCHEMES = ("http", "https")
 _MOST_ADDRESSES = 4096  # that are remembered, since most come again
+_LONGEST_REMEMBERED = 256  # bytes of the headers of one request
 # `for=192.0.2.1`, `for="[2001:db8::1]:4711"`, and other pairs of RFC 7239.
 _PAIR = re.compile(r'\s*([A-Za-z]+)\s*=\s*("[^"]*"|[^\s;,"]*)\s*')
 Headers = Iterable[tuple[bytes, bytes]]
+Said = tuple[str | None, str | None]
+"""The client's address and its scheme, if they are known."""
 Address = IPv4Address | IPv6Address
 Hop = tuple[Address | None, str | None]
 """A sender as the next proxy saw it: its address and its scheme, if they are known."""
@@ -31,16 +34,25 @@ class TrustedProxies:
     def __init__(self, section: ProxiesSection) -> None:
         self._networks = [ip_network(network) for network in section.networks]
         self._is_trusted = lru_cache(_MOST_ADDRESSES)(self._is_in_networks)
-        self._hops = _forwarded if section.header == "forwarded" else _x_forwarded
+        is_standard = section.header == "forwarded"
+        self._hops = _forwarded if is_standard else _x_forwarded
+        self._names = (_FORWARDED,) if is_standard else (_FOR, _PROTO)
+        self._remembered = lru_cache(_MOST_ADDRESSES)(self._client)
 
     def trusts(self, address: str) -> bool:
         """Whether a peer with this address is a trusted proxy."""
         found = _address(address)
         return found is not None and self._is_trusted(found)
 
-    def client(self, headers: Headers) -> tuple[str | None, str | None]:
+    def client(self, headers: Headers) -> Said:
         """The client's address and the scheme that it used, as far as a trusted proxy says so.
         `headers`: names in lower case."""
+        sent = tuple([header for header in headers if header[0] in self._names])
+        if sum([len(value) for _, value in sent]) > _LONGEST_REMEMBERED:
+            return self._client(sent)
+        return self._remembered(sent)
+
+    def _client(self, headers: tuple[tuple[bytes, bytes], ...]) -> Said:
         hops = self._hops(headers)
         client: Hop = (None, None)
         for hop in reversed(hops):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -221,8 +221,6 @@ def _config(app: FastAPI, tls: TlsFiles | None) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         proxy_headers=False,  # proxies.py reads them
-        # Cast: a number of seconds, whole or not.
-        timeout_keep_alive=cast(int, section.limits.keep_alive_s),
         # All that wait are accepted at once, before the first of them is looked at.
         backlog=min(_MOST_WAITING, descriptors.reserve // 2),
         server_header=False,

@@ -13,12 +13,13 @@ from collections import Counter as TypeCount
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from disagg import __version__
+from disagg.router.telemetry.counts import Counts, Seconds
 from disagg.router.telemetry.engine_metrics import Cached, EngineTexts
 from disagg.router.topology import EngineEndpoint, Topology, deployment_of, role_of
 
@@ -38,13 +39,11 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         build = Gauge(_BUILD, "The router's version.", ("version",), registry=self.registry)
         build.labels(__version__).set(1)
-        # A cache of counters by labels: `labels()` takes longer than counting.
-        self._counters: dict[tuple[object, ...], Counter] = {}
-        self.requests = Counter(
+        self._requests = Counts(
             "disagg_router_requests",
             "Requests by the endpoint and the status the client got (499: the client left).",
             ("route", "status"),
-            registry=self.registry,
+            self.registry,
         )
         self.in_flight = Gauge(
             "disagg_router_in_flight",
@@ -79,11 +78,11 @@ class RouterMetrics:
             "Streams that began with the prefill engine's first token.",
             registry=self.registry,
         )
-        self.pairings = Counter(
+        self._pairings = Counts(
             "disagg_router_pairings",
             "Requests that were handed off, by prefill engine and decode engine.",
             ("prefill", "decode"),
-            registry=self.registry,
+            self.registry,
         )
         self.releases = Counter(
             "disagg_router_releases",
@@ -109,11 +108,11 @@ class RouterMetrics:
             ("outcome",),
             registry=self.registry,
         )
-        self.engine_metrics_problems = Counter(
+        self._engine_metrics_problems = Counts(
             "disagg_router_engine_metrics_problems",
             "Readings of an engine's metrics of which something was left out, by what is wrong.",
             ("engine", "problem"),
-            registry=self.registry,
+            self.registry,
         )
         self.queued = Gauge(
             "disagg_router_queued",
@@ -131,38 +130,25 @@ class RouterMetrics:
 
     def answered(self, route: str, status: int) -> None:
         """A request of this route is finished."""
-        self._count(self.requests, route, status)
+        self._requests.add(route, status)
 
     def paired(self, prefill: str, decode: str) -> None:
         """A request was handed off between these engines."""
-        self._count(self.pairings, prefill, decode)
+        self._pairings.add(prefill, decode)
 
     def forget(self, engine: str) -> None:
         """Drop the series of an engine that is gone: engines that come and go must not add up."""
         for role in ("prefill", "decode"):
             self.engine_resting.remove(engine, role)
-        gone = [key for key in self._counters if engine in key[1:]]
-        for family, *labels in gone:
-            assert isinstance(family, Counter)
-            family.remove(*labels)
-            del self._counters[family, *labels]
+        self._pairings.forget(engine)
+        self._engine_metrics_problems.forget(engine)
 
     def engine_metrics_are_odd(self, engine: str, problem: str) -> None:
         """Something of this engine's metrics was left out."""
-        self._count(self.engine_metrics_problems, engine, problem)
+        self._engine_metrics_problems.add(engine, problem)
 
-    def _count(self, family: Counter, *labels: object) -> None:
-        key = (family, *labels)
-        counter = self._counters.get(key)
-        if counter is None:
-            counter = self._counters[key] = family.labels(*labels)
-        counter.inc()
-
-    def _seconds(
-        self, name: str, documentation: str, buckets: Sequence[float] = _TTFT
-    ) -> Histogram:
-        full = f"disagg_router_{name}_seconds"
-        return Histogram(full, documentation, buckets=buckets, registry=self.registry)
+    def _seconds(self, name: str, documentation: str, bounds: Sequence[float] = _TTFT) -> Seconds:
+        return Seconds(f"disagg_router_{name}_seconds", documentation, bounds, self.registry)
 
 
 def text_of(registry: Collector) -> bytes:

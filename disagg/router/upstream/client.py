@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence, Set
 from typing import TypeAlias
 
 import aiohttp
@@ -50,9 +50,9 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"x-forwarded-proto",
     b"origin",  # the router itself says which pages may read an answer
 }
-_TRACE = {b"traceparent", b"tracestate"}
+_NOT_UPSTREAM_NOR_TRACE = _NOT_UPSTREAM | {b"traceparent", b"tracestate"}
 _BODY_HEADERS = {b"content-type", b"content-encoding"}
-_NOT_DOWNSTREAM = _HOP_BY_HOP | {
+NOT_DOWNSTREAM = _HOP_BY_HOP | {
     b"server",
     b"date",
     b"access-control-allow-credentials",
@@ -108,11 +108,7 @@ def to_engine(
 
     `trace`: the router's own trace context, which replaces the client's.
     """
-    left_out = _NOT_UPSTREAM | _TRACE if trace else _NOT_UPSTREAM
-    named = _of_connection(headers)
-    if named:
-        left_out = left_out | named
-    sent = [header for header in headers if header[0] not in left_out]
+    sent = _passed(headers, _NOT_UPSTREAM_NOR_TRACE if trace else _NOT_UPSTREAM)
     sent += [(name.encode(), value.encode()) for name, value in trace.items()]
     # Without compression, so that the router can add an error event to the stream.
     return [*sent, (b"x-request-id", request_id.encode()), (b"accept-encoding", b"identity")]
@@ -121,24 +117,30 @@ def to_engine(
 def leg_header(headers: RawHeaders) -> bytes:
     """The header fields of both legs, encoded: those of `to_engine`, with JSON as content type."""
     kept = [header for header in headers if header[0] not in _BODY_HEADERS]
-    return http1.fields([*kept, (b"content-type", b"application/json")])
+    kept.append((b"content-type", b"application/json"))
+    return http1.fields(kept)
 
 
-def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """The headers to send to the client, from an engine's. Repeated headers are kept."""
-    lower = [(name.lower(), value) for name, value in headers]
-    named = _of_connection(lower)
-    left_out = _NOT_DOWNSTREAM | named if named else _NOT_DOWNSTREAM
-    return [header for header in lower if header[0] not in left_out]
+def to_client(
+    headers: RawHeaders, left_out: Set[bytes] = NOT_DOWNSTREAM
+) -> list[tuple[bytes, bytes]]:
+    """The headers to send to the client, from an engine's. Repeated headers are kept. `left_out`:
+    has `NOT_DOWNSTREAM`."""
+    return _passed([(name.lower(), value) for name, value in headers], left_out)
 
 
-def _of_connection(headers: RawHeaders) -> set[bytes]:
-    """The headers that belong to the connection because its `Connection` names them."""
+def _passed(headers: RawHeaders, left_out: Set[bytes]) -> list[tuple[bytes, bytes]]:
+    """The headers that are not in `left_out`, and do not belong to the connection because its
+    `Connection` names them. `left_out` has `Connection` itself."""
     named = set[bytes]()
-    for name, value in headers:
-        if name == b"connection" and value not in _NAME_NOTHING:
+    passed = []
+    for header in headers:
+        name, value = header
+        if name not in left_out:
+            passed.append(header)
+        elif name == b"connection" and value not in _NAME_NOTHING:
             named |= {token.strip().lower() for token in value.split(b",")}
-    return named
+    return [header for header in passed if header[0] not in named] if named else passed
 
 
 async def post_leg(

@@ -11,6 +11,7 @@ be taken for the answer to another client.
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
@@ -27,7 +28,7 @@ from disagg.router.upstream.response import ROUND_S, Rounds, UpstreamResponse
 _IDLE_S = 4.0
 _MOST_HEAD_BYTES = 64 << 10
 _MOST_HEADS = 1024
-_LENGTHS = (b"content-length", b"transfer-encoding")
+_LENGTHS = frozenset([b"content-length", b"transfer-encoding"])
 RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 
@@ -55,7 +56,9 @@ class _Connection(asyncio.Protocol):
         self._answer: UpstreamResponse | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
+        self._has_length = self._is_answered = False
         self._ends_with_connection = self._is_paused = self._is_lost = False
+        self._head_until = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self.idle_since = 0.0
         self._loop = asyncio.get_running_loop()
@@ -66,10 +69,11 @@ class _Connection(asyncio.Protocol):
         # A new parser for each answer, so that no state of the last one is left.
         self._parser = httptools.HttpResponseParser(self)
         self._headers, self._head_bytes, self._answer = [], 0, None
-        self._ends_with_connection = False
+        self._has_length = self._ends_with_connection = False
         self._head = self._loop.create_future()
-        # Not `asyncio.timeout`, which costs as much as the rest of this method.
-        self._timer = self._loop.call_later(limit_s, self._fail, TimeoutError())
+        self._head_until = self._loop.time() + limit_s
+        if self._timer is None or self._timer.when() > self._head_until:
+            self._look_again()
         self._transport.write(request)
         return self._head
 
@@ -87,10 +91,25 @@ class _Connection(asyncio.Protocol):
     def abort(self) -> None:
         """Close the connection at once, even in mid-answer."""
         self._is_lost = True
-        self._stop_waiting()
+        self._stop_looking()
         self._transport.abort()
 
-    def _stop_waiting(self) -> None:
+    # ---- the time limit --------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Whether the head is late. One timer for many requests: one for each costs more than a
+        look at the clock."""
+        self._timer = None
+        if self._loop.time() >= self._head_until:
+            self._fail(TimeoutError())
+        elif self._head_until < math.inf:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self._stop_looking()
+        self._timer = self._loop.call_at(self._head_until, self._look)
+
+    def _stop_looking(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -111,6 +130,9 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(EngineLost(f"the answer is not HTTP: {error}"))
+        if self._is_answered:  # not before: bytes after the end of the answer may have followed
+            self._is_answered = False
+            self._return_to_pool()
         if self._answer is None and self._head is not None:
             self._head_bytes += len(data)
             if self._head_bytes > _MOST_HEAD_BYTES:
@@ -121,6 +143,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
+        self._stop_looking()
         if self in self._pool:
             self._pool.remove(self)
         if self._answer is not None and self._ends_with_connection and error is None:
@@ -136,17 +159,18 @@ class _Connection(asyncio.Protocol):
             raise httptools.HttpParserError("an answer without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        name = name.lower()
+        self._has_length = self._has_length or name in _LENGTHS
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
-            self._headers = []  # an interim answer; the final one follows
+            self._headers, self._has_length = [], False  # an interim answer; the final one follows
             return
-        has_length = [name for name, _ in self._headers if name in _LENGTHS]
-        self._ends_with_connection = not has_length and status not in (204, 304)
-        self._stop_waiting()
-        self._answer = UpstreamResponse(self, status, self._headers, self._rounds)
+        self._ends_with_connection = not self._has_length and status not in (204, 304)
+        self._head_until = math.inf
+        self._answer = UpstreamResponse(self, status, self._headers, self._rounds, self._loop.time)
         if self._head is not None and not self._head.done():
             self._head.set_result(self._answer)
 
@@ -163,8 +187,7 @@ class _Connection(asyncio.Protocol):
         self._head = self._answer = None
         answer.end()
         if keep:
-            # Later: bytes after the end of the answer may be in the chunk that is being parsed.
-            self._loop.call_soon(self._return_to_pool)
+            self._is_answered = True
         else:
             self._is_lost = True
             self._transport.close()
@@ -178,7 +201,7 @@ class _Connection(asyncio.Protocol):
             self._pool.append(self)
 
     def _fail(self, error: Exception) -> None:
-        self._stop_waiting()
+        self._head_until = math.inf
         head, answer = self._head, self._answer
         self._head = self._answer = None
         if not self._is_lost:

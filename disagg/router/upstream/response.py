@@ -8,7 +8,7 @@ than rounds follow one another never waits for a round, nor does the end of an a
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 ROUND_S = 0.003
@@ -60,8 +60,25 @@ class Rounds:
 class UpstreamResponse:
     """An answer whose head has arrived.
 
-    Its owner must read it to its end, or call `close`, which closes the connection.
+    Its owner must read it to its end, or call `close`, which closes the connection. `raw`: the
+    headers, names in lower case. `time`: the event loop's.
     """
+
+    __slots__ = (
+        "_connection",
+        "_error",
+        "_is_burst",
+        "_is_whole",
+        "_pieces",
+        "_read_at",
+        "_rounds",
+        "_size",
+        "_time",
+        "_waiter",
+        "_waits_for_round",
+        "raw_headers",
+        "status",
+    )
 
     def __init__(
         self,
@@ -69,11 +86,11 @@ class UpstreamResponse:
         status: int,
         raw: list[tuple[bytes, bytes]],
         rounds: Rounds,
+        time: Callable[[], float],
     ) -> None:
-        self._connection, self._rounds = connection, rounds
-        self._time = asyncio.get_running_loop().time
+        self._connection, self._rounds, self._time = connection, rounds, time
         self.status, self.raw_headers = status, raw
-        self._pieces: deque[bytes] = deque()
+        self._pieces: list[bytes] = []
         self._size = 0
         self._is_whole = self._waits_for_round = self._is_burst = False
         self._read_at = 0.0
@@ -93,7 +110,9 @@ class UpstreamResponse:
     @property
     def is_ready(self) -> bool:
         """Whether a read would not have to wait."""
-        return bool((self._pieces and not self._waits_for_round) or self._is_whole or self._error)
+        if self._is_whole or self._error is not None:
+            return True
+        return bool(self._pieces) and not self._waits_for_round
 
     def at_eof(self) -> bool:
         """Whether the whole answer has arrived and was read."""
@@ -114,7 +133,7 @@ class UpstreamResponse:
                 raise self._error
             return b""
         self._read_at = self._time()
-        data = pieces.popleft() if len(pieces) == 1 else b"".join(pieces)
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         self._connection.read_on()
         return data
@@ -122,8 +141,8 @@ class UpstreamResponse:
     async def read(self) -> bytes:
         """The whole body. Raises the errors of `readany`."""
         pieces = []
-        while piece := await self.readany():
-            pieces.append(piece)
+        while not self.at_eof():
+            pieces.append(await self.readany())
         return b"".join(pieces)
 
     def close(self) -> None:
