@@ -293,8 +293,10 @@ def _map_job(file: str, into: Path) -> Job:
 
 
 def choose(module: str, mutation: Mutation, tests: list[Covering]) -> list[Covering]:
-    """The tests that execute the mutated lines; those of its scope if an import executes them."""
-    for lines in (mutation.lines, mutation.scope):
+    """The tests that execute the mutated lines. If an import executes them, as it does a class's
+    attributes, those of its scope, or else of the module."""
+    module_lines = set[int]().union(*(test.lines.get(module, ()) for test in tests))
+    for lines in (mutation.lines, mutation.scope, module_lines):
         found = [test for test in tests if not test.lines.get(module, set()).isdisjoint(lines)]
         if not any(test.id == "" for test in found):
             break
