@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.connector.handoff import sharding
+from disagg.connector.handoff import per_peer_threads, sharding
 from disagg.connector.handoff.consumer_worker import ConsumerWorker
 from disagg.connector.handoff.messages import (
     Grant,
@@ -280,14 +280,16 @@ def test_a_producer_that_is_gone_ends_nothing_else(engines: Engines) -> None:
     until(lambda: well.ended == ["aborted"])
 
 
-def test_closed(engines: Engines) -> None:
-    """No connection stays, and no thread."""
+def test_closed(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection stays, and no thread waits for work."""
+    monkeypatch.setattr(per_peer_threads, "_IDLE_S", 600.0)
     (producer,), (consumer,) = engines.produces(), engines.consumes()
     worker = consumer.worker
     consumer.loads(load([producer]))
-    consumer.report()
     worker.start(StepWork(renewals=[LeaseMessage(LEASE, endpoints([producer]))]))
-    until(lambda: worker._lease_messages._peers and worker._peers._idle)
+    peers = [next(iter(of._peers.values())) for of in (worker._loads, worker._lease_messages)]
+    until(lambda: all(peer.idle == 1 for peer in peers))
+    assert any(worker._peers._idle.values())
     worker.close()
     assert worker._peers._idle == {}
-    until(lambda: not worker._loads._peers and not worker._lease_messages._peers)
+    until(lambda: not any(peer.threads for peer in peers))

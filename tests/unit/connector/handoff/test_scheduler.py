@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from unit.connector.handoff.test_block_digests import request
+from unit.connector.handoff.test_block_digests import BLOCK, LENGTH, request
 from unit.connector.handoff.test_consumer_scheduler import FACTS, HOSTS
 from unit.connector.handoff.test_producer_scheduler import ATTENTION, PREFILL, SECRET, prefill
 from vllm.v1.outputs import KVConnectorOutput
@@ -19,10 +20,11 @@ from disagg.connector.handoff.stall import PATIENCE_S, StallWatch
 class Scheduler:
     """A half with a clock and a pool of its own."""
 
-    def __init__(self, *, produces: bool = True, consumes: bool = True) -> None:
+    def __init__(self, *, produces: bool = True, consumes: bool = True, **facts: Any) -> None:
         self.now, self.has_room = 5.0, False
+        engine = replace(FACTS, **facts)
         self.half = SchedulerHalf(
-            FACTS, ConnectorSettings(), SECRET, produces=produces, consumes=consumes
+            engine, ConnectorSettings(), SECRET, produces=produces, consumes=consumes
         )
         self.half.set_workers(HOSTS, [2])
         self.half.watch(StallWatch("engine", lambda: self.has_room, lambda: self.now))
@@ -110,6 +112,17 @@ def test_a_reset_is_told_to_the_workers() -> None:
         scheduler.prefilled(name)
     assert scheduler.half.reset()
     assert scheduler.half.step_work(0).revoked == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens"), [(PREFILL, LENGTH - 1), ({"do_remote_prefill": True}, LENGTH)]
+)
+def test_only_prefills_leave_out_a_token(params: dict[str, Any], tokens: int) -> None:
+    """In engines with recurrent state that do both."""
+    asked = request()
+    asked.kv_transfer_params = params
+    Scheduler(state_groups={0: BLOCK}).half.on_new_request(asked)
+    assert asked.num_prompt_tokens == tokens
 
 
 @pytest.mark.parametrize("params", [None, [PREFILL], "params", 7])
