@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -113,6 +114,17 @@ def test_a_request_and_its_answer() -> None:
             b"authorization: Bearer secret",
         ]
         assert body == b'{"a": 1}'
+
+    asked(says(WHOLE), use)
+
+
+def test_an_engine_with_its_own_key_gets_no_other() -> None:
+    async def use(engine: Engine, client: Client) -> None:
+        own = EngineEndpoint("decode-0", "decode", engine.url, "Basic own")
+        await (await client.post(own, "/v1/completions", b"{}", b"", 5.0)).read()
+        await (await post(engine, client)).read()
+        found = [re.findall(rb"authorization: (.*)\r", request) for request in engine.requests]
+        assert found == [[b"Basic own"], [b"Bearer secret"]]
 
     asked(says(WHOLE), use)
 
