@@ -56,6 +56,7 @@ MODULES = (
 )
 # A module's tests are those of its own file, and these.
 _HANDOFFS = "connector/handoff/test_modelless.py"
+_RANDOM = "connector/handoff/test_random_handoffs.py"
 _LEASES = ("transport/one_sided/test_hazard_pointers.py", "spec/test_conformance.py")
 _FETCHES = "transport/test_fetch.py"
 _ALSO: dict[str, tuple[str, ...]] = {
@@ -63,15 +64,23 @@ _ALSO: dict[str, tuple[str, ...]] = {
     "transport/control/server": (_FETCHES,),
     "transport/control/client": (_FETCHES, "transport/control/test_opened_transports.py"),
     "transport/one_sided/lease_board": _LEASES,
+    "transport/one_sided/remote_lease_board": (_HANDOFFS, _RANDOM),
     "transport/one_sided/hazard_pointers": ("transport/control/test_lease.py", *_LEASES),
     "transport/blocks": (_FETCHES,),
-    "connector/handoff/scheduler": (_HANDOFFS,),
-    "connector/handoff/producer_scheduler": (_HANDOFFS,),
-    "connector/handoff/producer_worker": (_HANDOFFS,),
-    "connector/handoff/consumer_worker": (_HANDOFFS,),
+    "connector/handoff/scheduler": (_HANDOFFS, _RANDOM),
+    "connector/handoff/producer_scheduler": (_HANDOFFS, _RANDOM),
+    "connector/handoff/producer_worker": (_HANDOFFS, _RANDOM),
+    "connector/handoff/consumer_worker": (_HANDOFFS, _RANDOM),
     "store/directory_index": ("store/test_directory_model.py",),
     "store/directory_space": ("store/test_directory_model.py", "store/test_directory.py"),
     "router/engines/health": ("router/pairing/test_policies.py",),
+    "router/pairing/policies": ("router/pairing/test_absence.py",),
+    "router/pairing/admission": (
+        "router/pairing/test_absence.py",
+        "router/pairing/test_fair_queue.py",
+    ),
+    "router/request/replay": ("router/request/test_relay.py",),
+    "router/upstream/http1": ("router/test_topology.py", "router/test_router.py"),
 }
 _IMPORTED = ("torch", "vllm.v1.core.sched.scheduler", "vllm.v1.worker.gpu_model_runner", "fastapi")
 # Plugins of pytest's are imported before it starts.
@@ -81,6 +90,8 @@ _PYTEST = (
     "no:cacheprovider",
     "-p",
     "no:schemathesis",
+    "-m",
+    "not slow",
     "-W",
     "ignore::pytest.PytestAssertRewriteWarning",
 )
@@ -282,8 +293,10 @@ def _map_job(file: str, into: Path) -> Job:
 
 
 def choose(module: str, mutation: Mutation, tests: list[Covering]) -> list[Covering]:
-    """The tests that execute the mutated lines; those of its scope if an import executes them."""
-    for lines in (mutation.lines, mutation.scope):
+    """The tests that execute the mutated lines. If an import executes them, as it does a class's
+    attributes, those of its scope, or else of the module."""
+    module_lines = set[int]().union(*(test.lines.get(module, ()) for test in tests))
+    for lines in (mutation.lines, mutation.scope, module_lines):
         found = [test for test in tests if not test.lines.get(module, set()).isdisjoint(lines)]
         if not any(test.id == "" for test in found):
             break

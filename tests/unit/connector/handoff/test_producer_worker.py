@@ -66,3 +66,10 @@ def test_a_port_past_the_last_one_is_refused(tmp_path: Path) -> None:
     expected = "port: 65535 — rank 1 of data parallel rank 0 would listen on 65536; set a lower"
     with pytest.raises(ConfigError, match=expected), producer(tmp_path, 65535, 1, 0):
         pass
+
+
+def test_a_consumer_that_may_still_load_does_not_count_as_dead(tmp_path: Path) -> None:
+    """It gives up first."""
+    with producer(tmp_path, 0, 0, 0) as made:
+        patience_s = made._leases._read_limit_s, made._server._use_limit_s
+    assert min(patience_s) > ConnectorSettings().load_deadline_s

@@ -139,8 +139,8 @@ class Seats:
             Topology(ENGINES), PairingSection(), self.in_flight, Health(metrics), Compatibility()
         )
         section = LimitsSection.model_validate(limits)
-        served: dict[Role, Served] = {"prefill": Served({}), "decode": Served({})}
-        self.admission = Admission(pairer, self.in_flight, section, metrics, served)
+        self.served: dict[Role, Served] = {"prefill": Served({}), "decode": Served({})}
+        self.admission = Admission(pairer, self.in_flight, section, metrics, self.served)
 
     def free(self) -> Seat:
         seat = self.admission.another("decode", REQUEST)
@@ -235,6 +235,45 @@ def test_nobody_passes_those_who_wait() -> None:
         assert not second.done()
         second.cancel()
         held.leave()
+
+    asyncio.run(run())
+
+
+def test_a_client_pays_for_its_seat_once() -> None:
+    """Not while it waits for one, nor for another one after a failure."""
+
+    async def run() -> None:
+        seats = Seats(max_in_flight=1)
+        served = seats.served["decode"]
+        first = await seats.admission.seat("decode", REQUEST)
+        assert first is not None
+        price = served.level(REQUEST.client)
+        assert price > 0
+        waiting, again = await seats.asks(), await seats.asks(first.engine)
+        for _ in range(3):
+            seats.admission.admit_waiting()
+        first.leave()
+        second = await again
+        assert second is not None
+        assert served.level(REQUEST.client) == price
+        second.leave()
+        assert (await waiting) is not None
+        assert served.level(REQUEST.client) == 2 * price
+
+    asyncio.run(run())
+
+
+def test_who_leaves_the_queue_makes_room_in_it() -> None:
+    async def run() -> None:
+        seats = Seats(max_in_flight=1, max_queued=1)
+        held = seats.free()
+        leaving = await seats.asks()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        waiting = await seats.asks()
+        held.leave()
+        assert (await waiting) is not None
 
     asyncio.run(run())
 

@@ -289,6 +289,7 @@ def test_an_answer_that_is_shorter_is_another_one() -> None:
     watcher.begins_anew()
     assert b"stop" not in fed(watcher, b"".join(completions(tokens[:1], [], "other")), 1000)
     assert watcher.failure is not None
+    assert watcher.failure.status == 502
     assert not watcher.is_whole
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -117,6 +118,17 @@ def test_a_request_and_its_answer() -> None:
     asked(says(WHOLE), use)
 
 
+def test_an_engine_with_its_own_key_gets_no_other() -> None:
+    async def use(engine: Engine, client: Client) -> None:
+        own = EngineEndpoint("decode-0", "decode", engine.url, "Basic own")
+        await (await client.post(own, "/v1/completions", b"{}", b"", 5.0)).read()
+        await (await post(engine, client)).read()
+        found = [re.findall(rb"authorization: (.*)\r", request) for request in engine.requests]
+        assert found == [[b"Basic own"], [b"Bearer secret"]]
+
+    asked(says(WHOLE), use)
+
+
 @pytest.mark.parametrize(
     ("parts", "body"),
     [
@@ -211,6 +223,36 @@ def test_connections_that_are_not_reused(parts: list[bytes]) -> None:
         await until(lambda: engine.ended == 3)
 
     asked(says(*parts), use)
+
+
+def test_a_connection_that_is_closed_is_not_used_again() -> None:
+    """Although asyncio has not said yet that it is lost."""
+
+    async def use(engine: Engine, client: Client) -> None:
+        assert await (await post(engine, client)).read() == b"hello"
+        await until(lambda: bool(client._idle[engine.url]))
+        (connection,) = client._idle[engine.url]
+        connection.data_received(b"more")  # as asyncio calls it
+        assert await (await post(engine, client)).read() == b"hello"
+        assert engine.connections == 2
+
+    asked(says(WHOLE), use)
+
+
+def test_a_connection_is_read_on_although_its_last_answer_is_not() -> None:
+    """The buffer is full with the answer's last byte. Nobody reads it, and reading has paused."""
+    size = (128 << 10) + 1
+
+    async def use(engine: Engine, client: Client) -> None:
+        answers = []
+        for _ in range(2):
+            answers.append(await post(engine, client))
+            await until(lambda: bool(client._idle[engine.url]))
+        assert engine.connections == 1
+        assert [len(await answer.read()) for answer in answers] == [size, size]
+
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size
+    asked(says(head + bytes(size)), use)
 
 
 def test_concurrent_requests_have_a_connection_each() -> None:
@@ -366,7 +408,11 @@ def test_silence_before_the_head() -> None:
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
 def test_a_reader_that_leaves_closes_the_connection(how: str) -> None:
+    errors = []
+
     async def use(engine: Engine, client: Client) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
         if how == "close":
             (await post(engine, client)).close()
         else:
@@ -374,6 +420,7 @@ def test_a_reader_that_leaves_closes_the_connection(how: str) -> None:
                 async with asyncio.timeout(0.1):
                     await post(engine, client)
         await until(lambda: engine.ended == 1)
+        assert errors == []
 
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n" if how == "close" else b"HTTP/1.1"
 

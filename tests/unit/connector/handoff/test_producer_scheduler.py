@@ -1,0 +1,160 @@
+"""Which finished prefills keep their blocks, under which lease, and what is counted of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from unit.connector.handoff.test_block_digests import BLOCK, PROMPT, request
+from unit.connector.handoff.test_consumer_scheduler import DIGESTS, FACTS, HOSTS, LEASE_S
+from vllm.v1.request import Request, RequestStatus
+
+from disagg.connector.handoff.messages import Grant, LeaseReport, StepWork
+from disagg.connector.handoff.producer_scheduler import ProducerScheduler
+from disagg.transport.control.ticket import Handoff, verify
+
+SECRET = b"0" * 32
+LENGTH = len(PROMPT)
+PREFILL = {"do_remote_decode": True}
+KEEPS_TOKEN = {**PREFILL, "first_token": True}
+ATTENTION, STATE = [5, 6, 7, 8], [0, 0, 2, 3]
+"""A request's blocks of two groups: three of its prompt, and one of its answer."""
+
+
+class Producer:
+    """The scheduler's part of an engine with two pipeline stages."""
+
+    def __init__(self, **facts: Any) -> None:
+        self.half = ProducerScheduler(replace(FACTS, **facts), SECRET, LEASE_S)
+        self.half.set_workers(HOSTS, [2, 1])
+
+    def work(self) -> StepWork:
+        work = StepWork()
+        self.half.add_step_work(work)
+        return work
+
+    def grant(self, name: str) -> dict[str, Any] | None:
+        """A prefill that is finished; the params of its answer."""
+        _, params = self.half.request_finished(prefill(name), [ATTENTION])
+        return params
+
+    def ends(self, name: str, outcome: str) -> None:
+        """On all ranks."""
+        self.half.update([LeaseReport(name, outcome)], [name])
+
+    def stats(self) -> dict[str, Any]:
+        return self.half.take_stats().data
+
+
+def prefill(name: str = "r", params: dict[str, Any] | None = PREFILL, **more: Any) -> Request:
+    """One that computed its prompt, and then drew a token."""
+    made = request(**more)
+    made.request_id, made.kv_transfer_params = name, params
+    made.status, made.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, LENGTH
+    return made
+
+
+def test_a_finished_prefill_is_granted_once() -> None:
+    producer, asked = Producer(), prefill()
+    keeps, params = producer.half.request_finished(asked, [ATTENTION])
+    assert keeps
+    assert params is not None
+    digests = DIGESTS.of(asked, BLOCK, LENGTH)
+    expected = Handoff(FACTS.engine_id, 0, HOSTS, [2, 1], LENGTH, BLOCK, digests)
+    assert verify(params["disagg"], SECRET) == expected
+    assert params["remote_block_ids"] == [[5, 6, 7]]
+    assert producer.work() == StepWork(grants=[Grant(0, "r", [5, 6, 7], LEASE_S)])
+    assert producer.work() == StepWork()
+
+
+def test_leases_are_numbered_upwards() -> None:
+    producer = Producer()
+    for name in "abc":
+        assert producer.grant(name) is not None
+    assert [grant.lease for grant in producer.work().grants] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": RequestStatus.FINISHED_ABORTED},
+        {"kv_transfer_params": None},
+        {"kv_transfer_params": {"do_remote_decode": False}},
+        {"num_computed_tokens": LENGTH - 1},
+        {"prompt_embeds": torch.zeros(LENGTH, 4)},
+    ],
+)
+def test_what_is_not_kept(change: dict[str, Any]) -> None:
+    producer, asked = Producer(), prefill()
+    for name, value in change.items():
+        setattr(asked, name, value)
+    assert producer.half.request_finished(asked, [ATTENTION]) == (False, None)
+    assert producer.work() == StepWork()
+
+
+def test_with_windows_all_groups_are_kept_and_what_was_freed_is_named() -> None:
+    producer = Producer(windows=True)
+    producer.half.request_finished(prefill(), [ATTENTION, STATE])
+    (grant,) = producer.work().grants
+    assert grant.block_ids == [5, 6, 7, -1, -1, 2]
+
+
+@pytest.mark.parametrize(
+    ("params", "arrives", "computed", "is_kept"),
+    [
+        (PREFILL, True, LENGTH - 1, True),
+        (PREFILL, False, LENGTH, False),  # its state stands behind the last token
+        (KEEPS_TOKEN, True, LENGTH, True),
+        (KEEPS_TOKEN, True, LENGTH + 1, False),  # its state stands behind its answer
+    ],
+)
+def test_a_state_is_kept_where_a_consumer_can_use_it(
+    params: dict[str, Any], arrives: bool, computed: int, is_kept: bool
+) -> None:
+    producer, asked = Producer(state_groups={1: BLOCK}), prefill(params=params)
+    if arrives:
+        producer.half.on_prefill(asked)
+    asked.num_computed_tokens = computed
+    keeps, answer = producer.half.request_finished(asked, [ATTENTION, STATE])
+    assert keeps == is_kept
+    assert (answer is not None) == is_kept
+    if answer is not None:
+        assert verify(answer["disagg"], SECRET).num_tokens == computed
+        assert answer["remote_block_ids"] == [[5, 6, 7], [0, 0, 2]]
+    assert not producer.half._without_last_token
+
+
+def test_the_oldest_lease_is_taken_back_and_each_once() -> None:
+    producer = Producer()
+    for name in "abc":
+        producer.grant(name)
+    producer.ends("a", "fetched")
+    for _ in range(3):
+        producer.half.take_back_oldest()
+    assert producer.work().taken_back == [1, 2]
+    assert producer.work().taken_back == []
+
+
+def test_a_reset_ends_the_leases_before_it() -> None:
+    producer = Producer()
+    for name in "ab":
+        producer.grant(name)
+    producer.half.revoke_all()
+    producer.grant("c")
+    assert producer.work().revoked == 2
+    assert producer.work().revoked == 0
+
+
+def test_leases_are_counted_when_they_have_ended_on_all_ranks() -> None:
+    producer = Producer()
+    for name in "ab":
+        producer.grant(name)
+    assert producer.stats() == {"leases_held": 2}
+    producer.half.update([LeaseReport("a", "expired")], [])
+    assert producer.stats() == {}
+    producer.half.update([], ["a", "of another connector"])
+    assert producer.stats() == {"leases_held": 1, "leases": {"expired": 1}}
+    producer.ends("b", "fetched")
+    assert producer.stats() == {"leases_held": 0, "leases": {"fetched": 1}}
