@@ -415,6 +415,21 @@ def serve(
     raise typer.Exit(bench.run(plan, Output(json, results)))
 
 
+@app.command(
+    "vllm",
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
+def vllm_load(ctx: typer.Context) -> None:
+    """Load a deployment by `vllm bench serve`, with vLLM's options; --help lists them."""
+    from disagg.testing import vllm_bench
+
+    raise typer.Exit(vllm_bench.run(ctx.args))
+
+
 @app.command()
 def transfer(
     transports: Annotated[

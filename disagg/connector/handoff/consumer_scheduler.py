@@ -24,6 +24,7 @@ from disagg.connector.handoff.kv_transfer_params import Requested
 from disagg.connector.handoff.messages import HandoffLoad, LeaseMessage, LoadReport, StepWork
 from disagg.connector.handoff.metrics import ConnectorStats
 from disagg.connector.handoff.settings import ConnectorSettings
+from disagg.connector.handoff.spans import HandoffSpan, open_tracer
 from disagg.connector.kv_cache_layout import NULL_BLOCK
 from disagg.safe_logging import foreign
 from disagg.transport.control.ticket import Handoff
@@ -51,7 +52,7 @@ class PendingLoadState(enum.Enum):
 class PendingLoad:
     """One request's load. tokens: prompt tokens that are present when it has ended. problem: why it
     is refused (strict mode). renewed: when the lease was last renewed, monotonic seconds. cached:
-    prompt tokens that vLLM found in its prefix cache."""
+    prompt tokens that vLLM found in its prefix cache. span: of the load, if it is traced."""
 
     handoff: Handoff
     tokens: int
@@ -60,6 +61,7 @@ class PendingLoad:
     renewed: float = 0.0
     cached: int = 0
     cancelled: bool = False
+    span: HandoffSpan | None = None
 
 
 class ConsumerScheduler:
@@ -75,7 +77,7 @@ class ConsumerScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._settings, self.consumes = engine, settings, consumes
-        self._clock = clock
+        self._clock, self._tracer = clock, open_tracer()
         self._layers: list[int] = []
         self._loads: dict[str, PendingLoad] = {}
         self._reports: dict[str, list[LoadReport]] = {}
@@ -199,6 +201,8 @@ class ConsumerScheduler:
             self._release(load.handoff)
             return
         load.state = PendingLoadState.LOADING
+        if self._tracer is not None and request.trace_headers:
+            load.span = HandoffSpan(self._tracer, request.trace_headers)
         self._work.loads.append(self._handoff_load(request.request_id, load, blocks, external))
 
     def _not_needed(self, request: Request, load: PendingLoad) -> None:
@@ -321,10 +325,13 @@ class ConsumerScheduler:
 
     def _count_load(self, reports: list[LoadReport], load: PendingLoad) -> None:
         worst = next((r for r in reports if r.outcome != "loaded"), reports[0])
+        size = sum(r.num_bytes for r in reports)
+        if load.span is not None:
+            load.span.end(worst.outcome, worst.transport, size, worst.reason)
         if load.problem is None:
             self._stats.count("handoffs", f"{worst.transport}|{worst.outcome}")
         if worst.outcome == "loaded":
-            self._stats.count("bytes", worst.transport, sum(r.num_bytes for r in reports))
+            self._stats.count("bytes", worst.transport, size)
             self._stats.observe_seconds(max(r.seconds for r in reports))
         elif worst.outcome == "failed" and load.problem is None:
             self._stats.count("failures", worst.reason or "transfer")
