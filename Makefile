@@ -5,6 +5,7 @@
 #   make check    lint, format, types
 #   make test     all tests
 #   make newcomer play README's commands in a fresh clone, a wheel, a Ray job, the examples
+#   make coverage the unit tests, and which lines they run, by folder
 #   make mutants  write small faults into the rules that keep answers right: do the tests notice?
 #   make verify   check a model of the lease protocol: all interleavings, in about a minute
 #   make bench    measure a handoff
@@ -41,7 +42,7 @@ ifeq (,$(findstring gpu,$(EXTRAS)))
 CONSTRAINTS := --constraints $(LOCK)
 endif
 
-.PHONY: install demo serve check test newcomer mutants verify bench gpu soak lock audit clean
+.PHONY: install demo serve check test coverage newcomer mutants verify bench gpu soak lock audit clean
 
 install: $(INSTALLED)
 
@@ -77,13 +78,16 @@ check: $(INSTALLED)
 # Engines start and stop one after the other, so two processes do; each module is in one of them.
 test: $(INSTALLED)
 	@failed=0; \
-	$(BIN)/pytest -n 4 --cov --cov-report= -m "not slow" tests/unit tests/transport \
-		tests/security || failed=1; \
+	$(BIN)/pytest -n 4 -m "not slow" tests/unit tests/transport tests/security || failed=1; \
 	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 -m "not slow" \
 		tests/engine tests/cluster || failed=1; \
 	$(BIN)/python tests/newcomer.py wheel || failed=1; \
-	$(BIN)/python tests/coverage_by_folder.py; \
 	exit $$failed
+
+# Counting lines takes two thirds more time, so `make test` does without.
+coverage: $(INSTALLED)
+	$(BIN)/pytest -n 4 --cov --cov-report= -m "not slow" tests/unit tests/transport tests/security
+	$(BIN)/python tests/coverage_by_folder.py
 
 # As somebody would who has just found this repository; an own clone, an own environment.
 newcomer: $(INSTALLED)

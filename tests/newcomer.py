@@ -75,7 +75,14 @@ def readme(folder: Path) -> None:
     for found in _BLOCK.finditer(text):
         before = text[: found.start()].rpartition("```")[2]
         with served("make serve", source) if "`make serve`" in before else contextlib.nullcontext():
-            run(f"set -e\n{found[1]}", source)
+            run(f"set -e\n{_from_folder(found[1])}", source)
+
+
+def _from_folder(command: str) -> str:
+    """PyTorch's builds for CPUs come from the folder of wheels, where there is one, as in the
+    Makefile."""
+    wheels = os.environ.get("PIP_FIND_LINKS")
+    return command.replace("--torch-backend cpu", f"--find-links {wheels}") if wheels else command
 
 
 def job(folder: Path) -> None:

@@ -29,12 +29,12 @@ def show(*, as_json: bool) -> int:
     if not there:
         console.print("no deployment of yours runs on this machine")
         return 0
-    table = Table("name", "state", "since", "model", box=SIMPLE)
-    for column in ("router", "process"):
+    table = Table("model", box=SIMPLE)
+    for column in ("name", "state", "since", "router", "process"):
         table.add_column(column, no_wrap=True)
     for one in there:
         since = time.strftime("%b %d %H:%M", time.localtime(one.since))
-        table.add_row(one.name, one.state, since, one.model, one.url or "-", str(one.pid))
+        table.add_row(one.model, one.name, one.state, since, one.url or "-", str(one.pid))
     console.print(table)
     return 0
 
