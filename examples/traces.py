@@ -27,6 +27,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 # Processes send their spans every five seconds; a trace is shown when nothing came for longer.
 QUIET_S = 7.0
 WIDTH = 40
+OF_REQUESTS = {"prefill", "decode"}  # the router's spans of its legs
 SHOWN = ("disagg.engine", "disagg.transport", "disagg.bytes", "disagg.outcome", "disagg.local")
 
 
@@ -48,13 +49,15 @@ class Traces:
                         self._last[span.trace_id] = time.monotonic()
 
     def take_whole(self) -> list[list[Span]]:
-        """The traces to which nothing was added for `QUIET_S`."""
+        """The requests' traces to which nothing was added for `QUIET_S`."""
         with self._lock:
             quiet = time.monotonic() - QUIET_S
             done = [trace for trace, last in self._last.items() if last < quiet]
             for trace in done:
                 del self._last[trace]
-            return [self._spans.pop(trace) for trace in done]
+            whole = [self._spans.pop(trace) for trace in done]
+        # Starts of engines are traces too.
+        return [spans for spans in whole if any(one.name in OF_REQUESTS for one in spans)]
 
 
 def waterfall(spans: Sequence[Span]) -> str:

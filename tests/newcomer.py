@@ -89,11 +89,11 @@ def job(folder: Path) -> None:
     """`examples/ray_job.sh` on a Ray that was started by its documented command."""
     source = clone(folder)
     run("make install && .venv/bin/disagg get-model", source)
-    port = 16379
+    port = 9379  # below those of Ray's workers
     env = {"PATH": f"{source}/.venv/bin:{os.environ['PATH']}", "RAY_TMPDIR": f"{folder}/ray"}
     ray = f"{source}/.venv/bin/ray"
-    run(f"{ray} start --head --port {port} --num-cpus 2 --dashboard-port 18265", source, env=env)
-    env["RAY_ADDRESS"] = "http://127.0.0.1:18265"
+    run(f"{ray} start --head --port {port} --num-cpus 2 --dashboard-port 9265", source, env=env)
+    env["RAY_ADDRESS"] = "http://127.0.0.1:9265"
     try:
         said = run("examples/ray_job.sh serve_configs/cpu-1p1d.yaml", source, env=env)
         (name,) = set(re.findall(r"raysubmit_\w+", said))

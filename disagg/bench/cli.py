@@ -427,7 +427,7 @@ def vllm_load(ctx: typer.Context) -> None:
     """Load a deployment by `vllm bench serve`, with vLLM's options; --help lists them."""
     from disagg.testing import vllm_bench
 
-    raise typer.Exit(vllm_bench.run(ctx.args))
+    vllm_bench.run(ctx.args)
 
 
 @app.command()
