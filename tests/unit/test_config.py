@@ -326,3 +326,28 @@ def test_problems_of_several(tmp_path: Path, text: str, lines: list[str]) -> Non
 def test_names_that_no_deployment_of_several_may_have(tmp_path: Path, name: str) -> None:
     (line,) = problems_of(tmp_path, f"deployments: [{{name: '{name}', model: {{path: m}}}}]")
     assert line.startswith(f"deployments.0.name: {name!r} — must match")
+
+
+def test_relative_paths_start_in_the_folder_that_the_variable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a Ray job, which runs in a folder of Ray's."""
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    path = write(tmp_path, "model: {path: models/m}\nrouter: {tls_cert_file: c, tls_key_file: k}")
+    monkeypatch.setenv("DISAGG_FOLDER", str(tmp_path))
+    found = load(path)
+    assert found.model.path == str(tmp_path / "models" / "m")
+    assert found.router.tls_cert_file == tmp_path / "c"
+    monkeypatch.delenv("DISAGG_FOLDER")
+    assert load(path).model.path == "models/m", "a hub's name, since there is no such folder here"
+
+
+def test_changes_reach_into_lists_and_new_sections(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "deployments: [{name: a, model: {path: o/a}}, {name: b, model: {path: o/b}}]"
+    )
+    one, other = load_all(path, ["deployments.1.decode.replicas=3", "router.port=0"])
+    assert (one.decode.replicas, other.decode.replicas, other.router.port) == (1, 3, 0)
+    for change in ("deployments.2.decode.replicas=3", "deployments.x.decode=3"):
+        with pytest.raises(ConfigError, match="there is no"):
+            load_all(path, [change])

@@ -214,6 +214,11 @@ def test_ranks_on_several_nodes_listen_each_on_its_own(executor: str, loopback: 
 def test_the_model_must_be_there(tmp_path: Path) -> None:
     (line,) = problems_of(model={"path": str(tmp_path / "gone")})
     assert line.startswith(f"model.path: '{tmp_path}/gone' — no such folder")
+    assert line.endswith(f"make one with: disagg make-model {tmp_path}/gone")
+    (line,) = problems_of(model={"path": str(tmp_path / "smollm2-135m")})
+    assert line.endswith("get it with: disagg get-model smollm2-135m")
+    (line,) = problems_of(model={"path": "/tmp/ray/working_dir_files/_ray_pkg_1/m"})
+    assert line.endswith("set DISAGG_FOLDER to the folder in which relative paths start")
     (line,) = problems_of(model={"path": str(tmp_path)})
     assert line.endswith("holds no config.json; name a checkpoint's folder")
 
