@@ -86,22 +86,23 @@ def _from_folder(command: str) -> str:
 
 
 def job(folder: Path) -> None:
-    """`examples/ray_job.sh` on a Ray that was started by its documented command."""
+    """`examples/ray_job.sh` on a Ray of its own, as a laptop has it."""
     source = clone(folder)
     run("make install && .venv/bin/disagg get-model", source)
-    port = 9379  # below those of Ray's workers
-    env = {"PATH": f"{source}/.venv/bin:{os.environ['PATH']}", "RAY_TMPDIR": f"{folder}/ray"}
+    env = {"PATH": f"{source}/.venv/bin:{os.environ['PATH']}", "RAY_AUTH_MODE": "token"}
     ray = f"{source}/.venv/bin/ray"
-    run(f"{ray} start --head --port {port} --num-cpus 2 --dashboard-port 9265", source, env=env)
-    env["RAY_ADDRESS"] = "http://127.0.0.1:9265"
-    try:
+    # Its ports are below those of Ray's workers. `ray stop` would end every Ray on this machine.
+    start = f"{ray} start --head --block --node-ip-address 127.0.0.1 --port 9379 --num-cpus 2"
+    start += f" --dashboard-port 9265 --temp-dir {tempfile.mkdtemp(prefix='r-', dir='/tmp')}"
+    with served(start, source, ready="Ray runtime started", env=env):
+        env["RAY_ADDRESS"] = "http://127.0.0.1:9265"
         said = run("examples/ray_job.sh serve_configs/cpu-1p1d.yaml", source, env=env)
-        (name,) = set(re.findall(r"raysubmit_\w+", said))
+        name = set(re.findall(r"raysubmit_\w+", said)).pop()
         until(lambda: "Ready: " in run(f"{ray} job logs {name}", source, env=env))
         run(f"{source}/.venv/bin/python examples/chat.py 'What is the capital of France?'", source)
         run(f"{ray} job stop {name}", source, env=env)
-    finally:
-        run(f"{ray} stop --grace-period 20", source, env=env, status=None)
+        left = Path(tempfile.gettempdir(), f"disagg-{os.getuid()}").glob("disagg-run-*")
+        print("left:", [one.name for one in left])
 
 
 def examples(folder: Path) -> None:
@@ -163,7 +164,9 @@ def run(
 
 
 @contextlib.contextmanager
-def served(command: str, folder: Path) -> Iterator[None]:
+def served(
+    command: str, folder: Path, *, ready: str = "Ready: ", env: dict[str, str] | None = None
+) -> Iterator[None]:
     """The command in a session of its own until it says that it is ready; its group gets SIGTERM
     afterwards, as from a supervisor, and must leave nothing."""
     print(f"$ {command} &", flush=True)
@@ -172,18 +175,19 @@ def served(command: str, folder: Path) -> Iterator[None]:
         process = subprocess.Popen(
             ["bash", "-c", f"exec {command}"],
             cwd=folder,
+            env={**os.environ, **(env or {})},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     try:
-        until(lambda: "Ready: " in log.read_text() or process.poll() is not None)
+        until(lambda: ready in log.read_text() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
         yield
     finally:
+        began = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-        began = time.monotonic()
         process.wait(60)
         print(f"ended after {time.monotonic() - began:.1f} s", flush=True)
 
