@@ -282,4 +282,4 @@ def _handoff_folder(deployment: Deployment, run_id: str) -> RunFolder:
     own = user_folder().make("TMPDIR")
     parent = deployment.transfer.storage.path or own.path
     sweep(parent, _PREFIX)
-    return RunFolder(parent, _PREFIX, run_id)
+    return RunFolder(parent, _PREFIX, run_id).guarded()

@@ -298,7 +298,7 @@ def visit(address: str, *, private: bool) -> Iterator[None]:
 def _private_folder() -> RunFolder:
     parent = _parent().make("TMPDIR")
     sweep(parent, _PREFIX)
-    return RunFolder(parent, _PREFIX, _name())
+    return RunFolder(parent, _PREFIX, _name()).guarded()
 
 
 def _parent() -> PrivateFolder:

@@ -1,9 +1,10 @@
 """Folders of one run: for handoff files, and for a private Ray.
 
 A run's folder is named `<prefix><name>` and holds a record of its owner, which that process locks.
-A folder was left behind if its owner is known here to be dead and the lock is free; the next run
-removes it. Must never remove a folder whose process lives, nor one of another host or container,
-nor anything that has another name, no record of ours, or belongs to another user.
+A guardian removes it when that process has ended in any way. A folder was left behind all the same
+if its owner is known here to be dead and the lock is free; the next run removes it. Must never
+remove a folder whose process lives, nor one of another host or container, nor anything that has
+another name, no record of ours, or belongs to another user.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import shutil
 from pathlib import Path
 
+from disagg.engine import guardian
 from disagg.errors import ConfigError
 from disagg.identity import process
 from disagg.private_files import PrivateFolder, user_folder
@@ -43,6 +45,12 @@ class RunFolder:
             ) from error
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.write(self._lock, process.name().encode())
+
+    def guarded(self) -> RunFolder:
+        """The same; from now on a process of its own removes it if this process is killed, as
+        `ray job stop` does after three seconds."""
+        guardian.spawn(self.path, folder_alone=True)
+        return self
 
     def remove(self) -> None:
         """Remove the folder with its content."""

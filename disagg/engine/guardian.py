@@ -1,6 +1,6 @@
 """A small process that outlives an engine's actor by seconds and cleans up after it.
 
-    python guardian.py PID FOLDER [--detach]
+    python guardian.py PID FOLDER [--detach] [--folder-alone]
 
 The guardian waits until process PID, the actor, has ended in any way (SIGKILL included). Then it
 ends every process of the actor's process group, which are vLLM's processes. It removes FOLDER
@@ -10,6 +10,9 @@ Ray kills the process group of a dead worker, too, but not in every case. Then n
 removes the segments. The guardian runs outside the group, in a session of its own. It uses only the
 standard library and imports nothing of disagg, so it takes 10 MB. It must never signal a process
 outside the group, nor unlink a segment that another process has mapped.
+
+With --folder-alone it removes the folder, and does nothing else: a run's folder goes with the
+process of `disagg serve`.
 """
 
 from __future__ import annotations
@@ -49,6 +52,15 @@ def watch(pid: int, folder: Path) -> None:
         pass  # it ended before we looked
     end_group(pid)
     _unlink(segments)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def watch_folder(pid: int, folder: Path) -> None:
+    """Wait for `pid`, then remove the folder."""
+    poller = select.poll()
+    with contextlib.suppress(ProcessLookupError):
+        poller.register(os.pidfd_open(pid), select.POLLIN)
+        poller.poll()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -126,13 +138,14 @@ def _unlink(segments: set[str]) -> None:
         (SHM / name).unlink(missing_ok=True)
 
 
-def spawn(folder: Path) -> int:
+def spawn(folder: Path, *, folder_alone: bool = False) -> int:
     """Start a guardian for the calling process. Returns the guardian's process id.
 
     Ray kills the direct children of a worker that exits, so the guardian is a grandchild.
     """
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder)]
-    launcher = subprocess.run([*command, "--detach"], check=True, stdout=subprocess.PIPE, text=True)
+    command += ["--detach", *(["--folder-alone"] if folder_alone else [])]
+    launcher = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return int(launcher.stdout)
 
 
@@ -149,6 +162,7 @@ def _detach() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[3:] == ["--detach"]:
+    if "--detach" in sys.argv[3:]:
         _detach()
-    watch(int(sys.argv[1]), Path(sys.argv[2]))
+    watches = watch_folder if "--folder-alone" in sys.argv[3:] else watch
+    watches(int(sys.argv[1]), Path(sys.argv[2]))

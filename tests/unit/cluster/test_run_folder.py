@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def test_a_killed_runs_folder_is_removed_and_a_living_ones_is_not(tmp_path: Path
     assert living.path.exists()
     living.remove()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_guarded_folder_goes_with_its_process(tmp_path: Path) -> None:
+    guarded = MAKE.replace("sys.argv[2])", "sys.argv[2]).guarded()")
+    subprocess.run([sys.executable, "-c", guarded, str(tmp_path), "x"], check=False, timeout=60)
+    deadline = time.monotonic() + 30
+    while os.listdir(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_nothing_else_is_removed(tmp_path: Path) -> None:
