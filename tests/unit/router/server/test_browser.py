@@ -216,7 +216,8 @@ def test_a_page_that_is_closed(models: Models, site: Site, engine: ApiEngine) ->
         httpx.Client(base_url=models.url, timeout=TIMEOUT_S) as tab,
         tab.stream("POST", PATH, headers=page | POST, json=BODY | {"stream": True}) as answer,
     ):
-        assert any(WORDS[0] in line for line in answer.iter_lines())
+        lines = answer.iter_lines()  # kept: without it, httpx closes the connection
+        assert any(WORDS[0] in line for line in lines)
         assert not engine.left.is_set()
     assert engine.left.wait(TIMEOUT_S)
 
