@@ -37,9 +37,9 @@ class History:
         """Of each engine: its state, and since when."""
 
     @asynccontextmanager
-    async def running(self, take: Take) -> AsyncIterator[None]:
+    async def running(self, take: Take, every_s: float = EVERY_S) -> AsyncIterator[None]:
         """Keep it current with the samples that `take` returns. A sample that fails is left out."""
-        task = asyncio.create_task(self._run(take))
+        task = asyncio.create_task(self._run(take, every_s))
         try:
             yield
         finally:
@@ -47,7 +47,7 @@ class History:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    async def _run(self, take: Take) -> None:
+    async def _run(self, take: Take, every_s: float) -> None:
         has_failed = False
         while True:
             began = time.monotonic()
@@ -57,10 +57,10 @@ class History:
                     self.add(taken)
                 has_failed = False
             except Exception:
-                if not has_failed:  # once, not each 2 s
+                if not has_failed:  # once, not each time
                     logger.warning("the history of /ui has a gap", exc_info=True)
                 has_failed = True
-            await asyncio.sleep(max(0.0, EVERY_S - (time.monotonic() - began)))
+            await asyncio.sleep(max(0.0, every_s - (time.monotonic() - began)))
 
     def add(self, taken: Taken) -> None:
         """Add a sample, and the events that it shows."""

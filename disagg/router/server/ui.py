@@ -1,4 +1,5 @@
-"""`/ui`: a status page that reads `/ui/state` every 2 s. It must never load external assets."""
+"""`/ui`: a status page that reads `/ui/state` every 2 s, and the paths that lead people there.
+They must never load external assets."""
 
 from __future__ import annotations
 
@@ -16,6 +17,16 @@ from disagg.router.server.status import PATH, Status
 
 _PAGE, _SCRIPT = (Path(__file__).with_name(name) for name in ("ui.html", "ui.js"))
 _SCRIPT_PLACE = "/* ui.js */"
+_NO_DOCS = """<!doctype html>
+<html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>disagg: no pages of the API</title>
+<style>:root { color-scheme: light dark; } body { font: 15px/1.45 system-ui; margin: 1rem; }</style>
+<h1>No pages of the API</h1>
+<p><a href="openapi.json">openapi.json</a> describes the API, for the tools of your choice.</p>
+<p><a href="ui">ui</a> shows the router and its engines.</p>
+</html>
+"""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'",
@@ -37,6 +48,12 @@ def install(app: FastAPI, keys: KeyRing, root_path: str = "") -> None:
     async def lead() -> Response:
         # Relative without a root path: right behind a proxy that was not told to the router, too.
         return RedirectResponse(f"{root_path}/ui" if root_path else "ui")
+
+    async def no_docs() -> Response:
+        return HTMLResponse(_NO_DOCS, 404, headers=_HEADERS)
+
+    for path in ("/docs", "/redoc"):  # an engine's pages load their scripts from elsewhere
+        app.add_api_route(path, no_docs, methods=["GET", "HEAD"])
 
     @app.api_route(PATH, methods=["GET", "HEAD"])
     async def state(request: Request) -> Response:
