@@ -134,7 +134,7 @@ const last = (name, chart) => kept.samples.findLast(sample => isNumber(chart.val
 const nice = value => {
   if (!(value > 0)) return 1;
   const unit = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 2.5, 5, 10].map(step => step * unit).find(step => step >= value * 0.9999);
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map(step => step * unit).find(step => step >= value * 0.9999);
 };
 const nearest = at => kept.samples.reduce(
   (best, sample) => !best || Math.abs(sample.at - at) < Math.abs(best.at - at) ? sample : best, null);

@@ -57,7 +57,8 @@ _LABEL_NAME = re.compile(r'(?:^|,)([a-z0-9_]+)="')
 _CONTENT_TYPES = frozenset(
     ["text/plain", "application/openmetrics-text", "application/octet-stream"]
 )
-_BEGINNINGS = (OURS, "vllm:", "# TYPE disagg_", "# TYPE vllm:")
+# Of the lines that are looked at. Most of an engine's lines are of other families.
+_BEGINNINGS = tuple(f"{before}{name}" for before in ("", "# TYPE ") for name in (OURS, *OF_VLLM))
 
 
 class Cached(Generic[T]):

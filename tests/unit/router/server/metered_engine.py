@@ -17,15 +17,22 @@ BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1)
 
 @dataclass
 class MeteredEngine(FakeEngine):
-    """`kv_usage` and `running`: what it tells. `forgotten`: requests before its last restart."""
+    """`kv_usage` and `running`: what it tells. `slowness`: of handoffs from now on. `forgotten`:
+    requests before its last restart."""
 
     kv_usage: float = 0.4
     running: int = 2
+    slowness: float = 1.0
     forgotten: int = 0
+    moving_s: float = 0.0
 
     def restart(self) -> None:
         """Begin again with all counters."""
-        self.forgotten = len(self.bodies)
+        self.forgotten, self.moving_s = len(self.bodies), 0.0
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self.moving_s += SECONDS * self.slowness
+        return await super()._complete(request)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         count = len(self.bodies) - self.forgotten
@@ -50,6 +57,6 @@ class MeteredEngine(FakeEngine):
                 f'{name}{{{of},le="+Inf"}} {gaps}',
                 f'disagg_handoffs_total{{engine="0",outcome="loaded",transport="tcp"}} {count}',
                 f'disagg_handoff_bytes_total{{engine="0",transport="tcp"}} {count * BYTES}',
-                f'disagg_handoff_seconds_sum{{engine="0"}} {count * SECONDS}',
+                f'disagg_handoff_seconds_sum{{engine="0"}} {self.moving_s}',
             ]
         return web.Response(text="\n".join(lines) + "\n")

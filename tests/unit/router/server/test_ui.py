@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -189,7 +190,7 @@ def test_the_page_in_a_browser(make: Make, loop: Loop) -> None:
         for words in ("3 of 4 engines up", "down: starts again", "ready · not up: decode-1"):
             assert words in text, words
         flow = await page.run("document.getElementById('flow').ariaLabel")
-        assert "prefill-0 to decode-0: " in flow
+        assert re.search(r"prefill-\d to decode-\d: [\d.]+ requests a second, [\d.]+ MB/s", flow)
         for width in (360, 1280):
             for dark in (False, True):
                 await page.look(width, dark=dark)
