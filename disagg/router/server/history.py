@@ -60,7 +60,8 @@ class History:
                 if not has_failed:  # once, not each time
                     logger.warning("the history of /ui has a gap", exc_info=True)
                 has_failed = True
-            await asyncio.sleep(max(0.0, every_s - (time.monotonic() - began)))
+            # Not at once after a slow one: rates over a short time say little.
+            await asyncio.sleep(max(every_s / 2, every_s - (time.monotonic() - began)))
 
     def add(self, taken: Taken) -> None:
         """Add a sample, and the events that it shows."""

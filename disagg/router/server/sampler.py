@@ -42,6 +42,7 @@ _OF_ENGINES = (
     "disagg_handoff_bytes_total",
     "disagg_handoff_seconds_sum",
 )
+_OWN = ""  # beside the names of engines
 _DIGITS = 4  # of the numbers in a sample
 
 Buckets: TypeAlias = Mapping[float, float]
@@ -117,19 +118,19 @@ class Sampler:
     def __init__(self, texts: EngineTexts, models: Models) -> None:
         self._texts, self._models = texts, models
         self._grown = Differences()
-        self._taken_at: float | None = None
+        self._read_at: dict[str, float] = {}
         self._urls: dict[str, str] = {}
 
     async def take(self, own: Callable[[], Awaitable[bytes]]) -> Taken:
         """A sample of now. `own`: the metrics of all processes of the router, as text."""
-        text, texts = await asyncio.gather(own(), self._texts.get())
-        now = time.monotonic()
-        seconds = None if self._taken_at is None else now - self._taken_at
-        if seconds is not None and not 0 < seconds <= _LONGEST_S:
-            seconds = None
-        self._taken_at = now
-        self._grown.begin(anew=seconds is None)
-        router, chunks = self._router(text.decode(), seconds)
+
+        async def read() -> tuple[bytes, float]:
+            return await own(), time.monotonic()
+
+        (text, at), texts = await asyncio.gather(read(), self._texts.get())
+        seconds = self._seconds({_OWN: at, **self._texts.read_at})
+        self._grown.begin(anew=_OWN not in seconds)
+        router, chunks = self._router(text.decode(), seconds.get(_OWN))
         engines, tokens = self._engines(texts, seconds)
         between, between_of = _percentiles(tokens), "tokens"
         if between is None:  # engines that tell no time between tokens
@@ -142,6 +143,13 @@ class Sampler:
             **engines,
         }
         return {"sample": sample, "states": self._states(texts), "restarted": self._restarted()}
+
+    def _seconds(self, read_at: dict[str, float]) -> dict[str, float]:
+        """For each source, the time between this reading and the one before. They differ: an
+        engine may be slow, and another viewer may have had its metrics read a second ago."""
+        passed = {name: at - self._read_at.get(name, at) for name, at in read_at.items()}
+        self._read_at = read_at
+        return {name: seconds for name, seconds in passed.items() if 0 < seconds <= _LONGEST_S}
 
     def _router(self, text: str, seconds: float | None) -> tuple[dict[str, Any], Buckets]:
         requests = failed = queued = in_flight = 0.0
@@ -175,22 +183,24 @@ class Sampler:
         }
         return figures, chunks.buckets()
 
-    def _engines(self, texts: Texts, seconds: float | None) -> tuple[dict[str, Any], Buckets]:
+    def _engines(
+        self, texts: Texts, seconds: Mapping[str, float]
+    ) -> tuple[dict[str, Any], Buckets]:
         tokens: float | None = None
-        moved = moving_s = 0.0
+        moved = moved_a_second = moving_s = 0.0
         to: defaultdict[str, float] = defaultdict(float)
         usage: dict[str, float | None] = {}
         between = _Histogram()
         for engine, text in texts:
-            is_decode = engine.role == "decode"
+            is_decode, passed = engine.role == "decode", seconds.get(engine.name, math.inf)
             for name, labels, value in samples(text or "", _OF_ENGINES):
                 key = (name, *sorted(labels.items()))
                 grown = partial(self._grown.of, (engine.name, engine.url), key, value)
                 match name:
                     case "vllm:generation_tokens_total":
                         more = grown()  # of prefill engines too: it may tell of a restart
-                        if is_decode:
-                            tokens = more if tokens is None else tokens + more
+                        if is_decode and engine.name in seconds:
+                            tokens = (tokens or 0.0) + more / passed
                     case "vllm:inter_token_latency_seconds_bucket" if is_decode:
                         between.add(labels, grown(), engine.name)
                     case "vllm:kv_cache_usage_perc":
@@ -198,14 +208,15 @@ class Sampler:
                     case "disagg_handoff_bytes_total":
                         more = grown()
                         moved += more
-                        to[engine.name] += more
+                        moved_a_second += more / passed
+                        to[engine.name] += more / passed
                     case "disagg_handoff_seconds_sum":
                         moving_s += grown()
         figures = {
-            "tokens": None if tokens is None else _rate(tokens, seconds),
-            "moved": _rate(moved, seconds),
+            "tokens": _short(tokens),
+            "moved": _short(moved_a_second) if seconds.keys() - {_OWN} else None,
             "speed": _short(moved / moving_s) if moved > 0 and moving_s > 0 else None,
-            "to": {name: _rate(more, seconds) for name, more in to.items() if more},
+            "to": {name: _short(more) for name, more in to.items() if more},
             "kv": usage,
         }
         return figures, between.buckets()

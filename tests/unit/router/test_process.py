@@ -359,7 +359,7 @@ def test_a_drain_command_waits_for_all_processes(
     router = start("--processes", "2", "--admin-socket", str(at))
     router.children()
     streams = [Stream(router) for _ in range(4)]
-    command = [sys.executable, "-m", "disagg.cli", "drain", "--socket", str(at), "--wait"]
+    command = [sys.executable, "-m", "disagg.cli", "drain", str(at), "--wait"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiting:
         until(lambda: is_refused(router.url))
         assert waiting.poll() is None

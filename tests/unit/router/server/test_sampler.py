@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from disagg.router.server.sampler import Differences, _Histogram, percentile
+from disagg.config import RouterSection
+from disagg.router.server.model_group import ModelGroup
+from disagg.router.server.models import Models
+from disagg.router.server.sampler import Differences, Sampler, _Histogram, percentile
+from disagg.router.telemetry.engine_metrics import EngineTexts
+from disagg.router.topology import EngineEndpoint
 
 INF = math.inf
+ENGINE = EngineEndpoint("decode-0", "decode", "http://decode")
 
 
 @pytest.mark.parametrize(
@@ -68,3 +76,40 @@ def test_growth() -> None:
     assert read(grown, ("x", 90.0), anew=True) == [0]
     assert read(grown) == []  # it does not answer
     assert read(grown, ("x", 95.0)) == [0]  # nobody knows what was meanwhile
+
+
+class Texts(EngineTexts):
+    """Readings that were made at these times, in place of an engine's."""
+
+    def __init__(self) -> None:
+        self.read_at, self.tokens = {}, 0
+
+    def read(self, at: float, tokens: int) -> None:
+        self.read_at, self.tokens = {ENGINE.name: at}, tokens
+
+    async def get(self, *, fresh: bool = False) -> Sequence[tuple[EngineEndpoint, str | None]]:
+        return [(ENGINE, f"vllm:generation_tokens_total {self.tokens}\n")]
+
+
+def test_rates_are_over_the_time_between_readings_of_the_same_engine() -> None:
+    """Not over the time between samples: an engine may have been slow, or read for a viewer."""
+    group = ModelGroup("", RouterSection(), [ENGINE], {}, connector="disagg", strict=False)
+    texts = Texts()
+    sampler = Sampler(texts, Models([group]))
+
+    async def own() -> bytes:
+        return b'disagg_router_requests_total{route="other",status="200"} 5\n'
+
+    async def tokens() -> float | None:
+        shown: float | None = (await sampler.take(own))["sample"]["tokens"]
+        return shown
+
+    async def run() -> list[float | None]:
+        rates = []
+        for at, count in ((1000.0, 50), (1002.5, 300), (1003.0, 350), (1090.0, 9000)):
+            texts.read(at, count)
+            rates.append(await tokens())
+        return rates
+
+    # Nobody knows since when; 250 in 2.5 s; 50 in 0.5 s; after a gap, nobody knows either.
+    assert asyncio.run(run()) == [None, 100, 100, None]
