@@ -100,9 +100,8 @@ def test_a_process_that_starts_has_the_engines_of_now(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["ls"], "URL, --socket: give one of them"),
         (["add", "http://127.0.0.1:1"], "--prefill, --decode: none given"),
-        (["ls", "ftp://h"], "URL: 'ftp://h' — not a router's URL"),
+        (["ls", "ftp://h"], "WHERE: 'ftp://h' — not a router's URL"),
         (["ls", "http://h", "--key-env", "NO_SUCH"], "--key-env: 'NO_SUCH'"),
     ],
 )
