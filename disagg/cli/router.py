@@ -250,13 +250,24 @@ def status(
     where: Where = None,
     socket: Socket = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C (exit status 0).")
+    ] = False,
+    every: Annotated[
+        float, typer.Option(min=0.5, metavar="S", help="Seconds between two looks of --watch.")
+    ] = 2.0,
     key_env: KeyEnv = None,
     ca: TrustedCa = None,
 ) -> None:
     """Show a running router's engines, pairings, handoffs and recent failures.
 
-    Exit status 0 if every engine is up, 1 if not.
+    Exit status 0 if every engine is up, 1 if not. With --watch: the last ten minutes, too.
     """
+    if watch and as_json:
+        raise ConfigError("--watch, --json: give one of them")
+    if watch:
+        keep_showing = import_module("disagg.router.status_watch").run
+        raise typer.Exit(keep_showing(operator(where, key_env, ca), every))
     from disagg.router.status_client import run
 
     raise typer.Exit(run(operator(where, socket, key_env, ca), as_json=as_json))

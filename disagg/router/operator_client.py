@@ -61,6 +61,10 @@ class OperatorClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection. The next call opens another."""
         self._connection.close()
 
     def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:

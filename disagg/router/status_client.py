@@ -14,6 +14,8 @@ from rich.table import Table
 from disagg.router.operator_client import OperatorClient
 from disagg.router.server.status import PATH
 
+_WORDS = frozenset(["state", "decode", "over", "what", "engine", "engines", "id", "history"])
+
 
 def run(client: OperatorClient, *, as_json: bool) -> int:
     """Print the state. Returns 0 if every engine is up, else 1; raises DisaggError.
@@ -37,34 +39,34 @@ def run(client: OperatorClient, *, as_json: bool) -> int:
 
 
 def _engines(state: dict[str, Any]) -> Table:
-    table = _table("Engines", "engine", "state", "running", "waiting", "KV cache", "leases")
+    table = titled("Engines", "engine", "state", "running", "waiting", "KV cache", "leases")
     for engine in state["engines"]:
         color = "green" if engine["state"] == "up" else "red"
         usage = engine.get("kv_usage")
         table.add_row(
             engine["name"],
-            f"[{color}]{escape(engine['state'])}[/]",
-            _count(engine.get("running")),
-            _count(engine.get("waiting")),
+            f"[{color}]{escape(cleaned(engine['state']))}[/]",
+            count(engine.get("running")),
+            count(engine.get("waiting")),
             "-" if usage is None else f"{usage:.1%}",
-            _count(engine.get("leases")),
+            count(engine.get("leases")),
         )
     return table
 
 
 def _pairings(state: dict[str, Any]) -> Table:
-    table = _table("Pairings", "prefill", "decode", "requests")
+    table = titled("Pairings", "prefill", "decode", "requests")
     for pair in state["router"]["pairings"]:
-        table.add_row(pair["prefill"], pair["decode"], _count(pair["requests"]))
+        table.add_row(pair["prefill"], pair["decode"], count(pair["requests"]))
     return table
 
 
 def _handoffs(state: dict[str, Any]) -> Table:
-    table = _table("Handoffs", "to", "over", "loaded", "failed", "aborted", "MiB")
+    table = titled("Handoffs", "to", "over", "loaded", "failed", "aborted", "MiB")
     for engine in state["engines"]:
         for transport, totals in engine.get("handoffs", {}).items():
             counts = (
-                _count(totals.get(outcome, 0.0)) for outcome in ("loaded", "failed", "aborted")
+                count(totals.get(outcome, 0.0)) for outcome in ("loaded", "failed", "aborted")
             )
             mib = totals.get("bytes", 0.0) / 2**20
             table.add_row(engine["name"], transport, *counts, f"{mib:,.1f}")
@@ -72,37 +74,48 @@ def _handoffs(state: dict[str, Any]) -> Table:
 
 
 def _failures(state: dict[str, Any]) -> Table:
-    table = _table("Recent failures", "when", "status", "what", "engines", "id")
+    table = titled("Recent failures", "when", "status", "what", "engines", "id")
     for failure in state["failures"]:
         engines = " → ".join(filter(None, (failure.get("prefill"), failure.get("decode"))))
         reason = failure.get("why") or f"retried {failure.get('retries', 0)}"
         when = time.strftime("%H:%M:%S", time.localtime(failure["at"]))
         table.add_row(
-            when, str(failure["status"]), escape(reason), engines, escape(failure.get("id", "-"))
+            when,
+            str(failure["status"]),
+            escape(cleaned(reason)),
+            engines,
+            escape(cleaned(failure.get("id", "-"))),
         )
     return table
 
 
 def _in_flight(state: dict[str, Any]) -> str:
     router = state["router"]
-    requests = ", ".join(f"{_count(n)} x {status}" for status, n in router["requests"].items())
-    local = ", ".join(f"{reason} {_count(n)}" for reason, n in router["local"].items())
+    requests = ", ".join(f"{count(n)} x {status}" for status, n in router["requests"].items())
+    local = ", ".join(f"{reason} {count(n)}" for reason, n in router["local"].items())
     first = router["seconds"]["ttft"]
     mean = f"{1000 * first['sum'] / first['count']:.1f} ms" if first["count"] else "-"
     return (
-        f"requests: {requests or 'none'}; in flight: {_count(router['in_flight']['decode'])}; "
-        f"queued: {_count(router['queued'])}; mean time to first byte: {mean}\n"
+        f"requests: {requests or 'none'}; in flight: {count(router['in_flight']['decode'])}; "
+        f"queued: {count(router['queued'])}; mean time to first byte: {mean}\n"
         f"computed by decode: {local or 'none'}"
     )
 
 
-def _table(title: str, *columns: str) -> Table:
+def titled(title: str, *columns: str) -> Table:
+    """An empty table. Columns of words are on the left."""
     table = Table(title=title, title_justify="left", header_style="dim")
     for number, column in enumerate(columns):
-        text = number == 0 or column in ("state", "decode", "over", "what", "engines", "id")
-        table.add_column(column, justify="left" if text else "right")
+        text = number == 0 or column in _WORDS
+        table.add_column(column, justify="left" if text else "right", overflow="fold")
     return table
 
 
-def _count(value: float | None) -> str:
+def count(value: float | None) -> str:
+    """A whole number for people."""
     return "-" if value is None else f"{value:,.0f}"
+
+
+def cleaned(text: str) -> str:
+    """Words of engines and clients without characters that a terminal would obey."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)

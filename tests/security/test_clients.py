@@ -196,7 +196,7 @@ SPELLINGS = [
     "/weight_info",
     "/fault_tolerance/apply",
     "/kv_event_sources",
-    "/docs",
+    "/docs/oauth2-redirect",
     "/a_route_of_a_later_vllm",
     "/v1/a_route_of_a_later_vllm",
     *sorted(broadcast.PATHS),
@@ -372,6 +372,18 @@ def test_who_has_no_key_sees_no_word_of_an_engine_or_a_client(start: Callable[..
         assert failure["why"]
     (failure,) = router.get("/ui/state", authorization="Bearer of-nobody").json()["failures"]
     assert "id" not in failure
+
+
+def test_pages_of_the_api_are_the_routers_own(start: Callable[..., Router]) -> None:
+    """An engine's pages would load scripts from elsewhere into the router's origin."""
+    router = start()
+    for path in ("/docs", "/redoc"):
+        for headers in ({}, ANN, EVE):
+            page = router.get(path, **headers)
+            assert page.status_code == 404
+            assert "openapi.json" in page.text
+            assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not [path for engine in router.engines for path in engine.asked if "doc" in path]
 
 
 @pytest.mark.parametrize("path", ["/ready", "/metrics", "/ui/state"])

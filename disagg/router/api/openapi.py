@@ -118,7 +118,7 @@ def document(root_path: str = "") -> dict[str, Any]:
             "/health": {"get": _public("The router runs")},
             "/ready": {"get": _ready()},
             "/ui": {"get": _public("Status page", {"text/html": {}})},
-            "/ui/state": {"get": _public("The data of the status page", _json({"type": "object"}))},
+            "/ui/state": {"get": _state()},
             "/metrics": {"get": _public("Prometheus metrics", {"text/plain": {}})},
         },
         "components": {
@@ -160,6 +160,13 @@ def _public(summary: str, answer: dict[str, Any] | None = None) -> dict[str, Any
     """A route that the router answers itself, without an API key."""
     success = {"description": "OK."} | ({"content": answer} if answer else {})
     return {"summary": summary, "responses": {"200": success}}
+
+
+def _state() -> dict[str, Any]:
+    words = "Also the history after this time, in seconds since 1970; 0 for ten minutes."
+    since = {"name": "since", "in": "query", "schema": {"type": "number"}, "description": words}
+    answer = _public("The data of the status page", _json({"type": "object"}))
+    return {**answer, "parameters": [since]}
 
 
 def _ready() -> dict[str, Any]:

@@ -20,7 +20,9 @@ import uvloop
 from pydantic import TypeAdapter
 
 from disagg.router.processes.rpc import ASK_S, RpcChannel, RpcClosed, open_channel
+from disagg.router.server.failures import Shown, merged
 from disagg.router.server.gossip import Gossip
+from disagg.router.server.history import History
 from disagg.router.server.peer_processes import SingleProcess, merged_metrics
 from disagg.router.server.server import RouterPlan, RouterServer, bind, settle
 from disagg.router.topology import Away, EngineEndpoint
@@ -41,6 +43,8 @@ class Child:
             "drain": lambda on: self._own.drain(on),
             "in_flight": lambda _: self._own.in_flight(),
             "figures": self._figures,
+            "failures": lambda _: self._own.failures(),
+            "sample": lambda _: self._server.app.state.take_sample(),
             "gossip": self._hear,
             "running": lambda _: self._server.running(),
             "finish": lambda grace_s: self._server.finish(grace_s),
@@ -122,6 +126,13 @@ class ParentPeers:
     async def figures(self) -> bytes:
         texts: dict[str, str] = await self._ask("figures") or {}
         return merged_metrics({int(number): text for number, text in texts.items()})
+
+    async def failures(self) -> Shown:
+        return await self._ask("failures") or merged(())
+
+    async def history(self, since: float) -> str:
+        text: str | None = await self._ask("history", since)
+        return text or History().since(since)
 
     async def engines(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] | None = await self._ask("engines", {"name": name, "given": given})

@@ -23,7 +23,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from disagg.router.processes.rpc import ASK_S, Handlers, RpcChannel, RpcClosed, open_channel
+from disagg.router.server.failures import Shown, merged
+from disagg.router.server.history import History
 from disagg.router.server.peer_processes import EngineCalls, called, merged_metrics
+from disagg.router.server.sampler import Taken
 from disagg.router.server.server import RouterPlan, RouterServer, bind
 from disagg.router.topology import Away, EngineEndpoint
 
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 START_S = 60.0
 END_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_SAMPLE_S = 5.0  # a silent engine alone takes 2 s
 _STEADY_S = 30.0  # a child that lived longer did not fail to start
 _FAILED = (RpcClosed, TimeoutError, RuntimeError)
 
@@ -73,10 +77,14 @@ class Processes:
         self._draining = False
         self.drain_requested = asyncio.Event()
         self._engine_calls: EngineCalls | None = None
+        self._history = History()
+        self._sampling = contextlib.AsyncExitStack()
         self._handlers: Handlers = {
             "drain": self._drain,
             "in_flight": self._in_flight,
             "figures": self._figures,
+            "failures": self._failures,
+            "history": self._since,
             "engines": self._engines,
             "gossip": self._gossip,
         }
@@ -91,6 +99,7 @@ class Processes:
             all_ready.cancel()
             await self.stop(0)
             raise RuntimeError("a router process exited while starting; see its last log lines")
+        await self._sampling.enter_async_context(self._history.running(self._sample))
 
     async def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
         """Use these engines from now on, in later children too; see `Topology.replace`."""
@@ -123,6 +132,7 @@ class Processes:
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, let those in flight run for `grace_s`, cut the rest, end all."""
         self._stopping.set()
+        await self._sampling.aclose()
         await self._ask("finish", grace_s, timeout_s=grace_s + ASK_S)
         # All at once: a client that follows a drain through one child sees the end of all.
         for channel in list(self._open):
@@ -142,6 +152,7 @@ class Processes:
             if not ready.is_set():
                 raise RuntimeError(f"router process {number} exited while starting")
             failures = 0 if time.monotonic() - began > _STEADY_S else failures + 1
+            self._history.note(f"router process {number}", "restarted", f"exit status {status}")
             pause = min(_PAUSE_S * 2 ** min(failures, 10), _LONGEST_PAUSE_S)
             logger.warning(
                 "router process %d exited (status %d), restarting it in %.1f s",
@@ -203,6 +214,21 @@ class Processes:
 
     async def _figures(self, _: Any) -> dict[int, str]:
         return await self._ask("figures")
+
+    async def _failures(self, _: Any) -> Shown:
+        return merged((await self._ask("failures")).values())
+
+    async def _since(self, at: float) -> str:
+        return self._history.since(at)
+
+    async def _sample(self) -> Taken | None:
+        """A sample by one child. It stays the same child while that lives, as only it knows the
+        sample before."""
+        for _, channel in sorted(self._channels.items()):
+            with contextlib.suppress(*_FAILED):
+                taken: Taken = await channel.call("sample", timeout_s=_SAMPLE_S)
+                return taken
+        return None
 
     async def _engines(self, given: Any) -> dict[str, Any]:
         return await called(self._engine_calls, given["name"], given["given"])

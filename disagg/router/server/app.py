@@ -26,12 +26,15 @@ from disagg.router.server import gossip as gossip_api
 from disagg.router.server.api_keys import KeyRing
 from disagg.router.server.drain import DrainMiddleware
 from disagg.router.server.endpoint import INTERNAL_ERROR, Answer, Endpoint
+from disagg.router.server.failures import Failures
 from disagg.router.server.file_descriptors import FileDescriptors
 from disagg.router.server.forwarding import Forwarding
 from disagg.router.server.gossip import Gossip
 from disagg.router.server.model_group import ModelGroup
 from disagg.router.server.models import Models
-from disagg.router.server.status import Failures, Status
+from disagg.router.server.peer_processes import SingleProcess
+from disagg.router.server.sampler import Sampler
+from disagg.router.server.status import Status
 from disagg.router.telemetry.access_log import AccessLog, Record
 from disagg.router.telemetry.engine_metrics import EngineTexts
 from disagg.router.telemetry.metrics import ByDeployment, Exposition, RouterMetrics
@@ -72,7 +75,8 @@ def create_app(
                 upstream.open_client(settings.limits, engine_key, tls=tls)
             )
             texts = EngineTexts(scraper, lambda: models.engines, models.metrics_are_odd)
-            app.state.status = Status(texts, models, failures)
+            app.state.status = Status(texts, models)
+            await running.enter_async_context(_history(app, Sampler(texts, models)))
             app.state.exposition = Exposition(
                 texts, lambda: models.engines, lambda: app.state.peer_processes.figures()
             )
@@ -87,13 +91,26 @@ def create_app(
     log = AccessLog(enabled=settings.access_log, shows_clients=has_proxies)
     metrics = {name: group.metrics for name, group in models.groups.items()}
     registry: Collector = metrics[""].registry if models.only else _several(metrics)
-    drain_api.install(app, registry, keys, log)
+    drain_api.install(app, registry, failures, keys, log)
     engines_api.install(app, keys, log)
     gossip_api.install(app, gossip, keys)
     _add_own_routes(app, models, keys)
-    ui.install(app, keys)
+    ui.install(app, keys, settings.root_path)
     _add_api_routes(app, settings, models, metrics, failures, keys, log)
     return app
+
+
+@asynccontextmanager
+async def _history(app: FastAPI, sampler: Sampler) -> AsyncIterator[None]:
+    """Sets `take_sample` in the app's state. Keeps the history, unless the parent of several
+    processes does."""
+    app.state.take_sample = lambda: sampler.take(app.state.peer_processes.figures)
+    own = app.state.peer_processes
+    if isinstance(own, SingleProcess):
+        async with own.kept.running(app.state.take_sample):
+            yield
+    else:
+        yield
 
 
 def _groups(

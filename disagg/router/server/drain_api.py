@@ -15,14 +15,17 @@ from disagg.router.api.errors import ApiError
 from disagg.router.server import operators
 from disagg.router.server.api_keys import KeyRing
 from disagg.router.server.drain import PATH, Drain, DrainMiddleware
+from disagg.router.server.failures import Failures
 from disagg.router.server.peer_processes import PeerProcesses, SingleProcess
 from disagg.router.telemetry.access_log import AccessLog
 
 
-def install(app: FastAPI, registry: Collector, keys: KeyRing, log: AccessLog) -> None:
+def install(
+    app: FastAPI, registry: Collector, failures: Failures, keys: KeyRing, log: AccessLog
+) -> None:
     """Make the app drainable. Sets `drain` and `peer_processes` in the app's state."""
     drain = app.state.drain = Drain()
-    app.state.peer_processes = SingleProcess(drain, registry)
+    app.state.peer_processes = SingleProcess(drain, registry, failures)
     app.add_middleware(DrainMiddleware, drain=drain)
 
     async def act(request: Request) -> Response:

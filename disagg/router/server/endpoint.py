@@ -25,8 +25,8 @@ from disagg.router.server.client_disconnect import (
     Connection,
     WhileConnected,
 )
+from disagg.router.server.failures import Failures
 from disagg.router.server.file_descriptors import FileDescriptors
-from disagg.router.server.status import Failures
 from disagg.router.telemetry.access_log import ID_HEADER, AccessLog, Record, request_id
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.telemetry.tracing import Trace

@@ -38,7 +38,8 @@ class Ingress:
             if self._root:
                 self._take_root_off(scope)
             path: str = scope["path"]
-            if path[-1:] == "/" and scope["raw_path"][-1:] == b"/" and len(path) > 1:
+            # Of "//" it would leave "/", which is another path.
+            if path[-1:] == "/" and scope["raw_path"][-1:] == b"/" and len(path) > 2:
                 scope["path"] = path = path[:-1]
                 scope["raw_path"] = scope["raw_path"][:-1]
             if scope["method"] == "POST":

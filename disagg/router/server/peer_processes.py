@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from disagg.router.server.drain import Drain
+from disagg.router.server.failures import Failures, Shown
+from disagg.router.server.history import History
 from disagg.router.telemetry.metrics import merged, text_of
 
 
@@ -38,6 +40,12 @@ class PeerProcesses(Protocol):
     async def figures(self) -> bytes:
         """The router's own metrics, of all processes."""
 
+    async def failures(self) -> Shown:
+        """The requests that failed, of all processes."""
+
+    async def history(self, since: float) -> str:
+        """See `History.since`."""
+
     async def engines(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """See `EngineCalls.call`."""
 
@@ -48,8 +56,9 @@ class PeerProcesses(Protocol):
 class SingleProcess:
     """The only process of its router. `drain_requested`: set by a drain command."""
 
-    def __init__(self, drain: Drain, registry: Collector) -> None:
-        self._drain, self._registry = drain, registry
+    def __init__(self, drain: Drain, registry: Collector, failures: Failures) -> None:
+        self._drain, self._registry, self._failures = drain, registry, failures
+        self.kept = History()
         self.drain_requested = asyncio.Event()
         self.engine_calls: EngineCalls | None = None
 
@@ -66,6 +75,12 @@ class SingleProcess:
 
     async def figures(self) -> bytes:
         return text_of(self._registry)
+
+    async def failures(self) -> Shown:
+        return self._failures.shown()
+
+    async def history(self, since: float) -> str:
+        return self.kept.since(since)
 
     async def engines(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return await called(self.engine_calls, name, given)

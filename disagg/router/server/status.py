@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from typing import Any
 
 from disagg.config import TransferSection
+from disagg.router.server.failures import open_part
 from disagg.router.server.models import Models
 from disagg.router.server.peer_processes import PeerProcesses
-from disagg.router.telemetry.access_log import Record
+from disagg.router.server.sampler import SILENT, UP
 from disagg.router.telemetry.engine_metrics import Cached, EngineTexts, samples
 from disagg.router.topology import EngineEndpoint, role_of
 
 PATH = "/ui/state"
-_FAILURES = 50
 _GAUGES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -33,38 +32,14 @@ _GAUGES = {
 _OUTCOMES = frozenset(["loaded", "failed", "aborted", "bytes"])
 _TRANSPORTS = frozenset(TransferSection().transports)
 _OTHER = "other"  # in place of a word that an engine chose
-# What everybody may see of a failure. An engine or a client may have written `why` and `id`.
-_OPEN_FIELDS = frozenset(
-    ["at", "status", "route", "deployment", "prefill", "decode", "local", "retries", "migrations"]
-)
 _TIMES = ("ttft", "between_chunks", "prefill", "handoff", "queue")
-
-
-class Failures:
-    """The last requests of this router process that failed, were retried or migrated."""
-
-    def __init__(self) -> None:
-        self._kept: deque[dict[str, Any]] = deque(maxlen=_FAILURES)
-
-    def note(self, status: int, record: Record, why: str | None) -> None:
-        """Record a finished request, if any part of it failed."""
-        if status < 500 and not record.retries and not record.migrations:
-            return
-        shown = record.shown()
-        shown.pop("key", None)
-        shown.pop("client", None)
-        self._kept.append({"at": time.time(), "status": status, "why": why, **shown})
-
-    def latest(self) -> list[dict[str, Any]]:
-        """The latest first."""
-        return list(reversed(self._kept))
 
 
 class Status:
     """Makes the status document."""
 
-    def __init__(self, texts: EngineTexts, models: Models, failures: Failures) -> None:
-        self._texts, self._models, self._failures = texts, models, failures
+    def __init__(self, texts: EngineTexts, models: Models) -> None:
+        self._texts, self._models = texts, models
         self._cached: Cached[dict[str, Any]] | None = None
 
     async def document(self, peer_processes: PeerProcesses, *, has_key: bool) -> dict[str, Any]:
@@ -77,7 +52,9 @@ class Status:
 
     async def _make(self, peer_processes: PeerProcesses) -> dict[str, Any]:
         down = self._models.down
-        own, texts = await asyncio.gather(peer_processes.figures(), self._texts.get())
+        own, texts, failures = await asyncio.gather(
+            peer_processes.figures(), self._texts.get(), peer_processes.failures()
+        )
         shown = [self._engine(*pair) for pair in texts]
         away = [
             {"name": name, "role": role_of(name), "state": one.why} for name, one in down.items()
@@ -86,28 +63,29 @@ class Status:
             "at": time.time(),
             "engines": sorted(shown + away, key=lambda e: (e["role"] != "prefill", e["name"])),
             "router": _router(own.decode()),
-            "failures": self._failures.latest(),
+            "failures": failures["latest"],
+            "failure_groups": failures["groups"],
         }
 
     def _engine(self, engine: EngineEndpoint, text: str | None) -> dict[str, Any]:
-        problem = self._models.problem(engine) or (None if text else "does not answer /metrics")
+        problem = self._models.problem(engine) or (None if text else SILENT)
         return {
             "name": engine.name,
             "role": engine.role,
-            "state": problem or "up",
+            "state": problem or UP,
             **_engine_figures(text or ""),
         }
 
 
 def _for_everybody(document: dict[str, Any]) -> dict[str, Any]:
     """The document without words that an engine or a client chose."""
+    failures = {"latest": document["failures"], "groups": document["failure_groups"]}
+    shown = open_part(failures)
     return {
         **document,
         "engines": [_open_engine(engine) for engine in document["engines"]],
-        "failures": [
-            {name: value for name, value in failure.items() if name in _OPEN_FIELDS}
-            for failure in document["failures"]
-        ],
+        "failures": shown["latest"],
+        "failure_groups": shown["groups"],
     }
 
 

@@ -57,7 +57,8 @@ _LABEL_NAME = re.compile(r'(?:^|,)([a-z0-9_]+)="')
 _CONTENT_TYPES = frozenset(
     ["text/plain", "application/openmetrics-text", "application/octet-stream"]
 )
-_BEGINNINGS = (OURS, "vllm:", "# TYPE disagg_", "# TYPE vllm:")
+# Of the lines that are looked at. Most of an engine's lines are of other families.
+_BEGINNINGS = tuple(f"{before}{name}" for before in ("", "# TYPE ") for name in (OURS, *OF_VLLM))
 
 
 class Cached(Generic[T]):
@@ -206,6 +207,8 @@ class EngineTexts:
         self._client, self._engines, self._count = client, engines, count
         self._problems: dict[str, set[Problem]] = {}
         self._cached = Cached(self._scrape)
+        self.read_at: dict[str, float] = {}
+        """When each engine's metrics were read, by its name: monotonic seconds."""
 
     async def get(self, *, fresh: bool = False) -> Sequence[tuple[EngineEndpoint, str | None]]:
         """One pair for each engine; None for one that does not answer. `fresh`: see `Cached`."""
@@ -214,8 +217,15 @@ class EngineTexts:
     async def _scrape(self) -> Sequence[tuple[EngineEndpoint, str | None]]:
         engines = self._engines()
         problems: list[set[Problem]] = [set() for _ in engines]
-        pairs = zip(engines, problems, strict=True)
-        texts = await asyncio.gather(*(scrape(self._client, *pair) for pair in pairs))
+        read_at: dict[str, float] = {}
+
+        async def read(engine: EngineEndpoint, found: set[Problem]) -> str | None:
+            text = await scrape(self._client, engine, found)
+            read_at[engine.name] = time.monotonic()
+            return text
+
+        texts = await asyncio.gather(*map(read, engines, problems))
+        self.read_at = read_at
         for engine, found in zip(engines, problems, strict=True):
             self._note(engine, found)
         return list(zip(engines, texts, strict=True))

@@ -41,25 +41,25 @@ class Loop:
     """An event loop in a thread, for servers that synchronous tests talk to."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
 
     def close(self) -> None:
         self.run(self._end_tasks())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5)
-        self._loop.close()
+        self.loop.close()
 
     async def _end_tasks(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._loop.shutdown_asyncgens()
+        await self.loop.shutdown_asyncgens()
 
 
 @dataclass
@@ -277,8 +277,9 @@ def loop() -> Iterator[Loop]:
 @pytest.fixture
 def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
     """Starts a router with a prefill and a decode engine, and more engines of the roles `others`,
-    all of one `model`. `options` go to `create_app`. Short prompts are handed off, unless `section`
-    says otherwise. Without `api_keys`, everybody may infer, and `OPERATOR` operates."""
+    all of one `model` and one `kind`. `options` go to `create_app`. Short prompts are handed off,
+    unless `section` says otherwise. Without `api_keys`, everybody may infer, and `OPERATOR`
+    operates."""
     undo: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     def start(
@@ -287,9 +288,10 @@ def make(loop: Loop) -> Iterator[Callable[..., Setup]]:
         section: dict[str, Any] | None = None,
         others: Sequence[Role] = (),
         model: str = "m",
+        kind: type[FakeEngine] = FakeEngine,
         **options: Any,
     ) -> Setup:
-        fakes = [FakeEngine(role, model=model) for role in ("prefill", "decode", *others)]
+        fakes = [kind(role, model=model) for role in ("prefill", "decode", *others)]
         engines = []
         for number, engine in enumerate(fakes):
             loop.run(engine.start())

@@ -44,12 +44,12 @@ def test_engines_of_all_processes(start: Start, loop: Loop, tmp_path: Path) -> N
     until(lambda: "Ready: " in router.text)
 
     def listed() -> dict[str, str]:
-        shown = disagg("engines", "ls", "--socket", str(at), "--json")
+        shown = disagg("engines", "ls", str(at), "--json")
         return {one["name"]: one["state"] for one in json.loads(shown.stdout)}
 
     with fakes(loop, "decode", "decode") as (added, filed), ThreadPoolExecutor() as pool:
         assert listed() == {"prefill-0": "serves", "decode-0": "serves"}
-        done = disagg("engines", "add", "--socket", str(at), "--decode", added.url)
+        done = disagg("engines", "add", str(at), "--decode", added.url)
         assert (done.returncode, done.stdout) == (0, f"decode-1 serves: {added.url}\n")
         file.write_text(json.dumps({"decode": [filed.url]}))
         until(lambda: listed().get("decode-2") == "serves")
@@ -59,7 +59,7 @@ def test_engines_of_all_processes(start: Start, loop: Loop, tmp_path: Path) -> N
         router.decode.bodies.clear()
         streams = [pool.submit(complete, router, stream=True) for _ in range(12)]
         until(lambda: router.decode.bodies != [])
-        words = ["engines", "remove", "--socket", str(at), "--name", "decode-0"]
+        words = ["engines", "remove", str(at), "--name", "decode-0"]
         done = disagg(*words)
         assert (done.returncode, "decode-0 drains, " in done.stdout) == (0, True)
         assert listed()["decode-0"] == "drains"

@@ -359,7 +359,7 @@ def test_a_drain_command_waits_for_all_processes(
     router = start("--processes", "2", "--admin-socket", str(at))
     router.children()
     streams = [Stream(router) for _ in range(4)]
-    command = [sys.executable, "-m", "disagg.cli", "drain", "--socket", str(at), "--wait"]
+    command = [sys.executable, "-m", "disagg.cli", "drain", str(at), "--wait"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiting:
         until(lambda: is_refused(router.url))
         assert waiting.poll() is None
@@ -451,3 +451,43 @@ def test_short_of_descriptors_requests_get_503(start: Callable[..., Router], at_
     assert client().get(f"{router.url}/ready", timeout=20).json()["ready"]
     assert "cannot be reached" not in router.text
     assert router.text.count("file descriptors are in use") == 1
+
+
+def test_several_processes_have_one_history_and_one_list_of_failures(
+    start: Callable[..., Router],
+) -> None:
+    """Whichever process answers, and after one of them was killed."""
+    router = start("--processes", "3")
+    url = f"{router.url}/ui/state?since=0"
+
+    def states() -> list[dict[str, Any]]:
+        # A new connection each: the kernel gives them to different processes.
+        return [httpx.get(url, timeout=10).json() for _ in range(12)]
+
+    until(lambda: states()[0]["history"]["samples"])
+    router.decode.status = 500
+    for _ in range(12):
+        answer = httpx.post(f"{router.url}/v1/completions", json={"prompt": [1], "model": "m"})
+        assert answer.status_code == 500
+    router.decode.status = 200
+    time.sleep(1.1)  # documents are up to a second old
+    for state in states():
+        assert sum(group["count"] for group in state["failure_groups"]) == 12
+        assert len(state["failures"]) == 12
+    until(lambda: sum(s["failed"] or 0 for s in states()[0]["history"]["samples"]) > 5)
+    samples = [state["history"]["samples"] for state in states()]
+    assert 5 < sum(sample["failed"] or 0 for sample in samples[0]) < 7  # 12 in two seconds
+    firsts = {tuple(one["at"] for one in each)[:2] for each in samples}
+    assert len(firsts) == 1
+
+    before = samples[0][0]["at"]
+    children = router.children()
+    for child in children[:2]:
+        child.kill()
+    until(lambda: len(set(router.children()) - set(children)) == 2)
+    until(lambda: states()[0]["history"]["samples"][-1]["at"] > time.time() - 4)
+    history = states()[0]["history"]
+    assert history["samples"][0]["at"] == before
+    restarted = [event for event in history["events"] if event["kind"] == "restarted"]
+    assert len(restarted) == 2
+    assert all(event["engine"].startswith("router process ") for event in restarted)

@@ -1,15 +1,13 @@
-"""The status document `/ui/state`, the page that shows it, and `disagg status`."""
+"""The status document `/ui/state`, and `disagg status`."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from unit.router.conftest import AS_OPERATOR, Setup
 from unit.router.pairing.test_admission import complete, until
 
@@ -17,7 +15,6 @@ from disagg.router.topology import Away
 from disagg.testing.http import client
 
 Make = Callable[..., Setup]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def state_of(setup: Setup) -> dict[str, Any]:
@@ -39,6 +36,7 @@ def test_engines_pairings_and_requests(make: Make) -> None:
     setup.decode.handoffs = {"loaded": 5, "failed": 1}
     for length in (4, 30, 30):
         assert complete(setup, list(range(length))).status_code == 200
+    until(lambda: state_of(setup)["engines"][1]["handoffs"] != {})  # it is up to a second old
     state = state_of(setup)
     prefill, decode = state["engines"]
     assert (prefill["name"], prefill["state"]) == ("prefill-0", "up")
@@ -100,35 +98,3 @@ def test_the_command(setup: Setup) -> None:
     assert "error: http://127.0.0.1:9: " in nobody.stderr
     assert "Traceback" not in nobody.stderr
     assert status("no-url").returncode == 2
-
-
-def test_the_page_loads_nothing_external(setup: Setup) -> None:
-    page = client().get(f"{setup.url}/ui", timeout=10)
-    assert page.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    for outside in ("http:", "https:", "src=", "@import", "url("):
-        assert outside not in page.text
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_the_page_in_a_browser(setup: Setup) -> None:
-    assert CHROMIUM is not None
-
-    def seen() -> str:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
-        command = [CHROMIUM, *options, "--dump-dom", f"{setup.url}/ui"]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=True
-        ).stdout.partition("<script>")[0]
-
-    complete(setup)
-    dom = seen()
-    assert '<td class="good left">up</td>' in dom
-    assert ">ready</span>" in dom
-    assert "2 of 2 engines up" in dom
-    assert '<td>prefill-0</td><td class="left">decode-0</td><td>1</td>' in dom
-    setup.loop.run(setup.server.replace(setup.endpoints[1:], {"prefill-0": Away("starts again")}))
-    until(lambda: state_of(setup)["engines"][0]["state"] == "starts again")
-    dom = seen()
-    assert '<td class="bad left">starts again</td>' in dom
-    assert "degraded: decode only" in dom
