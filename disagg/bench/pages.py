@@ -6,7 +6,8 @@ A page is written by hand, except for what stands between two marks:
     <!-- /results -->
 
 There the tables of the newest results file of that command are written. `summary` is not a command:
-it lists all targets with their verdicts. Running it twice changes nothing.
+it lists all targets with their verdicts. Running it twice changes nothing. It also writes the
+picture at the top of README.md.
 """
 
 from __future__ import annotations
@@ -18,26 +19,32 @@ from pathlib import Path
 
 from rich.console import Console
 
+from disagg.bench import glance
 from disagg.bench.results import Cell, Machine, Result, Row, Target, newest
 from disagg.bench.shown import EXACT_DIGITS, cell, described, number
 from disagg.errors import ConfigError
 
 PAGES, RESULTS = Path("docs/benchmarks"), Path("benchmarks/results")
+PICTURE = Path("docs/images/at-a-glance.svg")
 SUMMARY = "summary"
 _MARKED = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.S)
 
 Newest = Mapping[str, tuple[Path, Result]]
 
 
-def run(pages: Path, results: Path, *, check: bool) -> int:
-    """Write the pages. `check`: write nothing; status 1 if a page is out of date."""
+def run(pages: Path, results: Path, picture: Path, *, check: bool) -> int:
+    """Write the pages, and the picture if there are results for it.
+
+    `check`: write nothing; status 1 if one is out of date.
+    """
     console = Console(highlight=False, soft_wrap=True)
     files = sorted(pages.glob("*.md"))
     if not files:
         raise ConfigError(f"--pages: {pages} has no page; run it from the root of a checkout")
     found, stale = newest(results), 0
-    for page, text in made(files, found):
-        if text == page.read_text(encoding="utf-8"):
+    drawn = glance.drawn(found)
+    for page, text in [*made(files, found), *([(picture, drawn)] if drawn else [])]:
+        if page.exists() and text == page.read_text(encoding="utf-8"):
             continue
         stale += 1
         if not check:
@@ -162,4 +169,4 @@ def _label(machine: Machine) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(PAGES, RESULTS, check=False))
+    raise SystemExit(run(PAGES, RESULTS, PICTURE, check=False))

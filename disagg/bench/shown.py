@@ -41,4 +41,6 @@ def described(where: Machine) -> str:
     if where.memory_gib:
         parts.append(f"{where.memory_gib:g} GiB")
     parts += [where.kernel] if where.kernel else []
+    if len(parts) == 1 and not where.gpus:
+        return where.cpu  # nothing else is known, so neither whether it has a GPU
     return ", ".join([*parts, *(where.gpus or ["no GPU"])])
