@@ -33,6 +33,7 @@ class Chart:
     A column "... p50 / p99" gives both. unit: of the values. reference: series to compare with.
     limit: the name of a target whose limit is drawn, if it is the same everywhere.
     log: axes that are logarithmic; all others begin at 0.
+    names: of the series of `y`, if the columns' own do not say what they are.
     """
 
     kind: Kind
@@ -45,6 +46,7 @@ class Chart:
     reference: tuple[str, ...] = ()
     limit: str = ""
     log: Literal["", "x", "y", "xy"] = ""
+    names: tuple[str, ...] = ()
 
 
 @dataclass
@@ -129,7 +131,8 @@ CHARTS: Mapping[str, tuple[Chart, ...]] = {
         Chart("bars", "First token of decode: handed off, or computed by decode", _FIRST,
               ("tokens",), ("disagg", "computed by decode"), "ms"),
         Chart("stacked", "One request: prefill, then handoff and first token of decode", _FIRST,
-              ("tokens",), ("prefill leg", "disagg"), "ms"),
+              ("tokens",), ("prefill leg", "disagg"), "ms",
+              names=("prefill", "handoff and first token of decode")),
         Chart("bars", "The first handoff between two engines", "First token of the first",
               ("connector",), ("first", "later, median"), "ms"),
     ),
@@ -199,13 +202,13 @@ def charts_of(command: str) -> tuple[Chart, ...]:
 
 
 def with_derived(tables: Sequence[Table]) -> Iterator[Table]:
-    """The tables, and after each what its chart draws if no table of the file has it."""
+    """The tables, and before each what its chart draws if no table of the file has it."""
     for table in tables:
-        yield table
         if table.title.startswith("Median ms, blocks"):
             yield _speeds(table)
         if table.title.startswith("Answers to each kind of fault"):
             yield _by_connector(table)
+        yield table
 
 
 def _speeds(table: Table) -> Table:
@@ -276,7 +279,7 @@ def _series(
     for row in rows:
         base = ", ".join(cell(row[name]) for name in x if row.get(name) is not None)
         for column in y:
-            name = str(row.get(chart.by)) if chart.by else column.removesuffix(f", {chart.unit}")
+            name = str(row.get(chart.by)) if chart.by else _name(chart, column)
             mine, place, again = found.setdefault(name, {}), base, 1
             while place in mine:  # the same load, run again
                 again += 1
@@ -293,6 +296,12 @@ def _series(
             is_reference = name in chart.reference
             series.append(Series(name, values, low if has_low else [], is_reference))
     return list(places), series
+
+
+def _name(chart: Chart, column: str) -> str:
+    if chart.names:
+        return chart.names[chart.y.index(column)]
+    return column.removesuffix(f", {chart.unit}")
 
 
 def _values(column: str, value: Cell) -> tuple[float | None, float | None]:

@@ -140,7 +140,7 @@ def test_commands_have_their_charts(name: str, charts: int) -> None:
 def test_what_a_file_says_is_text() -> None:
     page = check(html.page([RESULT, RESULT]))
     texts = ["".join(node.itertext()) for node in page.iter() if node.tag in ("h2", "dd")]
-    assert texts.count(HOSTILE) == 4  # the note and the table's title, twice
+    assert texts.count(HOSTILE) == 6  # machine, note, the table's title, twice
     (svg, _) = page.iter(f"{SVG}svg")
     drawn = ["".join(node.itertext()).strip() for node in svg.iter(f"{SVG}text")]
     assert HOSTILE in drawn
