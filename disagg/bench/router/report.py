@@ -275,7 +275,7 @@ def _notes(report: Mapping[str, Any]) -> str:
         f"end, {report['minutes']:g} minutes. Rates and times: medians over rounds; CPU: of all "
         "rounds, per request. The load generator and the fake engines share the cores with the "
         f"router: {_share(report)}. Where the cores are busy, ratios of requests/s are therefore "
-        "closer to 1 than those of CPU. Ratios of req/s: above 1 is better; of the first byte (p50) "
+        "closer to 1 than those of CPU. Ratios of req/s: above 1 is better; of first byte (p50) "
         "and of CPU: below 1."
     )
 
