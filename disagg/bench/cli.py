@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from disagg import options
-from disagg.bench.results import Output
+from disagg.bench.html import writer
+from disagg.bench.results import Output, load
 from disagg.errors import ConfigError
 from disagg.transport.names import PREFERENCE, TransportName
 
@@ -24,6 +25,10 @@ Results = Annotated[
         metavar="DIR",
         help="Also write a results file here; the committed ones are in benchmarks/results.",
     ),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write a page with tables and charts to this file."),
 ]
 
 app = typer.Typer(
@@ -61,6 +66,7 @@ def handoff(
     ] = "example",
     json: Json = None,
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """Time to decode's first token: after a handoff, from its prefix cache, by peers, computed."""
     from disagg.bench.first_token import handoff as bench
@@ -68,7 +74,7 @@ def handoff(
     counts = [int(length) for length in lengths.split(",")]
     way = None if transport is None else _transports(transport)[0]
     names = [name for name in peers.split(",") if name]
-    output = Output(json, results)
+    output = Output(json, results, writer(html))
     raise typer.Exit(
         bench.run(
             counts, repeats, storage, device=device, transport=way, peers=names, output=output
@@ -95,12 +101,13 @@ def offload(
     ] = "offloading,simple",
     json: Json = None,
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """Time to the first token: prompt in the engine's cache, in host memory, in files, computed."""
     from disagg.bench.first_token import offload as bench
 
     counts, names = _numbers(lengths), [name for name in peers.split(",") if name]
-    output = Output(json, results)
+    output = Output(json, results, writer(html))
     raise typer.Exit(
         bench.run(counts, repeats, storage, host_bytes=host_bytes, peers=names, output=output)
     )
@@ -132,6 +139,7 @@ def speeds(
     ] = None,
     note: Annotated[str, typer.Option(help="A note for the speeds file.")] = "",
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """Measure a pair of engines for `disagg plan`: prompts, decode steps, handoffs."""
     from disagg.bench.speeds import run as bench
@@ -148,7 +156,7 @@ def speeds(
         decode=decode,
         note=note,
     )
-    raise typer.Exit(bench.run(plan, out, Output(None, results)))
+    raise typer.Exit(bench.run(plan, out, Output(None, results, writer(html))))
 
 
 @app.command()
@@ -166,6 +174,7 @@ def predicted(
     seed: Annotated[int, typer.Option(help="Seed of arrivals, request kinds and pairings.")] = 1,
     json: Json = None,
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """Compare the prediction of `disagg plan` with real engines under the same load."""
     from disagg.bench.serve.trace import parse_mix
@@ -194,7 +203,7 @@ def predicted(
         speeds=measuring,
         file=speeds,
     )
-    raise typer.Exit(bench.run(plan, Output(json, results)))
+    raise typer.Exit(bench.run(plan, Output(json, results, writer(html))))
 
 
 @app.command()
@@ -215,6 +224,7 @@ def soak(
     ] = True,
     json: Json = None,
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """Send many requests, some clients disconnect: no wrong token, no lease or block kept."""
     from disagg.chaos import soak as bench
@@ -228,7 +238,7 @@ def soak(
         file=config,
         transports=names,
         sabotage=sabotage,
-        output=Output(json, results),
+        output=Output(json, results, writer(html)),
     )
     raise typer.Exit(status)
 
@@ -242,11 +252,12 @@ def heal(
     nodes: Annotated[int, typer.Option(help="Ray nodes; with three or more, one is killed.")] = 1,
     json: Json = None,
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """Kill engines, the supervisor and the router under load: errors and time to recover."""
     from disagg.chaos import heal as bench
 
-    raise typer.Exit(bench.run(clients, rounds, nodes, Output(json, results)))
+    raise typer.Exit(bench.run(clients, rounds, nodes, Output(json, results, writer(html))))
 
 
 @app.command()
@@ -260,11 +271,12 @@ def scale(
     half: Annotated[float, typer.Option(help="Seconds of half a wave.")] = 100.0,
     json: Json = None,
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """Scale up, scale down and replace all engines under load: no client may see an error."""
     from disagg.chaos import scale as bench
 
-    output = Output(json, results)
+    output = Output(json, results, writer(html))
     if waves:
         raise typer.Exit(bench.run_waves(clients, waves, half, output))
     raise typer.Exit(bench.run(clients, output))
@@ -291,6 +303,7 @@ def router(
     ] = 0,
     json: Json = None,
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """Measure routers in front of fake engines: no router, disagg's, vllm-router and others."""
     from disagg.bench.router import run as bench
@@ -303,7 +316,7 @@ def router(
         targets=[name for name in targets.split(",") if name],
         pace_ms=pace_ms,
     )
-    raise typer.Exit(bench.run(plan, Output(json, results)))
+    raise typer.Exit(bench.run(plan, Output(json, results, writer(html))))
 
 
 @app.command()
@@ -316,11 +329,14 @@ def router_faults(
     first_token: options.FirstToken = "decode",
     json: Json = None,
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """Run the router in front of failing engines: each answer is right or one error, in time."""
     from disagg.chaos import router_faults as bench
 
-    raise typer.Exit(bench.run(requests, clients, seed, first_token, Output(json, results)))
+    raise typer.Exit(
+        bench.run(requests, clients, seed, first_token, Output(json, results, writer(html)))
+    )
 
 
 @app.command()
@@ -337,12 +353,13 @@ def faults(
     ] = False,
     json: Json = None,
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """What handoff connectors do when something goes wrong: ours and others, on equal engines."""
     from disagg.chaos.faults import run as bench
 
     names, kinds = ([part for part in text.split(",") if part] for text in (connectors, only))
-    output = Output(json, results)
+    output = Output(json, results, writer(html))
     raise typer.Exit(bench.run(names, kinds, times, fresh=fresh, output=output))
 
 
@@ -388,6 +405,7 @@ def serve(
     ] = None,
     json: Json = None,
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """Serve one open load by two plain engines, and by a prefill and a decode engine."""
     from disagg.bench.serve import run as bench
@@ -412,7 +430,7 @@ def serve(
         trace=trace,
         write_trace=write_trace,
     )
-    raise typer.Exit(bench.run(plan, Output(json, results)))
+    raise typer.Exit(bench.run(plan, Output(json, results, writer(html))))
 
 
 @app.command(
@@ -472,6 +490,7 @@ def transfer(
     peer: Annotated[bool, typer.Option(help="Also measure NIXL over UCX.")] = True,
     json: Json = None,
     results: Results = None,
+    html: Html = None,
 ) -> None:
     """Measure whole fetches over each transport, their upper bounds and NIXL. No engine, no Ray."""
     from disagg.bench.transfer import run as bench
@@ -488,7 +507,37 @@ def transfer(
         staging_bytes=staging_mb << 20,
         checksum=storage_checksum,
     )
-    raise typer.Exit(bench.run(plan, with_peer=peer, output=Output(json, results)))
+    raise typer.Exit(bench.run(plan, with_peer=peer, output=Output(json, results, writer(html))))
+
+
+@app.command()
+def report(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="RESULT...", help="Results files; several stand side by side."),
+    ],
+    html: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")],
+) -> None:
+    """Write a page with tables and charts from results files."""
+    from disagg.bench.html import save
+
+    save([load(path) for path in files], html)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What `vllm bench serve --save-result` wrote.")
+    ],
+    results: Results = None,
+    html: Html = None,
+) -> None:
+    """Read a result of vLLM's own benchmark, for the same tables and charts as ours."""
+    from disagg.bench import imported
+
+    if results is None and html is None:
+        raise ConfigError("--html or --results: name what to write")
+    raise typer.Exit(imported.run(file, results, writer(html), sys.argv))
 
 
 @app.command()
@@ -499,14 +548,17 @@ def pages(
     results: Annotated[Path, typer.Option(help="Folder of the results files.")] = Path(
         "benchmarks/results"
     ),
+    picture: Annotated[
+        Path, typer.Option(metavar="FILE", help="The picture of the newest serve and handoff.")
+    ] = Path("docs/images/at-a-glance.svg"),
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit with 1 if a page is out of date.")
     ] = False,
 ) -> None:
-    """Write the newest results of each command into the benchmark pages of a checkout."""
+    """Write the newest results of each command into the pages and the picture of a checkout."""
     from disagg.bench import pages as bench
 
-    raise typer.Exit(bench.run(pages, results, check=check))
+    raise typer.Exit(bench.run(pages, results, picture, check=check))
 
 
 def _transports(text: str) -> list[TransportName]:

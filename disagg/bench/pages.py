@@ -6,12 +6,12 @@ A page is written by hand, except for what stands between two marks:
     <!-- /results -->
 
 There the tables of the newest results file of that command are written. `summary` is not a command:
-it lists all targets with their verdicts. Running it twice changes nothing.
+it lists all targets with their verdicts. Running it twice changes nothing. It also writes the
+picture at the top of README.md.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,27 +19,32 @@ from pathlib import Path
 
 from rich.console import Console
 
+from disagg.bench import glance
 from disagg.bench.results import Cell, Machine, Result, Row, Target, newest
+from disagg.bench.shown import EXACT_DIGITS, cell, described, number
 from disagg.errors import ConfigError
 
 PAGES, RESULTS = Path("docs/benchmarks"), Path("benchmarks/results")
+PICTURE = Path("docs/images/at-a-glance.svg")
 SUMMARY = "summary"
 _MARKED = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.S)
-_DIGITS = 3
-_EXACT_DIGITS = 4  # of targets: a rounded figure must not look as if it met its limit
 
 Newest = Mapping[str, tuple[Path, Result]]
 
 
-def run(pages: Path, results: Path, *, check: bool) -> int:
-    """Write the pages. `check`: write nothing; status 1 if a page is out of date."""
+def run(pages: Path, results: Path, picture: Path, *, check: bool) -> int:
+    """Write the pages, and the picture if there are results for it.
+
+    `check`: write nothing; status 1 if one is out of date.
+    """
     console = Console(highlight=False, soft_wrap=True)
     files = sorted(pages.glob("*.md"))
     if not files:
         raise ConfigError(f"--pages: {pages} has no page; run it from the root of a checkout")
     found, stale = newest(results), 0
-    for page, text in made(files, found):
-        if text == page.read_text(encoding="utf-8"):
+    drawn = glance.drawn(found)
+    for page, text in [*made(files, found), *([(picture, drawn)] if drawn else [])]:
+        if page.exists() and text == page.read_text(encoding="utf-8"):
             continue
         stale += 1
         if not check:
@@ -79,7 +84,7 @@ def _block(file: tuple[Path, Result] | None, page: Path) -> str:
     path, result = file
     link = Path(os.path.relpath(path, page.parent)).as_posix()
     parts = [
-        f"Measured {result.date.replace('T', ' ')} on {_machine(result.machine)} "
+        f"Measured {result.date.replace('T', ' ')} on {described(result.machine)} "
         f"([results file]({link}))."
     ]
     if result.versions:
@@ -96,24 +101,12 @@ def _block(file: tuple[Path, Result] | None, page: Path) -> str:
     return text
 
 
-def _machine(machine: Machine) -> str:
-    parts = [machine.cpu]
-    if machine.cpu_features:
-        parts[0] += f" ({', '.join(machine.cpu_features)})"
-    if machine.cores:
-        parts.append(f"{machine.cores} cores")
-    if machine.memory_gib:
-        parts.append(f"{machine.memory_gib:g} GiB")
-    parts += [machine.kernel] if machine.kernel else []
-    return ", ".join([*parts, *(machine.gpus or ["no GPU"])])
-
-
 def _target(one: Target) -> Row:
     return {
         "target": one.name,
         "at": one.at,
         "limit": one.limit,
-        "measured": _number(one.measured, _EXACT_DIGITS),
+        "measured": number(one.measured, EXACT_DIGITS),
         "verdict": _verdict(one.met),
     }
 
@@ -134,23 +127,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _cell(value: Cell) -> str:
-    match value:
-        case None:
-            return ""
-        case float():
-            return _number(value, _DIGITS)
-        case int():
-            return f"{value:,}"
-    return value.replace("|", "\\|")
-
-
-def _number(value: float, digits: int) -> str:
-    """With so many significant digits, and without zeros at the end."""
-    if value == 0:
-        return "0"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{decimals}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return cell(value).replace("|", "\\|")
 
 
 # ---- all commands ------------------------------------------------------------------------------
@@ -171,7 +148,7 @@ def _summary(found: Newest, pages: Mapping[str, Path]) -> str:
         for target, ones in by_name.items():
             limits = sorted({one.limit for one in ones})
             low, high = (f(one.measured for one in ones) for f in (min, max))
-            shown = dict.fromkeys(_number(one, _EXACT_DIGITS) for one in (low, high))
+            shown = dict.fromkeys(number(one, EXACT_DIGITS) for one in (low, high))
             met = sum(one.met for one in ones)
             rows.append(
                 where
@@ -192,4 +169,4 @@ def _label(machine: Machine) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(PAGES, RESULTS, check=False))
+    raise SystemExit(run(PAGES, RESULTS, PICTURE, check=False))

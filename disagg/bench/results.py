@@ -16,7 +16,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -41,7 +41,7 @@ _DISTRIBUTIONS = {
     "cupy": ("cupy-cuda13x", "cupy-cuda12x"),
 }
 _FEATURES = {"avx2": "AVX2", "avx512f": "AVX-512", "amx_tile": "AMX"}
-_OUTPUT_OPTIONS = ("--json", "--results")
+_OUTPUT_OPTIONS = ("--json", "--results", "--html")
 
 Cell = str | int | float | None
 Row = dict[str, Cell]
@@ -113,11 +113,13 @@ _decode_result = msgspec.json.Decoder(Result).decode
 class Output:
     """Where a command writes its figures besides the terminal.
 
-    json_path: the file of `--json`. results: the folder of `--results`.
+    json_path: the file of `--json`. results: the folder of `--results`. page: writes the report of
+    `--html`.
     """
 
     json_path: Path | None = None
     results: Path | None = None
+    page: Callable[[Result], None] | None = None
 
     def write(
         self,
@@ -126,10 +128,10 @@ class Output:
         tables: Sequence[Table],
         targets: Iterable[Target | None],
     ) -> None:
-        """Write both, each if it was asked for. None among the targets was not measured."""
+        """Write each that was asked for. None among the targets was not measured."""
         if self.json_path is not None:
             self.json_path.write_text(json.dumps(figures, indent=2))
-        if self.results is None:
+        if self.results is None and self.page is None:
             return
         result = Result(
             schema=SCHEMA,
@@ -142,7 +144,10 @@ class Output:
             targets=[target for target in targets if target is not None],
             figures=dict(figures),
         )
-        print(f"results file: {save(result, self.results)}")
+        if self.results is not None:
+            print(f"results file: {save(result, self.results)}")
+        if self.page is not None:
+            self.page(result)
 
 
 def target(
@@ -292,14 +297,15 @@ def command_line(argv: Sequence[str]) -> str:
     """What was called. Output options are left out, absolute paths lose their folders, and URLs
     their hosts."""
     words = list(argv[1:])
-    if words[:1] != ["bench"]:  # `python -m disagg.bench.transfer`
+    if words[:1] not in (["bench"], ["plan"]):  # `python -m disagg.bench.transfer`
         words = ["bench", "transfer", *words]
     shown: list[str] = []
     skip = False
     for word in words:
         option, equals, value = word.partition("=")
         if skip or option in _OUTPUT_OPTIONS:
-            skip = not (skip or equals)
+            is_flag = words[0] == "plan" and option == "--json"
+            skip = not (skip or equals or is_flag)
             continue
         if equals and option.startswith("--"):
             shown.append(f"{option}={_anonymous(value)}")

@@ -68,11 +68,16 @@ def plan(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a page with tables and charts to this file."),
+    ] = None,
 ) -> None:
     """Find how many prefill and decode engines a load needs, by simulation.
 
     Exit status 1 if no number of engines meets the targets.
     """
+    from disagg.bench import planned
     from disagg.planning.report import Question, run
     from disagg.planning.simulation import Routing
 
@@ -92,7 +97,7 @@ def plan(
         prefill=prefill,
         decode=decode,
     )
-    raise typer.Exit(run(question, as_json=as_json))
+    raise typer.Exit(run(question, as_json=as_json, keep=planned.writer(html)))
 
 
 @app.command("get-model", rich_help_panel=PANEL)

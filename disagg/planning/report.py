@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,15 @@ class Question:
         return self.prefill, self.decode
 
 
-def run(question: Question, *, as_json: bool) -> int:
+def run(
+    question: Question,
+    *,
+    as_json: bool,
+    keep: Callable[[Mapping[str, Any]], None] | None = None,
+) -> int:
     """Search or simulate, and print the result. Raises ConfigError.
 
+    keep: is given the figures that `--json` prints.
     Returns 0, or 1 if no numbers of engines meet the targets, or the given numbers do not.
     """
     load = _load(question)
@@ -108,8 +114,9 @@ def run(question: Question, *, as_json: bool) -> int:
             choice = Choice(outcome, [outcome], None)
     except Unreachable as error:
         reason = str(error)
+    figures = _as_json(question, load, choice, reason)
     if as_json:
-        print(json.dumps(_as_json(question, load, choice, reason), indent=2))
+        print(json.dumps(figures, indent=2))
     else:
         if choice is not None:
             Console(width=max(console.width, 110), highlight=False).print(_table(choice, question))
@@ -119,6 +126,8 @@ def run(question: Question, *, as_json: bool) -> int:
         console.print()
         for line in _assumptions(load):
             console.print(line)
+    if keep is not None:
+        keep(figures)
     return 0 if choice is not None and choice.best.meets(question.targets) else 1
 
 

@@ -155,7 +155,7 @@ ALLOWED = {
         "router.api",
     },
     "bench.transfer": {
-        *_TRANSPORT, "testing", "bench.results", "transport", "transport.control",
+        *_TRANSPORT, "testing", "bench.html", "bench.results", "transport", "transport.control",
         "transport.device", "transport.host", "transport.names", "transport.one_sided",
     "private_files", "checksums",
     },

@@ -67,21 +67,22 @@ class Sample(NamedTuple):
 # One sample per round, by case and target.
 Samples = dict[tuple[RouterCase, str], list[Sample]]
 
-# Heading, keys of a row, digits. Slashes separate several values of one column.
-_COLUMNS = (
-    ("requests/s", ("requests_s",), 0),
-    ("chunks/s", ("chunks_s",), 0),
-    ("first byte ms\np50 / p99", ("first_p50_ms", "first_p99_ms"), 2),
-    ("last byte ms\np50 / p99", ("whole_p50_ms", "whole_p99_ms"), 2),
-    (
-        "CPU ms a request\nrouter / fakes / load",
-        ("cpu_router_ms", "cpu_fakes_ms", "cpu_load_ms"),
-        2,
+# Heading and keys of a row, by table. Slashes separate several values of one column.
+_COLUMNS = {
+    "speed": (
+        ("requests/s", ("requests_s",)),
+        ("chunks/s", ("chunks_s",)),
+        ("first byte ms\np50 / p99", ("first_p50_ms", "first_p99_ms")),
+        ("last byte ms\np50 / p99", ("whole_p50_ms", "whole_p99_ms")),
     ),
-    ("router CPU s\na M chunks", ("cpu_s_per_million_chunks",), 1),
-    ("x peer: req/s\n/ first p50 / CPU", tuple(f"{m}_over_peer" for m in _MEASURES), 2),
-    ("x ours: req/s\n/ first p50 / CPU", tuple(f"{m}_over_ours" for m in _MEASURES), 2),
-)
+    "CPU and ratios": (
+        ("CPU ms: router\n/ fakes / load", ("cpu_router_ms", "cpu_fakes_ms", "cpu_load_ms")),
+        ("CPU s a\nM chunks", ("cpu_s_per_million_chunks",)),
+        ("x peer: req/s\n/ first / CPU", tuple(f"{m}_over_peer" for m in _MEASURES)),
+        ("x ours: req/s\n/ first / CPU", tuple(f"{m}_over_ours" for m in _MEASURES)),
+    ),
+}
+_WIDTH = 100  # of the terminal, at least
 
 
 def rows(samples: Samples) -> list[dict[str, Any]]:
@@ -219,12 +220,12 @@ def targets(report: Mapping[str, Any]) -> list[Target | None]:
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
-    """Print a table for each mode, then memory and notes."""
-    wide = Console(width=max(console.width, 170), highlight=False)
+    """Print two tables for each mode, then memory and notes."""
+    wide = Console(width=max(console.width, _WIDTH), highlight=False)
     for mode in MODES:
         mine = [row for row in report["rows"] if row["mode"] == mode]
-        if mine:
-            wide.print(_table(mode, mine, report["pace_ms"]))
+        for what in _COLUMNS if mine else ():
+            wide.print(_table(mode, what, mine, report["pace_ms"]))
     for name, memory in report["memory_mb"].items():
         wide.print(
             f"{name}: {memory['processes']} processes, resident memory {memory['start']:g} MB at "
@@ -233,19 +234,19 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     wide.print("\n" + _notes(report))
 
 
-def _table(mode: str, mine: Sequence[Mapping[str, Any]], pace_ms: float) -> Table:
-    table = Table(title=f"Routers in front of fake engines, {_title(mode, pace_ms)}")
-    columns = [c for c in _COLUMNS if mode == "stream" or "chunks" not in c[0]]
+def _table(mode: str, what: str, mine: Sequence[Mapping[str, Any]], pace_ms: float) -> Table:
+    table = Table(title=f"Routers in front of fake engines, {_title(mode, pace_ms)}: {what}")
+    columns = [c for c in _COLUMNS[what] if mode == "stream" or "chunks" not in c[0]]
     table.add_column("clients", justify="right", no_wrap=True)
     table.add_column("target", no_wrap=True)
-    for heading, _, _ in columns:
+    for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     last = None
     for row in mine:
         if last not in (None, row["clients"]):
             table.add_section()
         last = row["clients"]
-        cells = (_cell([row[key] for key in keys], digits) for _, keys, digits in columns)
+        cells = (_cell([row[key] for key in keys]) for _, keys in columns)
         table.add_row(str(row["clients"]), row["target"], *cells)
     return table
 
@@ -256,10 +257,16 @@ def _title(mode: str, pace_ms: float) -> str:
     return f"answers {shape}{pace}"
 
 
-def _cell(values: Sequence[float | None], digits: int) -> str:
+def _cell(values: Sequence[float | None]) -> str:
     if values[0] is None and values[-1] is None:
         return ""
-    return " / ".join("-" if value is None else f"{value:,.{digits}f}" for value in values)
+    between = " / " if len(values) == 2 else "/"
+    return between.join("-" if value is None else _short(value) for value in values)
+
+
+def _short(value: float) -> str:
+    """With three digits at most after each other, so that three values fit into one column."""
+    return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
 def _notes(report: Mapping[str, Any]) -> str:
@@ -268,7 +275,8 @@ def _notes(report: Mapping[str, Any]) -> str:
         f"end, {report['minutes']:g} minutes. Rates and times: medians over rounds; CPU: of all "
         "rounds, per request. The load generator and the fake engines share the cores with the "
         f"router: {_share(report)}. Where the cores are busy, ratios of requests/s are therefore "
-        "closer to 1 than those of CPU. Ratios of req/s: above 1 is better; others: below 1."
+        "closer to 1 than those of CPU. Ratios of req/s: above 1 is better; of first byte (p50) "
+        "and of CPU: below 1."
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from disagg.bench.html import writer
 from disagg.bench.results import Output
 from disagg.bench.transfer.plan import TransferPlan
 
@@ -24,7 +25,7 @@ class TransferOptions(NamedTuple):
 
 
 def parse(arguments: Sequence[str]) -> TransferOptions:
-    """Exits with status 2 for an unknown option."""
+    """Exits with status 2 for an unknown option. Raises `ConfigError` for a wrong one."""
     parser = argparse.ArgumentParser(prog="python -m disagg.bench.transfer")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--transports", type=_names, help="comma-separated")
@@ -37,6 +38,7 @@ def parse(arguments: Sequence[str]) -> TransferOptions:
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--html", type=Path, help="a page; needs matplotlib")
     found = parser.parse_args(arguments)
     plan = TransferPlan.of(
         found.device,
@@ -49,7 +51,8 @@ def parse(arguments: Sequence[str]) -> TransferOptions:
         staging_bytes=found.staging_mb << 20,
         checksum=found.storage_checksum,
     )
-    return TransferOptions(plan, found.peer, Output(found.json, found.results))
+    output = Output(found.json, found.results, writer(found.html))
+    return TransferOptions(plan, found.peer, output)
 
 
 def _names(text: str) -> list[str]:

@@ -227,8 +227,8 @@ def _once(way: Way, here: Ids, there: Ids, number: int) -> float:
 
 def main() -> None:
     """The entry of `python -m disagg.bench.transfer`. Exits with the status of `run`."""
-    plan, with_peer, output = args.parse(sys.argv[1:])
     try:
+        plan, with_peer, output = args.parse(sys.argv[1:])
         sys.exit(run(plan, with_peer=with_peer, output=output))
     except ConfigError as error:
         print(error, file=sys.stderr)

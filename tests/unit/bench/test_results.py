@@ -91,6 +91,8 @@ def test_unknown_fields_are_refused(tmp_path: Path) -> None:
             "disagg bench soak --config a.yaml",
         ),
         ("d bench serve --json=/tmp/x --rates 2", "disagg bench serve --rates 2"),
+        ("d bench serve --html /tmp/x --rates 2", "disagg bench serve --rates 2"),
+        ("d plan --json --html x --speeds /a/s.json", "disagg plan --speeds s.json"),
         (
             "d bench speeds --prefill http://host:1 --out=/tmp/s",
             "disagg bench speeds --prefill URL --out=s",
