@@ -267,7 +267,7 @@ def status(
         raise ConfigError("--watch, --json: give one of them")
     if watch:
         keep_showing = import_module("disagg.router.status_watch").run
-        raise typer.Exit(keep_showing(operator(where, key_env, ca), every))
+        raise typer.Exit(keep_showing(operator(where, socket, key_env, ca), every))
     from disagg.router.status_client import run
 
     raise typer.Exit(run(operator(where, socket, key_env, ca), as_json=as_json))
