@@ -16,7 +16,7 @@ from disagg.config import Deployment, Role
 from disagg.config_file import show
 from disagg.preflight.argument_keys import CPU_BLOCK_DEFAULT, ROLES, described, key_of
 from disagg.preflight.engine_checks import env_key, on_gpus
-from disagg.preflight.gpu_memory import gpu_bytes
+from disagg.preflight.gpu_memory import gpu_bytes, gpus
 from disagg.preflight.model_config import ModelConfig, model_config
 from disagg.preflight.vllm_args import as_number
 
@@ -72,12 +72,13 @@ def memory_warnings(deployments: Sequence[Deployment]) -> Iterator[str]:
 
     `deployments`: those whose engines run on this machine.
     """
-    total, cpus = machine_bytes(), os.cpu_count() or 1
-    wanted, asked = 0, 0.0
+    total, cpus, there = machine_bytes(), os.cpu_count() or 1, len(gpus())
+    wanted, asked, asked_gpus = 0, 0.0, 0.0
     for deployment in deployments:
         for role in ROLES:
             replicas, space = deployment.pool(role).replicas, kv_space(deployment, role)
             asked += replicas * deployment.pool(role).resources.num_cpus
+            asked_gpus += replicas * deployment.pool(role).resources.num_gpus
             host = deployment.tiers.host.max_bytes if deployment.tiers.host else 0
             own = space.size if space and not on_gpus(deployment, role) else 0
             wanted += replicas * _ranks(deployment, role) * (own + host)
@@ -93,6 +94,11 @@ def memory_warnings(deployments: Sequence[Deployment]) -> Iterator[str]:
         yield (
             f"{keys}: the engines ask for {asked:g} CPUs, and this machine has {cpus}; without a "
             "Ray cluster that has them, they do not start"
+        )
+    if 0 < there < asked_gpus:
+        yield (
+            f"{keys}: the engines ask for {asked_gpus:g} GPUs, and this machine has {there}; "
+            "without a Ray cluster that has them, they do not start"
         )
 
 

@@ -77,6 +77,16 @@ def test_resources_of_ray_are_summed() -> None:
     assert line.startswith("the engines ask for 4 GPU, this machine has 2;")
 
 
+def test_gpus_are_counted_over_all_deployments(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"resources": {"num_gpus": 1}}
+    two = several({"prefill": gpu, "decode": gpu}, {"prefill": gpu, "decode": gpu})
+    for there, said in ((4, False), (2, True)):
+        monkeypatch.setattr(memory_checks, "gpus", lambda there=there: [80 << 30] * there)
+        lines = [line for line in memory_checks.memory_warnings(two) if "GPUs" in line]
+        assert bool(lines) is said
+    assert "of all deployments: the engines ask for 4 GPUs, and this machine has 2;" in lines[0]
+
+
 def test_two_deployments_cannot_publish_at_one_port() -> None:
     def events(port: int) -> dict[str, Any]:
         config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
