@@ -21,7 +21,7 @@ class Counts(Collector):
     def __init__(
         self, name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry
     ) -> None:
-        self._name, self._documentation, self._labels = name, documentation, labels
+        self._name, self._documentation, self._labelnames = name, documentation, tuple(labels)
         self._counts: dict[tuple[object, ...], int] = {}
         registry.register(self)
 
@@ -33,8 +33,11 @@ class Counts(Collector):
         """Drop the series that have this value of a label."""
         self._counts = {key: count for key, count in self._counts.items() if label not in key}
 
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
+
     def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+        family = CounterMetricFamily(self._name, self._documentation, labels=self._labelnames)
         for labels, count in self._counts.items():
             family.add_metric([str(label) for label in labels], count)
         yield family
@@ -47,6 +50,7 @@ class Seconds(Collector):
         self, name: str, documentation: str, bounds: Sequence[float], registry: CollectorRegistry
     ) -> None:
         self._name, self._documentation, self._bounds = name, documentation, bounds
+        self._labelnames: tuple[str, ...] = ()
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         registry.register(self)
@@ -55,6 +59,9 @@ class Seconds(Collector):
         """Count one duration."""
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self._sum += seconds
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
 
     def collect(self) -> Iterable[Metric]:
         names = [*map(floatToGoString, self._bounds), "+Inf"]
