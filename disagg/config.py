@@ -48,15 +48,16 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 def is_local(checkpoint: str) -> bool:
     """Whether a checkpoint is a folder, existing or not, and not a name on a model hub."""
-    return _HUB_NAME.fullmatch(checkpoint) is None or _absolute(Path(checkpoint)).is_dir()
+    return _HUB_NAME.fullmatch(checkpoint) is None or absolute(Path(checkpoint)).is_dir()
 
 
-def _absolute(path: Path) -> Path:
+def absolute(path: Path) -> Path:
+    """Where a path of the file is; see `FOLDER_ENV`."""
     return Path(os.environ.get(FOLDER_ENV, "")).absolute() / path.expanduser()
 
 
 def _absolute_checkpoint(checkpoint: str) -> str:
-    return str(_absolute(Path(checkpoint))) if is_local(checkpoint) else checkpoint
+    return str(absolute(Path(checkpoint))) if is_local(checkpoint) else checkpoint
 
 
 def _numbers_as_text(env: Any) -> Any:
@@ -91,7 +92,7 @@ def _not_an_api(root_path: str) -> str:
 
 
 MAX_REPLICAS = 10_000  # of a pool; Ray is tested up to 40,000 actors
-LocalPath = Annotated[Path, AfterValidator(_absolute)]
+LocalPath = Annotated[Path, AfterValidator(absolute)]
 Checkpoint = Annotated[str, Field(min_length=1), AfterValidator(_absolute_checkpoint)]
 _ENVIRONMENT = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
 Environment = Annotated[

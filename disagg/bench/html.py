@@ -13,8 +13,8 @@ from pathlib import Path
 
 from disagg.bench import drawing
 from disagg.bench.charts import panels, with_derived
-from disagg.bench.results import Cell, Result, Row, Table, Target
-from disagg.bench.shown import EXACT_DIGITS, cell, described, number
+from disagg.bench.results import Cell, Result, Row, Table
+from disagg.bench.shown import cell, described, target_row
 from disagg.errors import ConfigError
 
 _CSS = """
@@ -95,7 +95,7 @@ def _article(result: Result, name: str) -> str:
     parts = [f'<article aria-label="{escape(_name(result))}, {escape(result.date)}">']
     parts.append(_head(result))
     if result.targets:
-        rows = [_target(one) for one in result.targets]
+        rows = [target_row(one) for one in result.targets]
         parts.append(f"<h2>Targets</h2>\n{_table('Targets', rows)}")
     for number_, table in enumerate(with_derived(result.tables)):
         parts.append(_section(result, table, f"{name}t{number_}"))
@@ -124,16 +124,6 @@ def _section(result: Result, table: Table, name: str) -> str:
     drawn = f'<div class="charts">{"".join(charts)}</div>\n' if charts else ""
     heading = f"<h2>{escape(table.title)}</h2>"
     return f"<section>{heading}\n{drawn}{_table(table.title, table.rows)}</section>"
-
-
-def _target(one: Target) -> Row:
-    return {
-        "target": one.name,
-        "at": one.at,
-        "limit": one.limit,
-        "measured": number(one.measured, EXACT_DIGITS),
-        "verdict": "met" if one.met else "missed",
-    }
 
 
 def _table(title: str, rows: Sequence[Row]) -> str:

@@ -21,12 +21,13 @@ from rich.console import Console
 
 from disagg.bench import glance
 from disagg.bench.results import Cell, Machine, Result, Row, Target, newest
-from disagg.bench.shown import EXACT_DIGITS, cell, described, number
+from disagg.bench.shown import EXACT_DIGITS, cell, described, number, target_row
 from disagg.errors import ConfigError
 
 PAGES, RESULTS = Path("docs/benchmarks"), Path("benchmarks/results")
 PICTURE = Path("docs/images/at-a-glance.svg")
 SUMMARY = "summary"
+_MISSED = "**missed**"
 _MARKED = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.S)
 
 Newest = Mapping[str, tuple[Path, Result]]
@@ -97,22 +98,9 @@ def _block(file: tuple[Path, Result] | None, page: Path) -> str:
     for table in result.tables:
         text += f"\n**{table.title}**\n\n{_table(table.rows)}\n"
     if result.targets:
-        text += f"\n**Targets**\n\n{_table([_target(one) for one in result.targets])}\n"
+        rows = [target_row(one, missed=_MISSED) for one in result.targets]
+        text += f"\n**Targets**\n\n{_table(rows)}\n"
     return text
-
-
-def _target(one: Target) -> Row:
-    return {
-        "target": one.name,
-        "at": one.at,
-        "limit": one.limit,
-        "measured": number(one.measured, EXACT_DIGITS),
-        "verdict": _verdict(one.met),
-    }
-
-
-def _verdict(met: bool) -> str:
-    return "met" if met else "**missed**"
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -156,7 +144,7 @@ def _summary(found: Newest, pages: Mapping[str, Path]) -> str:
                     "target": target,
                     "limit": limits[0] if len(limits) == 1 else "by size",
                     "measured": " to ".join(shown),
-                    "verdict": f"{_verdict(met == len(ones))}, {met} of {len(ones)}",
+                    "verdict": f"{'met' if met == len(ones) else _MISSED}, {met} of {len(ones)}",
                 }
             )
         if not by_name:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from disagg.bench.results import Cell, Machine
+from disagg.bench.results import Cell, Machine, Row, Target
 
 DIGITS = 3
 EXACT_DIGITS = 4  # of targets: a rounded figure must not look as if it met its limit
@@ -29,6 +29,17 @@ def number(value: float, digits: int) -> str:
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def target_row(one: Target, *, missed: str = "missed") -> Row:
+    """A target as a row. `missed`: the verdict of one that is not met."""
+    return {
+        "target": one.name,
+        "at": one.at,
+        "limit": one.limit,
+        "measured": number(one.measured, EXACT_DIGITS),
+        "verdict": "met" if one.met else missed,
+    }
 
 
 def described(where: Machine) -> str:

@@ -12,7 +12,6 @@ no stack trace logged and no memory leaked, and plain requests must be served ag
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 import time
@@ -35,6 +34,7 @@ from disagg.chaos.faulty_engine import DECODE, MID_STREAM, PREFILL
 from disagg.chaos.router_scene import CLIENTS, DEADLINE_S, ENGINES, Scene, key_of
 from disagg.chaos.stream_forms import FORMS, USUAL
 from disagg.config import Role
+from disagg.router.server.background import background
 from disagg.router.topology import name_in
 
 RECOVERY_S, RECOVERED = 40.0, 16
@@ -214,13 +214,10 @@ async def _moving(scene: Scene, generator: random.Random) -> AsyncIterator[None]
             await scene.move([name_in(model, f"{role}-{number}")])
             await asyncio.sleep(_MOVE_S)
 
-    task = asyncio.create_task(move())
     try:
-        yield
+        async with background(move()):
+            yield
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
         await scene.move([])
 
 

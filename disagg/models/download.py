@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import urljoin
@@ -31,6 +34,10 @@ Progress = Callable[[int], None]
 
 class DownloadError(DisaggError):
     """A file could not be had. The message names the cause and the fix."""
+
+
+class NoNetworkError(DownloadError):
+    """The package index cannot be reached at all."""
 
 
 def fetch(
@@ -59,8 +66,16 @@ def fetch(
 
 
 def index_url() -> str:
-    """The package index: pip's or uv's, if their variables name one."""
-    return next((os.environ[v] for v in INDEX_VARIABLES if os.environ.get(v)), PYPI)
+    """The package index: pip's or uv's, if their variables or pip's own files name one."""
+    named = next((os.environ[v] for v in INDEX_VARIABLES if os.environ.get(v)), None)
+    return named or _configured() or PYPI
+
+
+@cache
+def _configured() -> str:
+    """The index of pip's configuration files; empty if they name none, or there is no pip."""
+    command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _find(client: httpx.Client, project: str, name: str) -> str:
@@ -69,7 +84,8 @@ def _find(client: httpx.Client, project: str, name: str) -> str:
         answer = client.get(page, headers={"accept": _KINDS})
         answer.raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise DownloadError(
+        kind = NoNetworkError if isinstance(error, httpx.TransportError) else DownloadError
+        raise kind(
             f"{shown(page)}: {_cause(error)}; check the network, or name a package "
             f"index by {INDEX_VARIABLES[-1]}"
         ) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from disagg.config import is_local
+from disagg.config import absolute, is_local
 from disagg.errors import ConfigError
 from disagg.preflight.argument_keys import ROLES
 from disagg.preflight.gpu_memory import gpus
@@ -84,7 +84,7 @@ def _cpu_engine(model: str, machine: Machine, engines: int) -> dict[str, Any]:
 
 def is_missing(model: str) -> bool:
     """Whether this is a folder that is not there."""
-    return is_local(model) and not Path(model).expanduser().is_dir()
+    return is_local(model) and not absolute(Path(model)).is_dir()
 
 
 def _name(model: str) -> str:

@@ -9,7 +9,6 @@ each other an operator's key. It is not in the audit, as it is not a person's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import ssl
@@ -33,6 +32,7 @@ from disagg.router.discovery import dns
 from disagg.router.discovery.source import in_thread
 from disagg.router.server import operators
 from disagg.router.server.api_keys import KeyRing
+from disagg.router.server.background import background
 from disagg.router.server.models import Models
 from disagg.router.server.peer_processes import PeerProcesses
 
@@ -102,16 +102,11 @@ class Gossip:
             group.service.share()
         headers = {} if self._key is None else {"authorization": f"Bearer {self._key}"}
         connector = aiohttp.TCPConnector(ssl=True if self._tls is None else self._tls, limit=0)
-        async with aiohttp.ClientSession(
-            connector=connector, headers=headers, trust_env=False
-        ) as client:
-            task = asyncio.create_task(self._tell(client, siblings))
-            try:
-                yield
-            finally:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        async with (
+            aiohttp.ClientSession(connector=connector, headers=headers, trust_env=False) as client,
+            background(self._tell(client, siblings)),
+        ):
+            yield
 
     async def _tell(
         self, client: aiohttp.ClientSession, siblings: Callable[[], PeerProcesses]

@@ -7,7 +7,6 @@ strings. The history of several processes is in their parent, so that no child's
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from disagg.router.server.background import background
 from disagg.router.server.sampler import EVERY_S, LEAVES, UP, Taken
 
 logger = logging.getLogger(__name__)
@@ -39,13 +39,8 @@ class History:
     @asynccontextmanager
     async def running(self, take: Take, every_s: float = EVERY_S) -> AsyncIterator[None]:
         """Keep it current with the samples that `take` returns. A sample that fails is left out."""
-        task = asyncio.create_task(self._run(take, every_s))
-        try:
+        async with background(self._run(take, every_s)):
             yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
     async def _run(self, take: Take, every_s: float) -> None:
         has_failed = False

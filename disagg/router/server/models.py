@@ -9,7 +9,6 @@ as no setting and no model before has them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ import msgspec
 from disagg.config import ModelRouteSection, Role
 from disagg.errors import ConfigError
 from disagg.router.api.errors import ApiError
+from disagg.router.server.background import background
 from disagg.router.server.model_group import ModelGroup
 from disagg.router.telemetry.engine_metrics import Cached
 from disagg.router.topology import Away, EngineEndpoint, deployment_of, name_in, parse_endpoint
@@ -78,13 +78,8 @@ class Models:
         if self.only is not None:
             yield
             return
-        task = asyncio.create_task(self._keep_current())
-        try:
+        async with background(self._keep_current()):
             yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
     # ---- engines of all groups -----------------------------------------------------------------
 
