@@ -471,6 +471,14 @@ def test_two_side_by_side_and_one_dies(
     up = {"deployment": "test", "engine": "decode-0", "role": "decode"}
     assert shown_by_ray(living, "ray_disagg_router_engine_up", **up) == 1
     assert complete(living_port)["usage"]["completion_tokens"] == 4
+    for words, expected in (
+        (("ls",), ("test", "serves", f"http://127.0.0.1:{living_port}")),
+        (("status", "test"), ("prefill-0", "decode-0")),
+        (("logs", "test", "--lines", "5"), ("prefill-0  ", "decode-0  ")),
+        (("logs", "--engine", "decode-7"), ("there are: decode-0, prefill-0",)),
+    ):
+        said = command(living, *words).communicate(timeout=60)[0]
+        assert all(word in said for word in expected), said
     assert living.end(signal.SIGTERM, group=True) < STOP_S
     assert living.process.returncode == 0
     assert living.segments, "an engine has shared memory, or this test looks in the wrong place"
