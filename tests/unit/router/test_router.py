@@ -181,7 +181,9 @@ def test_prefill_refusal_is_the_answer(setup: Setup) -> None:
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("failure", ["status", "dead", "no-params", "slow"])
 def test_prefill_fails(make: Make, failure: str, strict: bool) -> None:
-    setup = make(strict=strict, limits={"prefill_timeout_s": 0.3})
+    # No probe comes between: one that finds the engine dead would have it left out.
+    limits = {"prefill_timeout_s": 0.3}
+    setup = make(strict=strict, limits=limits, section={"probe_interval_s": 60})
     if failure == "status":
         setup.prefill.status = 500
     elif failure == "dead":
@@ -206,7 +208,8 @@ def test_prefill_fails(make: Make, failure: str, strict: bool) -> None:
     ("failure", "status"), [("status", 500), ("refuses", 400), ("dead", 503), ("slow", 504)]
 )
 def test_decode_fails_and_the_lease_is_released(make: Make, failure: str, status: int) -> None:
-    setup = make(limits={"first_byte_timeout_s": 0.3, "queue_timeout_s": 0.3})
+    limits = {"first_byte_timeout_s": 0.3, "queue_timeout_s": 0.3}
+    setup = make(limits=limits, section={"probe_interval_s": 60})  # no probe comes between
     if failure in ("status", "refuses"):
         setup.decode.status = status
     elif failure == "dead":
