@@ -30,7 +30,7 @@ from engine.waiting import eventually
 MODELS = Path(__file__).parents[2] / ".cache" / "models"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 DOCUMENT = files("disagg.testing").joinpath("demo_document.txt").read_text()
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "ferry_times",
@@ -47,30 +47,31 @@ TOOL = {
 @pytest.fixture(scope="module")
 def engines(
     vllm_server: Callable[..., VllmServer], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[VllmServer, VllmServer, VllmServer]]:
-    """A prefill engine and two that decode."""
+) -> Iterator[tuple[VllmServer, VllmServer]]:
+    """One that prefills, and decodes where it is asked to; and one that decodes. A third would need
+    2 GB more, beside the engines of other tests."""
     try:
         model = get_model(SMOLLM2.name, MODELS / SMOLLM2.name, Console(stderr=True))
     except NoNetworkError as error:  # what arrives damaged, or is gone, is a failure
         pytest.skip(f"no network: {error}")
     logs, temporary = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("tmp")
-    args = ["--max-model-len", "4096", "--num-gpu-blocks-override", "96"]
+    args = ["--max-model-len", "4096", "--kv-cache-memory-bytes", "320M"]  # of 54 blocks
     args += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     args += ["--middleware", "disagg.engine.routes.Routes"]
-    roles = {"prefill": "kv_producer", "decode": "kv_consumer", "other": "kv_consumer"}
+    roles = {"both": "kv_both", "decode": "kv_consumer"}
     servers = [
         vllm_server(name, model, logs / name, transfer(role), args, env={"TMPDIR": str(temporary)})
         for name, role in roles.items()
     ]
     with running(servers):
-        prefill, decode, other = servers
-        yield prefill, decode, other
+        both, decode = servers
+        yield both, decode
 
 
 @pytest.fixture(scope="module")
-def url(engines: tuple[VllmServer, VllmServer, VllmServer]) -> Iterator[str]:
-    prefill, decode, _ = engines
-    with routed([prefill], [decode], pairing={"local_prefill_tokens": 0}) as url:
+def url(engines: tuple[VllmServer, VllmServer]) -> Iterator[str]:
+    both, decode = engines
+    with routed([both], [decode], pairing={"local_prefill_tokens": 0}) as url:
         yield url
 
 
@@ -122,15 +123,15 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_an_answer_is_one_engine_s(
-    engines: tuple[VllmServer, VllmServer, VllmServer], url: str, name: str
+    engines: tuple[VllmServer, VllmServer], url: str, name: str
 ) -> None:
-    _, decode, other = engines
+    both, decode = engines
     body = BODIES[name]
     before = decode.metric("disagg_handoff_bytes_total", transport="process_memory")
-    # Each test has a cache of its own, so that its prompt moves.
+    # Each answer has a cache of its own: its prompt moves, or is computed where it is answered.
     handed = answered(url, {**body, "cache_salt": name})
     moved = decode.metric("disagg_handoff_bytes_total", transport="process_memory") - before
-    alone = answered(other.url, {**body, "cache_salt": name})
+    alone = answered(both.url, {**body, "cache_salt": f"{name}, alone"})
     assert what_matters(handed) == what_matters(alone)
     assert handed["usage"]["prompt_tokens"] > 1000
     # 46 KiB of KV a token.
@@ -144,16 +145,16 @@ def test_an_answer_is_one_engine_s(
     if name == "stop and keep":
         assert message["content"].endswith("Anna")
     if name == "tool":
-        call = message["tool_calls"][0]["function"]
-        assert (call["name"], set(json.loads(call["arguments"]))) == ("ferry_times", {"day"})
+        # The call of so small a model need not be a valid one, on one engine either.
+        assert TOOL["function"]["name"] in json.dumps(message)
     if name == "structured":
         assert set(json.loads(message["content"])) == {"day"}
 
 
 def test_a_conversation_moves_only_what_is_new(
-    engines: tuple[VllmServer, VllmServer, VllmServer], url: str
+    engines: tuple[VllmServer, VllmServer], url: str
 ) -> None:
-    _, decode, other = engines
+    both, decode = engines
     body = chat("Where did the new lens come from?", cache_salt="conversation")
     sizes = list[float]()
     for question in ("How many keepers did the lighthouse have?", "What did the queen send?"):
@@ -162,7 +163,8 @@ def test_a_conversation_moves_only_what_is_new(
         sizes.append(
             decode.metric("disagg_handoff_bytes_total", transport="process_memory") - before
         )
-        assert what_matters(answer) == what_matters(answered(other.url, body))
+        alone = answered(both.url, {**body, "cache_salt": "alone"})
+        assert what_matters(answer) == what_matters(alone)
         said = answer["choices"][0]["message"]["content"]
         body["messages"] += [
             {"role": "assistant", "content": said},
@@ -172,10 +174,10 @@ def test_a_conversation_moves_only_what_is_new(
 
 
 def test_a_stream_goes_on_in_the_middle_of_a_sentence(
-    engines: tuple[VllmServer, VllmServer, VllmServer],
+    engines: tuple[VllmServer, VllmServer],
 ) -> None:
     """The last test: an engine dies."""
-    prefill, decode, other = engines
+    both, decode = engines
     body = {
         "model": "tiny",
         "prompt": f"{DOCUMENT}\n\nIn other words,",
@@ -183,9 +185,9 @@ def test_a_stream_goes_on_in_the_middle_of_a_sentence(
         "max_tokens": 200,
         "ignore_eos": True,
     }
-    alone = answered(other.url, body, TEXT)
+    alone = answered(both.url, {**body, "cache_salt": "alone"}, TEXT)
     with (
-        routed([prefill], [decode, other], pairing={"local_prefill_tokens": 0}) as url,
+        routed([both], [decode, both], pairing={"local_prefill_tokens": 0}) as url,
         ThreadPoolExecutor(4) as pool,
     ):
         seen = [Streamed() for _ in range(4)]
