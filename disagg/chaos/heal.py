@@ -26,6 +26,7 @@ from disagg.cluster import RunningDeployment, start
 from disagg.cluster.serve import Progress
 from disagg.config import Deployment, ResourcesSection
 from disagg.preflight import checks
+from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL, cpu_deployment
 from disagg.testing.http import client
@@ -83,7 +84,7 @@ def _run(clients: int, victims: Sequence[str], cluster: RayNodes | None, output:
         load = SteadyLoad(running.url, single)
         with load.clients(clients):
             rows = [_death(console, running, load, victim, cluster) for victim in victims]
-    Console(width=max(console.width, 100), highlight=False).print(_table(rows))
+    show_table(_table(rows))
     load.report(console)
     unnoticed = all(row.answers and not row.errors for row in rows if row.victim != ROUTER)
     figures = {"deaths": [asdict(row) for row in rows], "answers": dict(load.counts)}

@@ -36,6 +36,7 @@ from disagg.chaos.stream_forms import FORMS, USUAL
 from disagg.config import Role
 from disagg.router.server.background import background
 from disagg.router.topology import name_in
+from disagg.tables import show as show_table
 
 RECOVERY_S, RECOVERED = 40.0, 16
 _PER_ROUND = 2500
@@ -105,7 +106,7 @@ def run(requests: int, clients: int, seed: int, first_token: Role, output: Outpu
     console = Console(highlight=False, soft_wrap=True)
     report = uvloop.run(storm(requests, clients, seed, first_token, console))
     for role in (0, 1):
-        console.print(_table(report, role))
+        show_table(_table(report, role))
     for problem in report.problems[:20]:
         console.print(problem, markup=False)
     if len(report.problems) > 20:

@@ -29,6 +29,7 @@ from disagg.bench.results import Row as ResultRow
 from disagg.bench.results import Table as ResultTable
 from disagg.chaos.steady_load import SteadyLoad
 from disagg.errors import DisaggError
+from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL
 from disagg.testing.vllm_server import VllmServer, free_port
@@ -66,7 +67,7 @@ def run(clients: int, output: Output) -> int:
                 _command(console, load, ["scale", "--name", _NAME, "prefill=1", "decode=1"]),
                 _command(console, load, ["apply", str(changed)]),
             ]
-    Console(width=max(console.width, 100), highlight=False).print(_table(rows))
+    show_table(_table(rows))
     load.report(console)
     unnoticed = all(row.answers and not row.errors for row in rows)
     shown: list[ResultRow] = [

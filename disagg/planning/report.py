@@ -21,6 +21,7 @@ from disagg.planning import trace as trace_file
 from disagg.planning.outcome import SimulationOutcome, Targets
 from disagg.planning.search import Choice, Costs, Unreachable, search
 from disagg.planning.simulation import Routing, SimulatedLoad, simulate
+from disagg.tables import show as show_table
 
 ASSUMED = (
     "every prompt is computed whole: no prefix cache, no tiers, no shared prefixes",
@@ -119,7 +120,7 @@ def run(
         print(json.dumps(figures, indent=2))
     else:
         if choice is not None:
-            Console(width=max(console.width, 110), highlight=False).print(_table(choice, question))
+            show_table(_table(choice, question), keys=2)
             console.print(_verdict(choice, question))
         else:
             console.print(reason)

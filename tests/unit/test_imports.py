@@ -28,6 +28,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "errors": set[str](),
     "keepalive": set[str](),
+    "tables": set[str](),
     "safe_logging": set[str](),
     "redaction": set[str](),
     "options": set[str](),
@@ -49,7 +50,7 @@ ALLOWED = {
     },
     # The router's own estimate of who waits how long, with a clock of the simulation's.
     "planning": {
-        "errors", "config_file", "router.pairing.local_prefill",
+        "errors", "tables", "config_file", "router.pairing.local_prefill",
         "router.pairing.first_token_hold", "router.pairing.prefill_backlog",
     },
     "dashboards": {"errors"},
@@ -142,29 +143,30 @@ ALLOWED = {
         "bench.serve", "bench.speeds", "bench.transfer", "chaos", "chaos.faults",
     },
     "bench.first_token": {
-        *LEAVES, "testing", "bench.results", "bench.transfer.gpus", "bench.transfer.nixl",
+        *LEAVES, "tables", "testing", "bench.results", "bench.transfer.gpus", "bench.transfer.nixl",
         "transport.names",
     },
-    "bench.router": {*LEAVES, "testing", "bench.results"},
+    "bench.router": {*LEAVES, "tables", "testing", "bench.results"},
     "bench.serve": {
-        *LEAVES, "testing", "bench.first_token", "bench.results", "router.upstream",
+        *LEAVES, "tables", "testing", "bench.first_token", "bench.results", "router.upstream",
         "router.topology",
     },
     "bench.speeds": {
-        *LEAVES, "testing", "planning", "bench.first_token", "bench.results", "bench.serve",
-        "router.api",
+        *LEAVES, "tables", "testing", "planning", "bench.first_token", "bench.results",
+        "bench.serve", "router.api",
     },
     "bench.transfer": {
         *_TRANSPORT, "testing", "bench.html", "bench.results", "transport", "transport.control",
         "transport.device", "transport.host", "transport.names", "transport.one_sided",
-    "private_files", "checksums",
+        "private_files", "checksums", "tables",
     },
     "chaos": {
-        *LEAVES, "credentials", "testing", "bench.results", "cluster", "preflight", "router",
-        "router.server", "transport.names",
+        *LEAVES, "tables", "credentials", "testing", "bench.results", "cluster", "preflight",
+        "router", "router.server", "transport.names",
     },
     "chaos.faults": {
-        *LEAVES, "testing", "bench.results", "router.api.bodies", "engine.vllm_patches.patching",
+        *LEAVES, "tables", "testing", "bench.results", "router.api.bodies",
+        "engine.vllm_patches.patching",
     },
 }  # fmt: skip
 HEAVY = {

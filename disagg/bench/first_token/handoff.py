@@ -33,6 +33,7 @@ from disagg.bench.results import Row as ResultRow
 from disagg.bench.results import Table as ResultTable
 from disagg.bench.transfer import gpus, nixl
 from disagg.errors import ConfigError, StartupError
+from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
 from disagg.testing.openai_stream import stream
 from disagg.testing.vllm_server import VllmServer, completion, free_port
@@ -159,9 +160,7 @@ def run(
     }
     for name, sizes in memory.items():
         console.print(f"{name}: {sizes}")
-    Console(width=max(console.width, 200), highlight=False).print(
-        _table(rows, names, f"{hardware.shown}; disagg (ours) over {transport}")
-    )
+    show_table(_table(rows, names, f"{hardware.shown}; disagg (ours) over {transport}"))
     threshold = _threshold(samples, [*_SHORT, *lengths])
     console.print(
         f"up to about {threshold} tokens decode computes a prompt as fast as a handoff takes; "

@@ -30,6 +30,7 @@ from disagg.bench.results import Output, Target, target
 from disagg.bench.results import Row as ResultRow
 from disagg.bench.results import Table as ResultTable
 from disagg.errors import ConfigError, StartupError
+from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
 from disagg.testing.openai_stream import stream
 from disagg.testing.vllm_server import VllmServer, completion
@@ -82,8 +83,7 @@ def run(
     memcpy = memcpy_speed()
     rows = [_row(samples, length, memcpy) for length in lengths]
     names = [name for name in servers if name not in (OURS, PLAIN)]
-    wide = Console(width=max(console.width, 160), highlight=False)
-    wide.print(_table(rows, names, memcpy))
+    show_table(_table(rows, names, memcpy))
     slower = statistics.median(a / b for a, b in zip(decode[OURS], decode[PLAIN], strict=True))
     console.print(
         f"Time per token of a decode while prompts are stored: {slower:.3f} times that without "

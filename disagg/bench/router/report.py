@@ -17,6 +17,7 @@ from rich.table import Table
 from disagg.bench.results import Row, Target, target
 from disagg.bench.results import Table as ResultTable
 from disagg.bench.router.fake_engine import CHUNKS
+from disagg.tables import show as show_table
 
 MODES = ("stream", "whole")
 DIRECT, OURS, PEER = "direct", "ours", "vllm-router"
@@ -82,7 +83,6 @@ _COLUMNS = {
         ("x ours: req/s\n/ first / CPU", tuple(f"{m}_over_ours" for m in _MEASURES)),
     ),
 }
-_WIDTH = 100  # of the terminal, at least
 
 
 def rows(samples: Samples) -> list[dict[str, Any]]:
@@ -221,17 +221,16 @@ def targets(report: Mapping[str, Any]) -> list[Target | None]:
 
 def show(report: Mapping[str, Any], console: Console) -> None:
     """Print two tables for each mode, then memory and notes."""
-    wide = Console(width=max(console.width, _WIDTH), highlight=False)
     for mode in MODES:
         mine = [row for row in report["rows"] if row["mode"] == mode]
         for what in _COLUMNS if mine else ():
-            wide.print(_table(mode, what, mine, report["pace_ms"]))
+            show_table(_table(mode, what, mine, report["pace_ms"]), keys=2)
     for name, memory in report["memory_mb"].items():
-        wide.print(
+        console.print(
             f"{name}: {memory['processes']} processes, resident memory {memory['start']:g} MB at "
             f"the start, {memory['most']:g} MB at most; in front of {ENGINES.get(name, _FAKES)}"
         )
-    wide.print("\n" + _notes(report))
+    console.print("\n" + _notes(report))
 
 
 def _table(mode: str, what: str, mine: Sequence[Mapping[str, Any]], pace_ms: float) -> Table:

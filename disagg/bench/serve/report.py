@@ -11,9 +11,9 @@ from rich.table import Table
 from disagg.bench.results import Row, Target, target
 from disagg.bench.results import Table as ResultTable
 from disagg.bench.serve.score import APART, FIRST_AIM, GAP_AIM, GOOD_SHARE
+from disagg.tables import show as show_table
 
 _MEASURES = {"on_average": "mean gap", "throughout": "every gap"}
-_LEAST_WIDTH = 90
 _MOST_LENGTHS = 2  # more prompt lengths get no columns of their own
 
 
@@ -29,11 +29,10 @@ def line(row: Mapping[str, Any]) -> str:
 
 def show(report: Mapping[str, Any], console: Console) -> None:
     """Print all tables, then the notes."""
-    wide = Console(width=max(console.width, 150), highlight=False)
     for table in (_runs(report["rows"]), _ratios(report["ratios"]), _goodput(report)):
         if table.row_count:
-            wide.print(table)
-    wide.print("\n" + _notes(report))
+            show_table(table, keys=2)
+    console.print("\n" + _notes(report))
 
 
 # ---- the results file ------------------------------------------------------------------------
@@ -129,7 +128,6 @@ def _goodput(report: Mapping[str, Any]) -> Table:
         title="Goodput, requests/s, first token within "
         f"{targets['ttft_s']:g} s and the others every {targets['itl_s'] * 1000:g} ms",
         title_justify="left",
-        min_width=_LEAST_WIDTH,
     )
     table.add_column("way")
     for name in _MEASURES.values():
@@ -140,7 +138,7 @@ def _goodput(report: Mapping[str, Any]) -> Table:
 
 
 def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", min_width=_LEAST_WIDTH)
+    table = Table(title=title, title_justify="left")
     table.add_column("load", no_wrap=True)
     table.add_column("way", no_wrap=True)
     return table

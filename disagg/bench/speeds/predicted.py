@@ -31,6 +31,7 @@ from disagg.planning.outcome import Targets
 from disagg.planning.simulation import Routing, SimulatedLoad, simulate
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
+from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
 from disagg.testing.launch import launch
 from disagg.testing.vllm_server import VllmServer
@@ -204,7 +205,7 @@ def _show(row: dict[str, Any], console: Console) -> None:
             table.add_row(
                 words, f"{real * 1e3:,.0f}", f"{said * 1e3:,.0f}", f"{said / real - 1:+.0%}"
             )
-    console.print(table)
+    show_table(table)
     console.print(
         f"simulated: prefill {predicted['prefill_busy']:.0%} busy, decode "
         f"{predicted['decode_busy']:.0%}; load average at the end: "

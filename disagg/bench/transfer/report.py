@@ -12,6 +12,7 @@ from rich.table import Table
 from disagg.bench.results import Row, Target, target
 from disagg.bench.results import Table as ResultTable
 from disagg.bench.transfer.plan import TransferCase, TransferPlan
+from disagg.tables import show as show_table
 from disagg.transport.names import PREFERENCE
 
 FLAT, IN_PIECES = "memcpy", "memcpy in blocks"
@@ -128,7 +129,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             _times(row["over_nixl"]),
             _times(row["over_nixl_tcp"]),
         )
-    Console(width=max(console.width, 120), highlight=False).print(table)
+    show_table(table)
     for note in report["notes"]:
         console.print(note, markup=False)
     for name, problem in report["problems"].items():

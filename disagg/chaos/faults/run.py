@@ -24,6 +24,7 @@ from disagg.chaos.faults.engines import Engines, Outcome
 from disagg.chaos.faults.kinds import KINDS, NotPlayed
 from disagg.engine.vllm_patches.patching import vllm_version
 from disagg.errors import ConfigError, StartupError
+from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
 from disagg.testing.forked_servers import ForkServer
 
@@ -232,7 +233,7 @@ def _report(
                 ),
                 end_section=number == len(connectors) - 1,
             )
-    Console(width=max(console.width, 150), highlight=False).print(shown)
+    show_table(shown, keys=2)
     versions = {c.name: c.missing or c.version for c in connectors}
     console.print(", ".join(f"{name}: {said}" for name, said in versions.items()))
     known: list[ResultRow] = [

@@ -1,0 +1,61 @@
+"""Tables in a terminal: no line is longer than 100 characters, unless the terminal is wider.
+
+A wider table becomes several, one above the other. Each repeats the columns that name its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Column, Table
+
+LIMIT = 100
+_ENDLESS = 10_000
+_FOLDED = 28  # a longer cell is a sentence, which may fold
+
+
+def show(table: Table, *, keys: int = 1) -> None:
+    """Print a table to standard output. `keys`: how many of its first columns name a row."""
+    console = Console(highlight=False)
+    wide = Console(width=max(console.width, LIMIT), highlight=False)
+    for part in parts(table, wide, keys=keys):
+        wide.print(part)
+
+
+def parts(table: Table, console: Console, *, keys: int = 1) -> Iterator[Table]:
+    """The table as one or more, each of which fits the console. Headings fold, figures do not."""
+    names, rest = table.columns[:keys], table.columns[keys:]
+    title = True
+    while rest:
+        part = _of(table, [*names, rest[0]], console)
+        taken = 1
+        while taken < len(rest):
+            more = _of(table, [*names, *rest[: taken + 1]], console)
+            # By itself rich measures no wider than the console.
+            free = console.options.update(width=_ENDLESS)
+            if console.measure(more, options=free).minimum > console.width:
+                break
+            part, taken = more, taken + 1
+        rest = rest[taken:]
+        part.title = table.title if title else None
+        part.caption = None if rest else table.caption
+        title = False
+        yield part
+
+
+def _of(table: Table, columns: Sequence[Column], console: Console) -> Table:
+    """A table of some columns of another, without title and caption."""
+    part = Table(box=table.box, header_style=table.header_style, title_justify=table.title_justify)
+    for column in columns:
+        widths = [console.measure(cell).maximum for cell in column.cells]
+        part.add_column(
+            column.header,
+            justify=column.justify,
+            style=column.style,
+            min_width=min(max(widths, default=0), _FOLDED),
+        )
+    cells = zip(*(column.cells for column in columns), strict=True)
+    for row, line in zip(table.rows, cells, strict=True):
+        part.add_row(*line, style=row.style, end_section=row.end_section)
+    return part
