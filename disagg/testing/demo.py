@@ -26,6 +26,7 @@ from disagg.models.catalogue import SMOLLM2
 from disagg.models.get import get_model
 from disagg.preflight import checks
 from disagg.private_files import user_folder
+from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL, cpu_deployment
 from disagg.testing.openai_stream import stream
@@ -103,7 +104,7 @@ def run(*, tiny: bool = False) -> int:
             rows = (_random_prompts if tiny else _conversation)(console, running, single)
     finally:
         progress.close()
-    Console(width=max(console.width, 96), highlight=False).print(_table(rows))
+    show_table(_table(rows))
     return _verdict(console, rows, time.monotonic() - began)
 
 

@@ -136,7 +136,7 @@ ALLOWED = {
     "testing": {
         *LEAVES, "cluster", "models", "preflight", "router.api.bodies",
         "engine.vllm_patches.busy_poll", "engine.vllm_patches.fork_workers",
-        "private_files",
+        "private_files", "tables",
     },
     "bench": {
         *LEAVES, "options", "testing", "transport.names", "bench.first_token", "bench.router",
