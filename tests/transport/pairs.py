@@ -73,7 +73,7 @@ class Pair:
         """Whether the consumer's blocks hold what the producer's held when it started."""
         return caches.agree(self.original(), sources, self.consumer.cache, targets)
 
-    def nothing_held(self, seconds: float = 2.0) -> bool:
+    def nothing_held(self, seconds: float = 30.0) -> bool:
         """Whether the producer gets all its blocks back in time."""
         return wait_until(lambda: self.producer.call("held") == 0, seconds)
 

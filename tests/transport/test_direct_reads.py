@@ -88,7 +88,7 @@ def test_blocks_that_are_given_to_others_while_they_are_read(
         assert board is not None
         pair.producer.start("churn", 40.0, blocks, stop := tmp_path / "stop")
         began = time.monotonic()
-        while (passed_s := time.monotonic() - began) < 3 or (passed_s < 30 and len(seen) < 3):
+        while (passed_s := time.monotonic() - began) < 3 or (passed_s < 38 and len(seen) < 3):
             for lease in numbers(board.pid, board.at.address):
                 named = board.hazards.naming(slot, lease) if names_it else contextlib.nullcontext()
                 with named:

@@ -11,6 +11,6 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "without_vllm_engine.py"
 
 def test_two_workers_without_an_engine() -> None:
     command = [sys.executable, str(EXAMPLE), "--mib", "8", "--times", "2", "--transport", "tcp"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("loaded by tcp: 8 MiB") == 2

@@ -33,7 +33,7 @@ from unit.router.conftest import AS_OPERATOR, Setup, wait_for
 from disagg.testing.http import client
 
 Make = Callable[..., Setup]
-WAIT_S = 5.0
+WAIT_S = 30.0
 # The fake engines accept what vLLM would refuse, so refusals are not checked.
 HELD = [
     not_a_server_error,
