@@ -62,7 +62,7 @@ def reduce_scatterv(
     _first_dimension(input_, dim)
     rank, ranks = communicator.rank_in_group, communicator.world_size
     sizes = sizes or [input_.shape[0] // ranks] * ranks
-    total = communicator.all_reduce(input_.clone())
+    total: torch.Tensor = communicator.all_reduce(input_.clone())
     begin = sum(sizes[:rank])
     return total[begin : begin + sizes[rank]].contiguous()
 
