@@ -31,6 +31,9 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NOT_NOW_S = 0.25
 _NODES_S = 0.5
 _ADOPT_S = 5.0
+_CAUSE_S = 1.0
+# What a rank says that lost its connection to another one: gloo's words, and NCCL's.
+_LOST = ("closed by peer", "reset by peer", "remote process exited", "timed out")
 
 CreateForRestart = Callable[[EngineSpec, str | None, str | None, int], Any]
 """Like `pools.Create`; the last argument is the engine's number of deaths in a row."""
@@ -107,6 +110,23 @@ def pause_s(deaths: int, second_s: float, longest_s: float) -> float:
 def pause_text(wait_s: float) -> str:
     """The pause for a message; empty if there is none."""
     return f" in {wait_s:g} s" if wait_s else ""
+
+
+def _first_of(
+    place: EnginePlace, failure: EngineFailure, others: Mapping[EnginePlace, Any]
+) -> tuple[EnginePlace, EngineFailure]:
+    """Which rank of a group died first, and why: the others only lost their connection to it.
+
+    others: the other ranks, with Ray's references of their ends; None for one that did not serve.
+    """
+    if not any(words in failure.cause for words in _LOST):
+        return place, failure
+    ends = {ref: each for each, ref in others.items() if ref is not None}
+    for ref in ray.wait(list(ends), num_returns=len(ends), timeout=_CAUSE_S)[0] if ends else ():
+        found = why_ended(ends[ref].engine)
+        if not any(words in found.cause for words in _LOST):
+            return ends[ref], found
+    return place, failure
 
 
 class Restarts:
@@ -256,18 +276,22 @@ class Restarts:
         given_up = deaths > self.settings.max_restarts
         wait_s = pause_s(deaths, _PAUSE_S, _LONGEST_PAUSE_S)
         group = self.group_of(place)
-        others = " and ".join(each.name for each in group if each is not place)
         then = f"starting it again{pause_text(wait_s)}"
         if given_up:
             times = f"{deaths} times in a row" if deaths > 1 else "once"
             then = f"given up ({times}; engine.max_restarts)"
-        if others:
-            then = f"{others} of its data parallel group ends with it; {then}"
+        ends = {each: each.engine.ended for each in group if each is not place}
         for each in group:
             each.deaths, each.given_up = deaths, given_up
             each.restart_at = None if given_up else now + wait_s
-            each.why = f"{what}: {failure.cause}; {then}"
+            each.why = what
         self._update_router()
+        if len(group) > 1:
+            place, failure = _first_of(place, failure, ends)
+            others = " and ".join(each.name for each in group if each is not place)
+            then = f"{others} of its data parallel group ends with it; {then}"
+        for each in group:
+            each.why = f"{what}: {failure.cause}; {then}"
         self._tell(f"engine {place.name} {place.why}", failure.log_tail)
         pools.stop([each.engine for each in group], 0.0, STOP_S)
 
