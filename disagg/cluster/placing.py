@@ -42,7 +42,8 @@ class ResourceRequest:
         own = {"CPU": resources.num_cpus, **resources.custom}
         if (ranks := deployment.data_parallel_size(role)) > 1:
             one = _some(own | {"GPU": resources.num_gpus})
-            return cls((one,) * ranks, resources.labels, spread=True)
+            # Ray places no bundle of nothing; nor need it.
+            return cls((one,) * ranks, resources.labels, spread=bool(one))
         if not deployment.spreads_ranks(role):
             return cls((_some(own | {"GPU": resources.num_gpus}),), resources.labels)
         # vLLM requires one GPU in each bundle.

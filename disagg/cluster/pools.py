@@ -108,7 +108,7 @@ def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> A
     others = {} if avoid is None else {_NODE_LABEL: f"!{avoid}"}
     options: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
     spread = _request(spec).spread
-    if spec.ranks > 1:
+    if spread and spec.ranks > 1:
         options = {"scheduling_strategy": _bundle_of_rank(spec, others)}
         spread = False
     elif spread:
