@@ -184,7 +184,11 @@ class PoolSection(Section):
     """The engines of one role."""
 
     replicas: int = Field(
-        1, ge=1, le=MAX_REPLICAS, description="Number of engines; with autoscale, at the start"
+        1,
+        ge=1,
+        le=MAX_REPLICAS,
+        description="Number of engines, or of groups of data_parallel_size engines; with "
+        "autoscale, at the start",
     )
     autoscale: AutoscaleSection | None = None
     resources: ResourcesSection = ResourcesSection()
@@ -758,8 +762,13 @@ class Deployment(ModelAndEngines):
         """Whether Ray places each rank of an engine, on several nodes if necessary."""
         return self.args(role).get("distributed_executor_backend") == "ray"
 
+    def data_parallel_size(self, role: Role) -> int:
+        """Engines of one replica: the data parallel ranks of a group."""
+        given = self.args(role).get("data_parallel_size")
+        return given if isinstance(given, int) and given > 1 else 1
+
     def with_replicas(self, replicas: Mapping[Role, int]) -> Deployment:
-        """The same deployment with these numbers of engines."""
+        """The same deployment with these numbers of replicas."""
         pools: dict[str, Any] = {
             role: self.pool(role).model_copy(update={"replicas": count})
             for role, count in replicas.items()

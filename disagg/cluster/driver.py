@@ -208,10 +208,11 @@ class Driver:
         if (last := self._owned.get(name)) is not None:
             ray.kill(last.actor)  # it is dead, or was created too late for the supervisor
         try:
+            leader = pools.leader_of(event.spec, self._owned.values())
             actor = pools.create(event.spec, event.node_id, event.avoid)
         except (NotNow, RayError):
             return None
-        record = EngineRecord(event.spec, actor, event.node_id, deaths=event.deaths)
+        record = EngineRecord(event.spec, actor, event.node_id, deaths=event.deaths, leader=leader)
         self._owned[name] = engine_from(record)
         return actor
 

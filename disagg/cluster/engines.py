@@ -43,6 +43,8 @@ class EngineRecord:
     node_id: str | None
     served: bool = False
     deaths: int = 0
+    leader: Any = None
+    """The actor of the first rank of its data parallel group; None for that rank itself."""
 
 
 @dataclass(eq=False)
@@ -56,6 +58,7 @@ class Engine:
     launched_at: float
     _home: Any
     preferred_node: str | None = None
+    leader: Any = None
     served: bool = False
     """Whether it has served, maybe under an earlier supervisor."""
     deaths: int = 0
@@ -94,7 +97,9 @@ class Engine:
     def record(self) -> EngineRecord:
         """Its record for the next supervisor. Once it served, earlier deaths no longer count."""
         deaths = 0 if self.served else self.deaths
-        return EngineRecord(self.spec, self.actor, self.preferred_node, self.served, deaths)
+        return EngineRecord(
+            self.spec, self.actor, self.preferred_node, self.served, deaths, self.leader
+        )
 
     def home(self) -> EngineHome | None:
         """Where its process runs, or None if that is not known yet. Never waits."""
@@ -167,9 +172,18 @@ class Engine:
 def engine_from(record: EngineRecord) -> Engine:
     """The engine of an actor that was created. Begins its start, or joins it."""
     actor = record.actor
-    start, home = actor.start.remote(), actor.home.remote()
-    now, served, deaths = time.monotonic(), record.served, record.deaths
-    return Engine(record.spec, actor, start, now, home, record.node_id, served, deaths)
+    start, home = actor.start.remote(record.leader), actor.home.remote()
+    return Engine(
+        record.spec,
+        actor,
+        start,
+        time.monotonic(),
+        home,
+        record.node_id,
+        record.leader,
+        record.served,
+        record.deaths,
+    )
 
 
 def outcome_of(engine: Engine, ref: Any) -> EngineInfo | EngineFailure:

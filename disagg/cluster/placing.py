@@ -3,7 +3,8 @@
 A prefill and a decode engine on one node use faster transports. Two engines of one role on two
 nodes do not die together. So an engine prefers the node with the fewest engines of its own role,
 and among those the node with the most engines of the other role. An engine whose ranks may run on
-several nodes requests one bundle for each rank, and gets all bundles or none.
+several nodes requests one bundle for each rank, and gets all bundles or none. So does a group of
+data parallel ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _REFUSES_S = 0.1
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """The resources that one engine requests, by Ray's names.
+    """The resources that one engine or one data parallel group requests, by Ray's names.
 
-    bundles: each is placed on one node. There are several if `spread`; then the engine's actor is
-    in the first. labels: labels that the nodes must have.
+    bundles: each is placed on one node. There are several if `spread`: one for each rank. labels:
+    labels that the nodes must have.
     """
 
     bundles: tuple[Mapping[str, float], ...]
@@ -36,9 +37,13 @@ class ResourceRequest:
 
     @classmethod
     def of(cls, deployment: Deployment, role: Role) -> ResourceRequest:
-        """The request of an engine of this role."""
+        """The request of an engine of this role, or of its data parallel group."""
         resources = deployment.pool(role).resources
         own = {"CPU": resources.num_cpus, **resources.custom}
+        if (ranks := deployment.data_parallel_size(role)) > 1:
+            one = _some(own | {"GPU": resources.num_gpus})
+            # Ray places no bundle of nothing; nor need it.
+            return cls((one,) * ranks, resources.labels, spread=bool(one))
         if not deployment.spreads_ranks(role):
             return cls((_some(own | {"GPU": resources.num_gpus}),), resources.labels)
         # vLLM requires one GPU in each bundle.

@@ -53,25 +53,30 @@ class Run:
     secret: str
     engine_key: str
 
-    def spec(self, deployment: Deployment, role: Role, index: int) -> EngineSpec:
-        """The spec of one engine."""
-        return EngineSpec(
-            deployment,
-            role,
-            index,
-            self.run_id,
-            self.storage_path,
-            self.loopback,
-            self.secret,
-            self.engine_key,
-        )
+    def replica(self, deployment: Deployment, role: Role, index: int) -> list[EngineSpec]:
+        """The specs of one replica: an engine, or the ranks of a group. `index`: of the first."""
+        return [
+            EngineSpec(
+                deployment,
+                role,
+                index + rank,
+                self.run_id,
+                self.storage_path,
+                self.loopback,
+                self.secret,
+                self.engine_key,
+                rank,
+            )
+            for rank in range(deployment.data_parallel_size(role))
+        ]
 
     def specs(self, deployment: Deployment) -> list[EngineSpec]:
         """The specs of all replicas of both pools."""
         return [
-            self.spec(deployment, role, index)
+            spec
             for role in ROLES
-            for index in range(deployment.pool(role).replicas)
+            for number in range(deployment.pool(role).replicas)
+            for spec in self.replica(deployment, role, number * deployment.data_parallel_size(role))
         ]
 
 
@@ -102,7 +107,11 @@ def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> A
     asked = spec.pool.resources
     others = {} if avoid is None else {_NODE_LABEL: f"!{avoid}"}
     options: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
-    if _request(spec).spread:
+    spread = _request(spec).spread
+    if spread and spec.ranks > 1:
+        options = {"scheduling_strategy": _bundle_of_rank(spec, others)}
+        spread = False
+    elif spread:
         # Each rank takes one of the group's GPUs. vLLM finds the group through the actor.
         group = PlacementGroupSchedulingStrategy(_bundles(spec, others), 0, True)
         options = {"scheduling_strategy": group}
@@ -122,7 +131,7 @@ def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> A
                 name=spec.name,
                 namespace=spec.run_id,
                 num_cpus=asked.num_cpus,
-                num_gpus=0 if _request(spec).spread else asked.num_gpus,
+                num_gpus=0 if spread else asked.num_gpus,
                 resources=asked.custom,
                 max_restarts=0,
                 **options,
@@ -133,10 +142,21 @@ def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> A
         raise NotNow(str(error)) from error
 
 
-def _bundles(spec: EngineSpec, others: dict[str, str]) -> PlacementGroup:
-    """A placement group for an engine with ranks on several nodes, on as few nodes as possible.
+def _bundle_of_rank(spec: EngineSpec, others: dict[str, str]) -> PlacementGroupSchedulingStrategy:
+    """Its own bundle of the group's, which the first rank requests for all. Raises NotNow."""
+    if spec.rank == 0:
+        return PlacementGroupSchedulingStrategy(_bundles(spec, others), 0)
+    try:
+        group = ray.util.get_placement_group(_group_name(spec))
+    except ValueError as error:
+        raise NotNow(str(error)) from error
+    return PlacementGroupSchedulingStrategy(group, spec.rank)
 
-    Removes the engine's previous group. Raises NotNow.
+
+def _bundles(spec: EngineSpec, others: dict[str, str]) -> PlacementGroup:
+    """A placement group for ranks that may run on several nodes, on as few nodes as possible.
+
+    Removes the previous one. Raises NotNow.
     """
     request = _request(spec)
     _remove_group(spec)
@@ -154,7 +174,7 @@ def _bundles(spec: EngineSpec, others: dict[str, str]) -> PlacementGroup:
 
 def _remove_group(spec: EngineSpec) -> None:
     """Remove the engine's placement group, if any: it holds its resources after the actor's end."""
-    if not _request(spec).spread:
+    if not _request(spec).spread or spec.rank:
         return
     try:
         ray.util.remove_placement_group(ray.util.get_placement_group(_group_name(spec)))
@@ -163,7 +183,7 @@ def _remove_group(spec: EngineSpec) -> None:
 
 
 def _group_name(spec: EngineSpec) -> str:
-    return f"{spec.run_id}/{spec.name}"  # all deployments of one `disagg serve` share Ray's names
+    return f"{spec.run_id}/{spec.group}"  # all deployments of one `disagg serve` share Ray's names
 
 
 def _request(spec: EngineSpec) -> placing.ResourceRequest:
@@ -178,13 +198,19 @@ def launch(
 ) -> list[Engine]:
     """Create all actors and begin all starts. Returns at once. Raises NotNow.
 
-    `present`: the other engines. `avoid`: a node that may be dead while Ray does not know it. An
-    actor started there would hang until Ray knows. So an engine without another node waits for one.
+    The first rank of a data parallel group must be among `wanted`, before the others, or there
+    already. `present`: the other engines. `avoid`: a node that may be dead while Ray does not know
+    it. An actor started there would hang until Ray knows. So an engine without another node waits
+    for one.
     """
+    present = list(present)
     nodes = populated(present)
     if not any(node.node_id == avoid and not node.answers() for node in nodes):
         avoid = None
-    return [_launch(spec, nodes, avoid, create) for spec in wanted]
+    launched = list[Engine]()
+    for spec in wanted:
+        launched.append(_launch(spec, nodes, avoid, create, [*present, *launched]))
+    return launched
 
 
 def populated(present: Iterable[Engine]) -> list[placing.Node]:
@@ -248,8 +274,15 @@ def stop(
 
 
 def _launch(
-    spec: EngineSpec, nodes: Sequence[placing.Node], avoid: str | None, create: Create
+    spec: EngineSpec,
+    nodes: Sequence[placing.Node],
+    avoid: str | None,
+    create: Create,
+    present: Sequence[Engine],
 ) -> Engine:
+    if spec.rank:
+        leader = leader_of(spec, present)
+        return engine_from(EngineRecord(spec, create(spec, None, avoid), None, leader=leader))
     request, near = _request(spec), spec.deployment.engine.placement == "near"
     if avoid is not None and not placing.has_room(request, nodes, avoid):
         others = [node for node in nodes if node.node_id != avoid]
@@ -262,6 +295,16 @@ def _launch(
         node.take(request.total, spec.role)
     node_id = node.node_id if node else None
     return engine_from(EngineRecord(spec, create(spec, node_id, avoid), node_id))
+
+
+def leader_of(spec: EngineSpec, engines: Iterable[Engine]) -> Any:
+    """The actor of the first rank of its data parallel group; None for that rank. Raises NotNow."""
+    if spec.rank == 0:
+        return None
+    for engine in engines:
+        if (engine.spec.run_id, engine.name) == (spec.run_id, spec.group):
+            return engine.actor
+    raise NotNow(f"{spec.group} is not there")
 
 
 def _did_not_start(engine: Engine, failure: EngineFailure) -> StartupError:

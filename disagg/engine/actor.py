@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import ray
 import uvloop
@@ -64,6 +65,9 @@ class EngineActor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine_loop: asyncio.AbstractEventLoop | None = None
         self._publishing: asyncio.Task[None] | None = None
+        self._leader: Any = None
+        # Bound and not listening: no other process gets the port before vLLM binds it too.
+        self._meeting = bind(self._address) if spec.ranks > 1 and spec.rank == 0 else None
 
     async def home(self) -> EngineHome:
         """The node, address and processes of this engine. Answers before vLLM is imported."""
@@ -71,9 +75,19 @@ class EngineActor:
             self._node_id, self._address, os.getpid(), self._guardian_pid, str(self._log)
         )
 
-    async def start(self) -> EngineInfo | EngineFailure:
-        """Start the engine, or join its start. Returns when the engine serves or has failed."""
+    async def meeting(self) -> tuple[str, int]:
+        """Where the first rank of a data parallel group awaits the others."""
+        assert self._meeting is not None
+        host, port = self._meeting.getsockname()[:2]
+        return host, port
+
+    async def start(self, leader: Any = None) -> EngineInfo | EngineFailure:
+        """Start the engine, or join its start. Returns when the engine serves or has failed.
+
+        `leader`: the actor of the first rank of its data parallel group; None for that rank itself.
+        """
         if self._loop is None:
+            self._leader = leader
             self._loop = asyncio.get_running_loop()
             threading.Thread(target=self._run, name="engine", daemon=True).start()
         await self._changed.wait()
@@ -149,7 +163,8 @@ class EngineActor:
         _check_model(self._spec.deployment.model.path)
         with bind(self._address) as sock:
             engine_id = f"{self._spec.run_id}-{self._spec.name}-{os.getpid()}"
-            args = engine_args(self._spec, host=self._address, engine_id=engine_id)
+            meeting = await self._meeting_place()
+            args = engine_args(self._spec, host=self._address, engine_id=engine_id, meeting=meeting)
             url = url_of(sock)
             await run_engine(
                 args,
@@ -160,8 +175,22 @@ class EngineActor:
                 self._spec.deployment.engine.hang_timeout_s,
             )
 
+    async def _meeting_place(self) -> tuple[str, int]:
+        if self._spec.ranks == 1:
+            return "", 0
+        if self._spec.rank == 0:
+            return await self.meeting()
+        where: tuple[str, int] = await asyncio.to_thread(
+            ray.get,
+            self._leader.meeting.remote(),
+            timeout=self._spec.deployment.engine.startup_timeout_s,
+        )
+        return where
+
     def _ready(self, url: str, model: dict[str, str | int]) -> None:
         gc.enable()
+        if self._meeting is not None:
+            self._meeting.close()
         self._info = EngineInfo(
             name=self._spec.name,
             role=self._spec.role,

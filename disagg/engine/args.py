@@ -41,11 +41,14 @@ def is_cpu(spec: EngineSpec) -> bool:
     return spec.deployment.pool(spec.role).resources.num_gpus == 0
 
 
-def engine_args(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any]:
+def engine_args(
+    spec: EngineSpec, *, host: str, engine_id: str, meeting: tuple[str, int] = ("", 0)
+) -> dict[str, Any]:
     """The engine's arguments, by vLLM's names.
 
     `host`: the connector's control channel binds to it, unless the YAML sets `transfer.host`.
-    `engine_id`: must be unique for every start.
+    `engine_id`: must be unique for every start. `meeting`: the address and the port at which the
+    first rank of a data parallel group awaits the others.
     """
     deployment = spec.deployment
     args = _model_args(deployment) | SERVER_DEFAULTS | {"distributed_executor_backend": "mp"}
@@ -53,6 +56,14 @@ def engine_args(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any
     if is_cpu(spec):
         args |= _cpu_args(given)
     args |= given | _of_its_own(spec, given)
+    if spec.ranks > 1:
+        # Each rank is an engine with an API of its own ("external load balancing" to vLLM).
+        address, port = meeting
+        args |= {
+            "data_parallel_rank": spec.rank,
+            "data_parallel_address": address,
+            "data_parallel_rpc_port": port,
+        }
     args["kv_transfer_config"] = kv_transfer_config(spec, host=host, engine_id=engine_id)
     return {name: value for name, value in args.items() if value is not None}
 
@@ -114,6 +125,10 @@ def _moved(address: str, offset: int, name: str) -> str:
         return address
     if address.startswith("ipc://"):
         return f"{address}.{name}"
+    return _shifted(address, offset)
+
+
+def _shifted(address: str, offset: int) -> str:
     host, colon, port = address.rpartition(":")
     if not address.startswith("tcp://") or not port.isdecimal() or int(port) == 0:
         return address
@@ -124,7 +139,9 @@ def _of_its_own(spec: EngineSpec, given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that would fix an address or a folder for all engines, for this engine alone."""
     made: dict[str, Any] = {}
     if endpoints := kv_event_endpoints(spec.deployment, spec.role, spec.index):
-        made[KV_EVENTS] = (keys_of(given[KV_EVENTS]) or {}) | endpoints
+        # vLLM adds the data parallel rank to a port.
+        own = {key: _shifted(address, -spec.rank) for key, address in endpoints.items()}
+        made[KV_EVENTS] = (keys_of(given[KV_EVENTS]) or {}) | own
     for argument, key in _FOLDERS:
         config = keys_of(given.get(argument))
         if config and isinstance(folder := config.get(key), str) and folder:

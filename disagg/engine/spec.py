@@ -26,11 +26,23 @@ class EngineSpec:
     secret: str = field(repr=False)
     engine_key: str = field(repr=False)
     """The bearer key that the router sends to the engines. Nobody else has it."""
+    rank: int = 0
+    """Its data parallel rank. The ranks of a group have consecutive indices."""
 
     @property
     def name(self) -> str:
         """The engine's name in logs and dashboards, such as `prefill-0`."""
         return f"{self.role}-{self.index}"
+
+    @property
+    def ranks(self) -> int:
+        """Data parallel ranks of its group; 1: it is alone."""
+        return self.deployment.data_parallel_size(self.role)
+
+    @property
+    def group(self) -> str:
+        """The name of its group, which is that of the group's first rank."""
+        return f"{self.role}-{self.index - self.rank}"
 
     @property
     def pool(self) -> PoolSection:

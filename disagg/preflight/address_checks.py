@@ -23,7 +23,7 @@ def address_problems(deployment: Deployment, taken: dict[str, str], *, here: boo
         pool = deployment.pool(role)
         most = pool.autoscale.max_replicas if pool.autoscale else pool.replicas
         key = key_of(deployment, role, KV_EVENTS)
-        for index in range(most if given else 0):
+        for index in range(most * deployment.data_parallel_size(role) if given else 0):
             for name, address in kv_event_endpoints(deployment, role, index).items():
                 if (place := _place(name, address)) is None:
                     continue

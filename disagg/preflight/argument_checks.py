@@ -15,10 +15,9 @@ from disagg.engine.args import keys_of
 from disagg.preflight import vllm_args, vllm_source
 from disagg.preflight.vllm_args import ArgType, Keys
 
-_REPLICAS = "set replicas of the pool"
+_RANKS = "set data_parallel_size; each rank gets its own"
 _OWNED = {
     "api_key": "set router.api_keys_env or router.api_keys_file",
-    "data_parallel_size": _REPLICAS,
     "grpc_port": "remove it; engines serve HTTP on a port that they choose",
     "host": "set router.host; engines choose their own address",
     "kv_transfer_config": "set the keys of the transfer section",
@@ -34,15 +33,16 @@ _OWNED = {
 }
 # Owned too, but these values of vLLM's change nothing.
 _OWNED_UNLESS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "data_parallel_address": ((None,), _REPLICAS),
-    "data_parallel_external_lb": ((None, False), _REPLICAS),
-    "data_parallel_hybrid_lb": ((None, False), _REPLICAS),
-    "data_parallel_multi_port_external_lb": ((None, False), _REPLICAS),
-    "data_parallel_rank": ((None,), _REPLICAS),
-    "data_parallel_rpc_port": ((None,), _REPLICAS),
-    "data_parallel_size_local": ((None, 1), _REPLICAS),
-    "data_parallel_start_rank": ((None, 0), _REPLICAS),
-    "enable_elastic_ep": ((None, False), _REPLICAS),
+    "data_parallel_address": ((None,), _RANKS),
+    "data_parallel_external_lb": ((None, False), _RANKS),
+    "data_parallel_hybrid_lb": ((None, False), _RANKS),
+    "data_parallel_multi_port_external_lb": ((None, False), _RANKS),
+    "data_parallel_rank": ((None,), _RANKS),
+    "data_parallel_rpc_port": ((None,), _RANKS),
+    "data_parallel_size_local": ((None, 1), _RANKS),
+    "data_parallel_start_rank": ((None, 0), _RANKS),
+    "data_parallel_backend": ((None, "mp"), "remove it; Ray places each rank as an engine"),
+    "enable_elastic_ep": ((None, False), "remove it; scale replicas, whose groups are whole"),
     "kv_offloading_size": ((None,), "set tiers.host.max_bytes"),
     "nnodes": ((None, 1), "set distributed_executor_backend: ray, and num_gpus for all ranks"),
 }

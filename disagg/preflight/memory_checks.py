@@ -76,7 +76,8 @@ def memory_warnings(deployments: Sequence[Deployment]) -> Iterator[str]:
     wanted, asked, asked_gpus = 0, 0.0, 0.0
     for deployment in deployments:
         for role in ROLES:
-            replicas, space = deployment.pool(role).replicas, kv_space(deployment, role)
+            space = kv_space(deployment, role)
+            replicas = deployment.pool(role).replicas * deployment.data_parallel_size(role)
             asked += replicas * deployment.pool(role).resources.num_cpus
             asked_gpus += replicas * deployment.pool(role).resources.num_gpus
             host = deployment.tiers.host.max_bytes if deployment.tiers.host else 0

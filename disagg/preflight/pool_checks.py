@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from disagg.config import Deployment, EngineSection, PoolSection, Role
-from disagg.engine.args import KEY_ENV, SECRET_ENV
+from disagg.engine.args import KEY_ENV, KV_EVENTS, SECRET_ENV, kv_event_endpoints
 from disagg.preflight.argument_checks import argument_problems
 from disagg.preflight.argument_keys import CPU_BLOCK_DEFAULT, ROLES, described, key_of
 from disagg.preflight.engine_checks import engine_problems, environment_problems
@@ -78,6 +78,7 @@ def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
     if deployment.spreads_ranks(role) and not num_gpus:
         key = key_of(deployment, role, "distributed_executor_backend")
         yield f"{key}: 'ray' — vLLM's Ray executor needs GPUs; remove it, or set num_gpus"
+    yield from _data_parallel_problems(deployment, role)
     sizes = {name: args.get(name, 1) for name in _RANKS}
     if not all(isinstance(size, int) for size in sizes.values()):
         return  # a wrong type, which is reported elsewhere
@@ -93,6 +94,20 @@ def _engine_problems(deployment: Deployment, role: Role) -> Iterator[str]:
             f"{key_of(deployment, role, 'enforce_eager')}: True — with it, an engine with pipeline "
             "stages fails at its first request on CPU; remove it"
         )
+
+
+def _data_parallel_problems(deployment: Deployment, role: Role) -> Iterator[str]:
+    if (ranks := deployment.data_parallel_size(role)) == 1:
+        return
+    key = key_of(deployment, role, "data_parallel_size")
+    if deployment.spreads_ranks(role):
+        yield (
+            f"{key}: {ranks} — Ray places each data parallel rank whole on one node; remove "
+            "distributed_executor_backend"
+        )
+    addresses = kv_event_endpoints(deployment, role, 0).values()
+    if any(address.startswith("ipc://") for address in addresses):
+        yield f"{key}: {ranks} — vLLM numbers the ranks' ports; set tcp addresses in {KV_EVENTS}"
 
 
 def _block_size_problem(deployment: Deployment, role: Role, block_size: Any) -> Iterator[str]:

@@ -97,11 +97,13 @@ def _pool(deployment: Deployment, role: Role) -> dict[str, Any]:
         engine_key="",
     )
     pool = deployment.pool(role)
-    args = engine_args(spec, host="<address of the node>", engine_id="<fresh>")
+    meeting = "<address of the first rank>", 0
+    args = engine_args(spec, host="<address of the node>", engine_id="<fresh>", meeting=meeting)
     env = engine_env(spec, scratch="<scratch folder>")
     del env[SECRET_ENV], env[KEY_ENV]
     plan = {
         "replicas": pool.replicas,
+        "engines": pool.replicas * spec.ranks,
         "resources": pool.resources.model_dump(),
         "port": _ANY_PORT,
         "args": hidden(args),
@@ -109,7 +111,7 @@ def _pool(deployment: Deployment, role: Role) -> dict[str, Any]:
     }
     endpoints = {
         f"{role}-{index}": hidden(kv_event_endpoints(deployment, role, index))
-        for index in range(pool.replicas)
+        for index in range(pool.replicas * spec.ranks)
     }
     return plan | ({"kv_events": endpoints} if all(endpoints.values()) else {})
 

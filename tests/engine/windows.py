@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.granitemoehybrid import GraniteMoeHybridConfig
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 
 from disagg.testing.tokenizer import write_tokenizer
@@ -33,8 +34,8 @@ def make(config: PretrainedConfig, folder: Path) -> None:
     for name, weights in model.named_parameters():
         if "embed_tokens" in name:  # small, or models that tie it to the output echo their input
             torch.nn.init.normal_(weights, std=0.02)
-        elif weights.dim() == 2:
-            torch.nn.init.normal_(weights, std=1.28 / weights.shape[1] ** 0.5)
+        elif weights.dim() == 2 or "experts" in name:
+            torch.nn.init.normal_(weights, std=1.28 / weights.shape[-1] ** 0.5)
         elif "q_norm" in name or "k_norm" in name:  # attend to some tokens, not to their mean
             torch.nn.init.ones_(weights)
     model.save_pretrained(folder)
@@ -53,6 +54,20 @@ def make_windows(folder: Path, layers: Sequence[str] = (SLIDING, SLIDING, FULL) 
         head_dim=64,
         sliding_window=WINDOW,
         layer_types=[*layers],
+    )
+    make(config, folder)
+
+
+def make_experts(folder: Path, layers: int = 4) -> None:
+    """A mixture: of eight experts each token gets two."""
+    config = Qwen3MoeConfig(
+        **SIZES,
+        num_hidden_layers=layers,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        norm_topk_prob=True,
     )
     make(config, folder)
 

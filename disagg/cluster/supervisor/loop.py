@@ -146,7 +146,7 @@ class SupervisorLoop:
             lambda name: self._post(EngineRemoved(name)),
         )
         restarts.adopt()
-        scaler = Scaler(restarts, state.wanted, state.before, state.run.spec, tell)
+        scaler = Scaler(restarts, state.wanted, state.before, state.run.replica, tell)
         supervisor = Supervisor(restarts, scaler, self._commands, tell, private=state.private)
         shown: EnginesChanged | None = None
         while True:

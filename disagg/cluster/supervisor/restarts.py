@@ -2,7 +2,9 @@
 
 A dead engine leaves the router's rotation first. It restarts at once after its first death, and
 after a growing pause after each further death in a row. After `engine.max_restarts` deaths in a row
-it is given up. This module runs step by step in the supervisor. It must never decide how many
+it is given up. The ranks of a data parallel group compute together: when one dies, the others would
+wait for it for ever, so they end with it and restart with it. This module runs step by step in the
+supervisor. It must never decide how many
 engines there are: `scaling` does, and calls `add`, `retire` and `remove`.
 """
 
@@ -29,6 +31,9 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NOT_NOW_S = 0.25
 _NODES_S = 0.5
 _ADOPT_S = 5.0
+_CAUSE_S = 1.0
+# What a rank says that lost its connection to another one: gloo's words, and NCCL's.
+_LOST = ("closed by peer", "reset by peer", "remote process exited", "timed out")
 
 CreateForRestart = Callable[[EngineSpec, str | None, str | None, int], Any]
 """Like `pools.Create`; the last argument is the engine's number of deaths in a row."""
@@ -76,6 +81,11 @@ class EnginePlace:
             return None
         return self.engine.ended if self.engine.info else self.engine.started
 
+    @property
+    def group(self) -> str:
+        """The name of its data parallel group; its own if it is alone."""
+        return self.engine.spec.group
+
     def away(self, now: float) -> Away:
         """Its state in the router's answers. Clients read them, so they do not get `why`."""
         if self.given_up:
@@ -100,6 +110,23 @@ def pause_s(deaths: int, second_s: float, longest_s: float) -> float:
 def pause_text(wait_s: float) -> str:
     """The pause for a message; empty if there is none."""
     return f" in {wait_s:g} s" if wait_s else ""
+
+
+def _first_of(
+    place: EnginePlace, failure: EngineFailure, others: Mapping[EnginePlace, Any]
+) -> tuple[EnginePlace, EngineFailure]:
+    """Which rank of a group died first, and why: the others only lost their connection to it.
+
+    others: the other ranks, with Ray's references of their ends; None for one that did not serve.
+    """
+    if not any(words in failure.cause for words in _LOST):
+        return place, failure
+    ends = {ref: each for each, ref in others.items() if ref is not None}
+    for ref in ray.wait(list(ends), num_returns=len(ends), timeout=_CAUSE_S)[0] if ends else ():
+        found = why_ended(ends[ref].engine)
+        if not any(words in found.cause for words in _LOST):
+            return ends[ref], found
+    return place, failure
 
 
 class Restarts:
@@ -156,39 +183,57 @@ class Restarts:
         """
         places = {place.awaited: place for place in self.places if place.awaited is not None}
         for ref in refs:
-            self._ended(places[ref], ref)
+            if places[ref].awaited == ref:  # else it was ended with another rank of its group
+                self._ended(places[ref], ref)
         return self._failure()
 
     def check(self) -> None:
         """Check nodes and engines: due restarts, slow starts, hangs."""
         self._check_nodes()
         for place in list(self.places):
-            self._check(place)
+            if place in self.places:
+                self._check(place)
 
-    def add(self, specs: Sequence[EngineSpec]) -> list[str]:
-        """Start new engines. Returns the names of those whose actor could be created."""
-        started = []
-        for spec in specs:
+    def add(self, replicas: Sequence[Sequence[EngineSpec]]) -> list[str]:
+        """Start new engines, each with its group. Returns the names of those that could be created:
+        of a group all, or none."""
+        started = list[str]()
+        for specs in replicas:
+            places = list[EnginePlace]()
             try:
-                engine = self._launch(spec, 0, self._present())
+                for spec in specs:
+                    engine = self._launch(spec, 0, self._present())
+                    places.append(EnginePlace(engine, why="starts"))
+                    self.places.append(places[-1])
             except NotNow:
+                if places:
+                    self.remove(places[0])
                 continue
-            self.places.append(EnginePlace(engine, why="starts"))
-            started.append(spec.name)
+            started += [place.name for place in places]
         self._update_router()
         return started
 
     def retire(self, place: EnginePlace) -> None:
-        """Let an engine drain: the router sends it no new requests. `remove` it when it is idle."""
-        place.leaving_at = time.monotonic()
+        """Let an engine and its group drain: the router sends them no new requests. `remove` one
+        when all are idle."""
+        for each in self.group_of(place):
+            each.leaving_at = time.monotonic()
         self._update_router()
 
     def remove(self, place: EnginePlace) -> None:
-        """End an engine for good."""
-        self.places.remove(place)
-        pools.stop([place.engine], GRACE_S if place.engine.info else 0.0, STOP_S)
-        self._removed(place.name)
+        """End an engine and its group for good."""
+        group = self.group_of(place)
+        self.places = [each for each in self.places if each not in group]
+        grace_s = GRACE_S if any(each.engine.info for each in group) else 0.0
+        pools.stop([each.engine for each in group], grace_s, STOP_S)
+        for each in group:
+            self._removed(each.name)
         self._update_router()
+
+    def group_of(self, place: EnginePlace) -> list[EnginePlace]:
+        """The engine with the other ranks of its data parallel group, in their order."""
+        group = [each for each in self.places if each.group == place.group]
+        return sorted(group, key=lambda each: each.engine.spec.rank)
 
     def _present(self, but: EnginePlace | None = None) -> list[Engine]:
         return [place.engine for place in self.places if place is not but]
@@ -227,18 +272,28 @@ class Restarts:
             self.remove(place)
             return
         steady = place.engine.info is not None and now - place.up_at > _STEADY_S
-        place.deaths = 1 if steady else place.deaths + 1
-        place.given_up = place.deaths > self.settings.max_restarts
-        wait_s = pause_s(place.deaths, _PAUSE_S, _LONGEST_PAUSE_S)
+        deaths = 1 if steady else place.deaths + 1
+        given_up = deaths > self.settings.max_restarts
+        wait_s = pause_s(deaths, _PAUSE_S, _LONGEST_PAUSE_S)
+        group = self.group_of(place)
         then = f"starting it again{pause_text(wait_s)}"
-        if place.given_up:
-            times = f"{place.deaths} times in a row" if place.deaths > 1 else "once"
+        if given_up:
+            times = f"{deaths} times in a row" if deaths > 1 else "once"
             then = f"given up ({times}; engine.max_restarts)"
-        place.restart_at = None if place.given_up else now + wait_s
-        place.why = f"{what}: {failure.cause}; {then}"
+        ends = {each: each.engine.ended for each in group if each is not place}
+        for each in group:
+            each.deaths, each.given_up = deaths, given_up
+            each.restart_at = None if given_up else now + wait_s
+            each.why = what
         self._update_router()
+        if len(group) > 1:
+            place, failure = _first_of(place, failure, ends)
+            others = " and ".join(each.name for each in group if each is not place)
+            then = f"{others} of its data parallel group ends with it; {then}"
+        for each in group:
+            each.why = f"{what}: {failure.cause}; {then}"
         self._tell(f"engine {place.name} {place.why}", failure.log_tail)
-        pools.stop([place.engine], 0.0, STOP_S)
+        pools.stop([each.engine for each in group], 0.0, STOP_S)
 
     def _check_nodes(self) -> None:
         """Handle engines whose node has died. Ray reports them only after two to four seconds."""
@@ -255,7 +310,7 @@ class Restarts:
         asked = [node for node in self._nodes.values() if node.node_id in elsewhere.values()]
         gone = {node.node_id: node for node in asked if node.is_gone()}
         for place, node_id in elsewhere.items():
-            if node_id in gone:
+            if node_id in gone and place.awaited is not None:
                 place.engine.vanished = True
                 what = "died" if place.engine.served else "did not start"
                 why = f"its node {gone[node_id].address} is gone"
@@ -264,6 +319,9 @@ class Restarts:
     def _check(self, place: EnginePlace) -> None:
         now, settings = time.monotonic(), self.settings
         if place.restart_at is not None and now >= place.restart_at:
+            first = self.group_of(place)[0]
+            if first is not place and first.restart_at is not None:
+                return  # the others join it
             last, others = place.engine, self._present(place)
             avoid = last.ran_on if last.vanished else None
             try:

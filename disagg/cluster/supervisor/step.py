@@ -157,10 +157,11 @@ class Supervisor:
     def _load(self, role: Role) -> PoolLoad:
         serving = [place for place in self._restarts.places if place.role == role and place.serves]
         loads = [place.engine.load for place in serving if place.engine.load is not None]
+        ranks = self._scaler.wanted.data_parallel_size(role)  # a replica's are scaled together
         return PoolLoad(
-            engines=len(serving),
+            engines=len(serving) // ranks,
             requests=sum(load.requests for load in loads),
-            kv_usage=sum(load.kv_usage for load in loads),
+            kv_usage=sum(load.kv_usage for load in loads) / ranks,
         )
 
     def _with_autoscaled_counts(self, wanted: Deployment) -> Deployment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from disagg.engine.vllm_patches import (
     busy_poll,
+    cpu_experts,
     fork_workers,
     kv_memory_headroom,
     load_failure_policy,
@@ -22,6 +23,8 @@ EXTENSIONS = (kv_memory_headroom.PATCH, load_failure_policy.PATCH)
 # Faults of vLLM.
 MENDS = (
     worker_shutdown.PATCH,
+    cpu_experts.COLLECTIVES,
+    cpu_experts.OWN_EXPERTS,
     seeded_chunked_prefill.PATCH,
     mamba_block_size.BLOCK_SIZE,
     mamba_block_size.CHECKPOINTS,
