@@ -116,7 +116,7 @@ class Scaler:
             self._retire(old[0])
         elif not self._waits:  # without the last decode engine all requests would fail
             self._waits = True
-            self._tell(f"{_names(old[0])} waits until there is room for its replacement", "")
+            self._tell(f"{_names(old[0])} {_verb(old[0], 'wait')} for room for a replacement", "")
 
     def _rolled_back(self, there: Sequence[Replica], old: Sequence[Replica]) -> bool:
         """Undo the change if a new engine did not start. Returns whether it was undone."""
@@ -147,10 +147,10 @@ class Scaler:
 
     def _retire(self, one: Replica) -> None:
         if not _serves(one):
-            self._tell(f"{_names(one)} ends", "")
+            self._tell(f"{_names(one)} {_verb(one, 'end')}", "")
             self._restarts.remove(one[0])
             return
-        self._tell(f"{_names(one)} drains", "")
+        self._tell(f"{_names(one)} {_verb(one, 'drain')}", "")
         for place in one:
             self._idle_since.pop(place.name, None)
         self._restarts.retire(one[0])
@@ -160,11 +160,13 @@ class Scaler:
         assert leaving_at is not None
         idle = [self._is_idle(place, leaving_at) for place in one]
         if now - leaving_at > self._restarts.settings.drain_timeout_s:
-            self._tell(f"{_names(one)} ends before it is idle (engine.drain_timeout_s)", "")
+            why = "before being idle (engine.drain_timeout_s)"
+            self._tell(f"{_names(one)} {_verb(one, 'end')} {why}", "")
         elif not all(idle):
             return
         else:
-            self._tell(f"{_names(one)} is idle and ends", "")
+            idle = "is idle" if len(one) == 1 else "are idle"
+            self._tell(f"{_names(one)} {idle} and {_verb(one, 'end')}", "")
         self._restarts.remove(one[0])
 
     def _is_idle(self, place: EnginePlace, leaving_at: float) -> bool:
@@ -203,6 +205,10 @@ def _is_old(one: Replica, wanted: Deployment) -> bool:
 
 def _serves(one: Replica) -> bool:
     return all(place.serves for place in one)
+
+
+def _verb(one: Replica, verb: str) -> str:
+    return verb if len(one) > 1 else f"{verb}s"
 
 
 def _names(one: Replica) -> str:
