@@ -165,8 +165,8 @@ class Scaler:
         elif not all(idle):
             return
         else:
-            idle = "is idle" if len(one) == 1 else "are idle"
-            self._tell(f"{_names(one)} {idle} and {_verb(one, 'end')}", "")
+            state = "is idle" if len(one) == 1 else "are idle"
+            self._tell(f"{_names(one)} {state} and {_verb(one, 'end')}", "")
         self._restarts.remove(one[0])
 
     def _is_idle(self, place: EnginePlace, leaving_at: float) -> bool:
