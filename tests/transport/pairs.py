@@ -37,7 +37,7 @@ class Pair:
         """Whether the producer did all of its part by then, so that nothing hangs on it."""
         if self.producer.setup.transport == "shared_storage":
             return True  # the file is there before the consumer looks
-        one_sided = self.producer.setup.transport in ("process_memory", "cuda_ipc")
+        one_sided = self.producer.setup.transport in ("process_memory", "cuda_ipc", "nixl")
         return when == "after" and not one_sided
 
     def opened(self) -> RemoteCache:

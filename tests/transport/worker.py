@@ -51,6 +51,7 @@ CONTEXT.set_forkserver_preload(
         "disagg.transport.control.server",
         "disagg.transport.fetch",
         "disagg.transport.nccl.nccl",
+        "disagg.transport.nixl.nixl",
         "disagg.transport.one_sided.cuda_ipc",
         "disagg.transport.one_sided.process_memory",
         "disagg.transport.shared_storage",

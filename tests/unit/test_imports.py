@@ -58,7 +58,7 @@ ALLOWED = {
     # HOW bytes move. A way may use control, host and device; these use no way.
     "transport": {
         *_TRANSPORT, "safe_logging", "transport.control", "transport.device.open",
-        "transport.device.staging", "transport.host", "transport.nccl", "transport.one_sided",
+        "transport.device.staging", "transport.host", "transport.nccl", "transport.nixl", "transport.one_sided",
         "transport.tcp",
         "checksums", "identity.process", "private_files",  # shared_storage
     },
@@ -74,6 +74,9 @@ ALLOWED = {
     "transport.nccl": {
         *_TRANSPORT, "safe_logging", "transport.control", "transport.device",
         "transport.host.fd_watcher",
+    },
+    "transport.nixl": {
+        *_TRANSPORT, "transport.device", "transport.host", "transport.one_sided",
     },
     "transport.tcp": {
         *_TRANSPORT, "safe_logging", "transport.control", "transport.device.staging",
