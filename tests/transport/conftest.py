@@ -15,7 +15,7 @@ from transport.pairs import MakePair, Pair, Start
 from transport.worker import ASKED, Remote, Setup, Worker
 
 from disagg.transport.names import TransportName
-from disagg.transport.nixl.library import is_installed
+from disagg.transport.nixl.settings import is_installed
 
 # Transport -> the kinds of memory that it moves; emulated: host memory in the place of a GPU's;
 # ASKED: of leases that are not posted, so that the producer is asked each time.

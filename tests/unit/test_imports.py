@@ -41,7 +41,7 @@ ALLOWED = {
     "credentials": {"config", "errors", "transport.control.secret"},
     "preflight": {
         "config", "config_file", "credentials", "errors", "redaction", "engine.args",
-        "engine.spec", "models.catalogue", "private_files",
+        "engine.spec", "models.catalogue", "private_files", "transport.nixl.settings",
     },
     "cli": {
         "config", "errors", "preflight", "cluster", "router", "bench", "testing", "planning",
@@ -58,8 +58,8 @@ ALLOWED = {
     # HOW bytes move. A way may use control, host and device; these use no way.
     "transport": {
         *_TRANSPORT, "safe_logging", "transport.control", "transport.device.open",
-        "transport.device.staging", "transport.host", "transport.nccl", "transport.nixl", "transport.one_sided",
-        "transport.tcp",
+        "transport.device.staging", "transport.host", "transport.nccl", "transport.nixl",
+        "transport.one_sided", "transport.tcp",
         "checksums", "identity.process", "private_files",  # shared_storage
     },
     "transport.control": {
@@ -90,6 +90,7 @@ ALLOWED = {
     },
     "connector.handoff": {
         "errors", "identity", "safe_logging", "connector", "transport", "transport.control",
+        "transport.nixl.settings",
         "transport.device", "transport.host", "checksums", "private_files",
     },
     "connector.offload": {

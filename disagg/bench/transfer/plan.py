@@ -12,7 +12,7 @@ from disagg.bench.transfer import nixl
 from disagg.bench.transfer.memory import LAYERS, PIECE, scattered
 from disagg.checksums import ChecksumName
 from disagg.errors import ConfigError
-from disagg.transport.names import PREFERENCE
+from disagg.transport.names import TRANSPORTS
 
 _MB = 1_000_000
 STAGING_BYTES = 64 << 20
@@ -88,7 +88,7 @@ class TransferPlan:
 
     def check(self) -> None:
         """Raise `ConfigError` for a plan that cannot be measured."""
-        problems = [f"{t}: no such transport" for t in self.transports if t not in PREFERENCE]
+        problems = [f"{t}: no such transport" for t in self.transports if t not in TRANSPORTS]
         problems += [
             f"{t}: moves between GPUs only; use --device cuda"
             for t in self.transports

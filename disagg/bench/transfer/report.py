@@ -12,7 +12,7 @@ from rich.table import Table
 from disagg.bench.results import Row, Target, target
 from disagg.bench.results import Table as ResultTable
 from disagg.bench.transfer.plan import TransferCase, TransferPlan
-from disagg.transport.names import PREFERENCE
+from disagg.transport.names import TRANSPORTS
 
 FLAT, IN_PIECES = "memcpy", "memcpy in blocks"
 DEVICE_COPY, NCCL_BARE, PCIE, SOCKETS_BARE = "device copy", "NCCL bare", "PCIe", "sockets bare"
@@ -69,7 +69,7 @@ def tables(report: Mapping[str, Any]) -> list[ResultTable]:
         ratios: list[Row] = []
         for key, name in _RATIOS.items():
             # Other ways are references, but those that have a ceiling.
-            ours = [r for r in rows if r["way"] in PREFERENCE or key == "over_ceiling"]
+            ours = [r for r in rows if r["way"] in TRANSPORTS or key == "over_ceiling"]
             if key == "over_nixl_tcp":
                 ours = [r for r in ours if r["way"] == "tcp"]
             for ratio in _by_size([r for r in ours if r[key] is not None], key):

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import psutil
 
 from disagg.errors import TransferError
-from disagg.transport.nixl.settings import INSTALL, NixlSettings
+from disagg.transport.nixl.settings import INSTALL, PACKAGES, NixlSettings
 
 NAME = "nixl"
-_PACKAGES = ("nixl_cu13", "nixl_cu12")
 _RDMA = Path("/sys/class/infiniband")
 # UCX's progress thread sleeps until an event of one of its connections, at most so long. Other
 # plugins sleep between two looks.
@@ -35,17 +34,12 @@ class Library(NamedTuple):
     errors: tuple[type[Exception], ...]
 
 
-def is_installed() -> bool:
-    """Whether one of NIXL's packages is installed. Imports nothing."""
-    return any(util.find_spec(name) is not None for name in _PACKAGES)
-
-
 def load(host: str) -> Library:
     """Load NIXL. host: the address that this worker's listeners bind to; UCX's shall, too. Raises
     `TransferError` if NIXL is not installed, or does not load here.
     """
     _set_environment(host)
-    found = [name for name in _PACKAGES if util.find_spec(name) is not None]
+    found = [name for name in PACKAGES if util.find_spec(name) is not None]
     if not found:
         raise TransferError(f"NIXL is not installed; {INSTALL}", reason=NAME)
     try:
