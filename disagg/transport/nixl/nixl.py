@@ -8,7 +8,7 @@ lease is in use. Nothing here proves that the blocks were still the lease's; `Re
 The consumer reads a token in the producer's memory before it believes an offer. It does not open
 one whose blocks would go through UCX's TCP, or through its shared memory without the kernel's copy
 between processes: there the producer takes part, and UCX 1.23 ends its process when a consumer dies
-in mid-fetch. `tcp` serves these. `NixlSettings.tcp` allows it all the same.
+or gives up in mid-fetch. `tcp` serves these. `NixlSettings.tcp` allows it all the same.
 
 Nobody prepares descriptors of all blocks: that takes 40 bytes for each block and layer of every
 producer, and saves less than a hundredth of a fetch, as blocks that lie side by side are merged.
