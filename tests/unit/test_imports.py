@@ -160,8 +160,8 @@ ALLOWED = {
     },
     "bench.transfer": {
         *_TRANSPORT, "testing", "bench.html", "bench.results", "transport", "transport.control",
-        "transport.device", "transport.host", "transport.names", "transport.one_sided",
-    "private_files", "checksums",
+        "transport.device", "transport.host", "transport.names", "transport.nixl.settings",
+        "transport.one_sided", "private_files", "checksums",
     },
     "chaos": {
         *LEAVES, "credentials", "testing", "bench.results", "cluster", "preflight", "router",

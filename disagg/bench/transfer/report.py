@@ -53,6 +53,7 @@ _COLUMNS = {
 # Targets of fetches between host memories, one at a time, in blocks of this size.
 _AIMS = {
     "process_memory": (("memcpy", "over_memcpy", 0.8), ("NIXL", "over_nixl", 1.5)),
+    "nixl": (("NIXL", "over_nixl", 0.95),),
     "tcp": (("NIXL over TCP", "over_nixl_tcp", 1.0),),
 }
 _AIMED_BLOCK, _AIMED_MB = 65536, 33  # a smaller prompt is computed by decode
