@@ -45,7 +45,7 @@ def make_sender(name: TransportName, cache: BlockCache, means: Means) -> Sender:
         case "nixl":
             from disagg.transport.nixl.nixl import NixlSender
 
-            return NixlSender(cache, means.nixl, means.host)
+            return NixlSender(cache, means.nixl, means.host, means.board)
         case "process_memory":
             from disagg.transport.one_sided.process_memory import ProcessMemorySender
 

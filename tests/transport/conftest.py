@@ -22,7 +22,7 @@ from disagg.transport.nixl.settings import is_installed
 KINDS: dict[TransportName, tuple[str, ...]] = {
     "cuda_ipc": ("cuda", "emulated", "emulated" + ASKED),
     "nccl": ("cuda", "emulated"),
-    "nixl": ("cpu",),
+    "nixl": ("cpu", "cpu" + ASKED),
     "process_memory": ("cpu", "cpu" + ASKED),
     "tcp": ("cpu", "cuda", "emulated"),
     "shared_storage": ("cpu", "cuda", "emulated"),
@@ -34,6 +34,7 @@ LATER: set[Way] = {
     ("tcp", "emulated"),
     ("shared_storage", "emulated"),
     ("cuda_ipc", "emulated" + ASKED),
+    ("nixl", "cpu" + ASKED),
 }
 WAYS = [
     pytest.param(way, id="-".join(way), marks=[pytest.mark.slow] if way in LATER else [])

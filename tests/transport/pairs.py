@@ -30,7 +30,7 @@ class Pair:
     def reads_directly(self) -> bool:
         """Whether the consumer reads without asking the producer."""
         setup = self.producer.setup
-        boards = setup.transport in ("process_memory", "cuda_ipc")
+        boards = setup.transport in ("process_memory", "cuda_ipc", "nixl")
         return boards and not setup.device.endswith(ASKED)
 
     def is_over(self, when: str) -> bool:

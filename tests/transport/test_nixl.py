@@ -212,6 +212,22 @@ def test_without_nixl_it_is_not_offered(
     assert "NIXL is not installed; pip install" in caplog.text
 
 
+def test_ucx_listens_only_where_we_do(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks nobody for the secret."""
+    psutil = pytest.importorskip("psutil")
+    producer = pairs.producer()
+    listening = [
+        one.laddr.ip
+        for one in psutil.Process(producer.pid).net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) > 1, "the control channel's, and UCX's"
+    assert set(listening) == {"127.0.0.1"}
+    monkeypatch.setenv("UCX_NET_DEVICES", "all")
+    library.load("127.0.0.1")
+    assert os.environ["UCX_NET_DEVICES"] == "all", "the user's choice stays"
+
+
 # ---- the life of agents ------------------------------------------------------------------------
 
 

@@ -15,8 +15,6 @@ from importlib import util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from disagg.errors import TransferError
 from disagg.transport.nixl.settings import INSTALL, PACKAGES, NixlSettings
 
@@ -83,6 +81,8 @@ def _set_environment(host: str) -> None:
 
 def _devices(host: str) -> list[str]:
     """The network interface that has this address, and all ports for RDMA. Empty: any."""
+    import psutil  # here, as machines that only measure transports may lack it
+
     if host in ("", "0.0.0.0", "::"):
         return []
     try:

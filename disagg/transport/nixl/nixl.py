@@ -2,7 +2,8 @@
 
 For networks that NIXL's plugins know (InfiniBand, RoCE, EFA), between host memories or GPUs. One-
 sided, like process memory: the producer only names blocks, and the consumer reads them while the
-lease is in use. Nothing here proves that the blocks were still the lease's; `Release` does (see
+lease is in use. On one host it reads the lease from the producer's board, as process memory does.
+Else it asks, and nothing here proves that the blocks were still the lease's; `Release` does (see
 `base.py`). The agents' metadata travels in the offer, so only peers with the secret get it.
 
 The consumer reads a token in the producer's memory before it believes an offer. It does not open
@@ -38,7 +39,13 @@ from disagg.transport.nixl.library import NAME
 from disagg.transport.nixl.link import Link, Pieces
 from disagg.transport.nixl.settings import NixlSettings
 from disagg.transport.one_sided import offers
-from disagg.transport.one_sided.remote_lease_board import BoardCache
+from disagg.transport.one_sided.lease_board import LeaseBoard
+from disagg.transport.one_sided.remote_lease_board import (
+    BoardCache,
+    LeaseBoardOffer,
+    board_offer,
+    open_board,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +68,7 @@ class _NixlOffer(offers.Origin, frozen=True):
     token_at: int
     gpu: int
     rdma: bool
+    board: LeaseBoardOffer | None = None
 
 
 _decode_offer = msgspec.msgpack.Decoder(_NixlOffer).decode
@@ -71,8 +79,14 @@ class NixlSender:
 
     name = NAME
 
-    def __init__(self, cache: BlockCache, settings: NixlSettings, host: str) -> None:
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
+    def __init__(
+        self,
+        cache: BlockCache,
+        settings: NixlSettings,
+        host: str,
+        board: LeaseBoard | None = None,
+    ) -> None:
+        self._token, self._board = secrets.token_bytes(_TOKEN_BYTES), board
         self._probe = np.frombuffer(self._token, np.uint8).copy()
         self._agent: Agent | None = None
         self._readers: AllowedReaders | None = None
@@ -81,7 +95,7 @@ class NixlSender:
             self._offer = self._register(cache, settings, host)
         except TransferError as error:
             logger.warning("%s is not offered: %s", NAME, error)
-            self.close()
+            self._end()
 
     def offer(self) -> bytes:
         """Empty if NIXL is not installed, or does not work here."""
@@ -94,6 +108,11 @@ class NixlSender:
         """Nothing was staged."""
 
     def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+        self._end()
+
+    def _end(self) -> None:
         self._probe[:] = 0  # opening an old offer fails from now on
         self._offer = b""
         if self._readers is not None:
@@ -118,6 +137,7 @@ class NixlSender:
                 token_at=self._probe.ctypes.data,
                 gpu=_gpu(cache),
                 rdma=library.has_rdma(),
+                board=board_offer(self._board),
             )
         )
 
@@ -129,7 +149,8 @@ class _NixlCache(BoardCache):
 
     def __init__(self, ours: BlockCache, offer: _NixlOffer, link: Link) -> None:
         rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 8)
-        super().__init__(offer.token, ours, offers.unbacked(rows[:, 1:]), None)
+        board = open_board(NAME, offer.pid, offer.board) if offer.is_on_this_host() else None
+        super().__init__(offer.token, ours, offers.unbacked(rows[:, 1:]), board)
         self._link, self._offer, self._addresses = link, offer, rows[:, 0]
 
     def is_alive(self) -> bool:
