@@ -230,6 +230,21 @@ class StorageSection(Section):
     )
 
 
+class NixlSection(Section):
+    """NIXL, of the transport nixl."""
+
+    backend: str = Field("UCX", min_length=1, description="NIXL's plugin")
+    params: Environment = Field(
+        default_factory=dict, description="Parameters that NIXL's plugin is given"
+    )
+    num_threads: int = Field(0, ge=0, le=64, description="The plugin's own threads in each worker")
+    tcp: bool = Field(
+        False,
+        description="Whether blocks may go over UCX's TCP too; there a consumer that dies or gives "
+        "up while it fetches can end the producer's process",
+    )
+
+
 class TransferSection(Section):
     """How KV blocks move."""
 
@@ -237,6 +252,7 @@ class TransferSection(Section):
         default=list(PREFERENCE), min_length=1
     )
     storage: StorageSection = StorageSection()
+    nixl: NixlSection = NixlSection()
     staging_bytes: Bytes = Field(
         64 << 20,
         gt=0,

@@ -13,7 +13,7 @@ from disagg import options
 from disagg.bench.html import writer
 from disagg.bench.results import Output, load
 from disagg.errors import ConfigError
-from disagg.transport.names import PREFERENCE, TransportName
+from disagg.transport.names import TRANSPORTS, TransportName
 
 # The transports that work between CPU engines.
 ON_CPU = "process_memory,tcp,shared_storage"
@@ -56,7 +56,7 @@ def handoff(
     transport: Annotated[
         str | None,
         typer.Option(
-            help=f"disagg's transport, one of {', '.join(PREFERENCE)}; by default process_memory, "
+            help=f"disagg's transport, one of {', '.join(TRANSPORTS)}; by default process_memory, "
             "or cuda_ipc on GPUs."
         ),
     ] = None,
@@ -563,10 +563,10 @@ def pages(
 
 def _transports(text: str) -> list[TransportName]:
     wanted = text.split(",")
-    known = [name for name in PREFERENCE if name in wanted]
+    known = [name for name in TRANSPORTS if name in wanted]
     if strange := sorted(set(wanted) - set(known)):
         raise ConfigError(
-            f"{', '.join(strange)}: no such transport; choose from {', '.join(PREFERENCE)}"
+            f"{', '.join(strange)}: no such transport; choose from {', '.join(TRANSPORTS)}"
         )
     return sorted(known, key=wanted.index)
 

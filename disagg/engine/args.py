@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from disagg.config import Deployment, Role
+from disagg.config import Deployment, Role, TransferSection
 from disagg.engine.spec import EngineSpec
 from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.engine.vllm_patches.fork_workers import FORK_ENV
@@ -178,6 +178,13 @@ def kv_transfer_config(spec: EngineSpec, *, host: str, engine_id: str) -> dict[s
     }
 
 
+def _nixl(transfer: TransferSection) -> dict[str, Any]:
+    """The settings of nixl, where it may be used."""
+    if "nixl" not in transfer.transports:
+        return {}
+    return {f"nixl_{key}": value for key, value in transfer.nixl.model_dump().items()}
+
+
 def _handoff(spec: EngineSpec, host: str) -> dict[str, Any]:
     transfer = spec.deployment.transfer
     # Ranks on several nodes: each rank listens on the address of its own node.
@@ -191,6 +198,7 @@ def _handoff(spec: EngineSpec, host: str) -> dict[str, Any]:
             "storage_max_bytes": transfer.storage.max_bytes,
             "storage_fsync": transfer.storage.fsync,
             "storage_checksum": transfer.storage.checksum,
+            **_nixl(transfer),
             "staging_bytes": transfer.staging_bytes,
             "lease_s": transfer.lease_s,
             "lease_limit_s": transfer.lease_limit_s,

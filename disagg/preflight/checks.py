@@ -26,6 +26,8 @@ from disagg.preflight.memory_checks import memory_problems, memory_warnings, run
 from disagg.preflight.model_checks import checkpoint_problems
 from disagg.preflight.pool_checks import pool_problems
 from disagg.private_files import PrivateFolder, UnsafePathError, user_folder
+from disagg.transport.nixl.settings import INSTALL
+from disagg.transport.nixl.settings import is_installed as nixl_installed
 
 
 def check(*deployments: Deployment, running: bool = False) -> list[str]:
@@ -79,6 +81,8 @@ def _own_problems(
     yield from address_problems(deployment, taken, here=here)
     yield from memory_problems(deployment, here=here)
     yield from _transport_problems(deployment)
+    if here and deployment.transfer.transports == ["nixl"]:
+        yield from _nixl_missing(deployment)
     yield from _storage_problems(deployment)
     yield from _tier_problems(deployment)
     yield from _unreadable(lambda: credentials.configured_secret(deployment))
@@ -86,6 +90,7 @@ def _own_problems(
 
 def _own_warnings(deployment: Deployment) -> Iterator[str]:
     yield from _space_warnings(deployment)
+    yield from _nixl_missing(deployment) if runs_here(deployment) else ()
     yield from _secret_warnings(deployment)
 
 
@@ -101,6 +106,15 @@ def _transport_problems(deployment: Deployment) -> Iterator[str]:
         yield (
             f"transfer.transports: {show(transports)} — no transport in it moves blocks between "
             f"engines on {'GPUs' if on_gpus else 'CPUs'}; add tcp"
+        )
+
+
+def _nixl_missing(deployment: Deployment) -> Iterator[str]:
+    """Said as a problem where there is no other transport: without NIXL it is not offered."""
+    if "nixl" in deployment.transfer.transports and not nixl_installed():
+        yield (
+            f"transfer.transports: {show(deployment.transfer.transports)} — NIXL is not installed "
+            f"here, so nixl is not used; {INSTALL}, or leave it out"
         )
 
 

@@ -61,6 +61,7 @@ def _engines(deployment: Deployment) -> dict[str, Any]:
             "storage_path": str(storage_folder(deployment)),
             "storage_max_bytes": transfer.storage.max_bytes,
             "storage_checksum": transfer.storage.checksum,
+            **({"nixl": transfer.nixl.model_dump()} if "nixl" in transfer.transports else {}),
             "staging_bytes": transfer.staging_bytes,
             "lease_s": transfer.lease_s,
             "lease_limit_s": transfer.lease_limit_s,

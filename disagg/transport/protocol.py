@@ -26,6 +26,7 @@ REASONS = frozenset(
     {
         "corrupt", "deadline", "device", "forged", "lease_gone", "malformed", "nccl", "nccl_chunk",
         "nccl_closed", "nccl_full", "nccl_gone", "nccl_paused", "nccl_size", "nccl_stalled",
+        "nixl", "nixl_closed", "nixl_paused", "nixl_stalled",
         "no_transport", "peer_lost", "process_memory", "process_memory_denied", "protocol", "range",
         "refused", "secret", "storage_checksum", "storage_full", "storage_header", "storage_name",
         "storage_read", "storage_size", "storage_write", "tcp_checksum", "tcp_full",

@@ -13,6 +13,7 @@ from disagg.transport.base import Receiver, Sender
 from disagg.transport.blocks import BlockCache
 from disagg.transport.device.staging import Staging
 from disagg.transport.names import TransportName
+from disagg.transport.nixl.settings import NixlSettings
 from disagg.transport.one_sided.lease_board import LeaseBoard
 from disagg.transport.shared_storage import Storage
 
@@ -27,6 +28,7 @@ class Means:
     storage: Storage
     staging: Staging | None = None
     board: LeaseBoard | None = None
+    nixl: NixlSettings = field(default_factory=NixlSettings)
 
 
 def make_sender(name: TransportName, cache: BlockCache, means: Means) -> Sender:
@@ -40,6 +42,10 @@ def make_sender(name: TransportName, cache: BlockCache, means: Means) -> Sender:
             from disagg.transport.nccl.nccl import NcclSender
 
             return NcclSender(cache, means.staging, means.host, means.secret)
+        case "nixl":
+            from disagg.transport.nixl.nixl import NixlSender
+
+            return NixlSender(cache, means.nixl, means.host, means.board)
         case "process_memory":
             from disagg.transport.one_sided.process_memory import ProcessMemorySender
 
@@ -65,6 +71,10 @@ def make_receiver(name: TransportName, cache: BlockCache, means: Means) -> Recei
             from disagg.transport.nccl.nccl import NcclReceiver
 
             return NcclReceiver(cache, means.staging, means.secret)
+        case "nixl":
+            from disagg.transport.nixl.nixl import NixlReceiver
+
+            return NixlReceiver(cache, means.nixl, means.host)
         case "process_memory":
             from disagg.transport.one_sided.process_memory import ProcessMemoryReceiver
 

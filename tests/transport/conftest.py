@@ -15,12 +15,14 @@ from transport.pairs import MakePair, Pair, Start
 from transport.worker import ASKED, Remote, Setup, Worker
 
 from disagg.transport.names import TransportName
+from disagg.transport.nixl.settings import is_installed
 
 # Transport -> the kinds of memory that it moves; emulated: host memory in the place of a GPU's;
 # ASKED: of leases that are not posted, so that the producer is asked each time.
 KINDS: dict[TransportName, tuple[str, ...]] = {
     "cuda_ipc": ("cuda", "emulated", "emulated" + ASKED),
     "nccl": ("cuda", "emulated"),
+    "nixl": ("cpu", "cpu" + ASKED),
     "process_memory": ("cpu", "cpu" + ASKED),
     "tcp": ("cpu", "cuda", "emulated"),
     "shared_storage": ("cpu", "cuda", "emulated"),
@@ -32,6 +34,7 @@ LATER: set[Way] = {
     ("tcp", "emulated"),
     ("shared_storage", "emulated"),
     ("cuda_ipc", "emulated" + ASKED),
+    ("nixl", "cpu" + ASKED),
 }
 WAYS = [
     pytest.param(way, id="-".join(way), marks=[pytest.mark.slow] if way in LATER else [])
@@ -51,6 +54,8 @@ def way(request: pytest.FixtureRequest) -> Way:
     chosen: Way = request.param
     if chosen[1] == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
+    if chosen[0] == "nixl" and not is_installed():
+        pytest.skip("NIXL is not installed")
     if chosen[1].startswith("emulated") and COMPILER is None:
         pytest.skip("needs g++ to run the kernel on the host")
     return chosen

@@ -30,14 +30,14 @@ class Pair:
     def reads_directly(self) -> bool:
         """Whether the consumer reads without asking the producer."""
         setup = self.producer.setup
-        boards = setup.transport in ("process_memory", "cuda_ipc")
+        boards = setup.transport in ("process_memory", "cuda_ipc", "nixl")
         return boards and not setup.device.endswith(ASKED)
 
     def is_over(self, when: str) -> bool:
         """Whether the producer did all of its part by then, so that nothing hangs on it."""
         if self.producer.setup.transport == "shared_storage":
             return True  # the file is there before the consumer looks
-        one_sided = self.producer.setup.transport in ("process_memory", "cuda_ipc")
+        one_sided = self.producer.setup.transport in ("process_memory", "cuda_ipc", "nixl")
         return when == "after" and not one_sided
 
     def opened(self) -> RemoteCache:

@@ -35,6 +35,7 @@ from disagg.transport.control.server import ControlServer
 from disagg.transport.deadline import Deadline
 from disagg.transport.device.staging import Staging, open_staging
 from disagg.transport.names import TransportName
+from disagg.transport.nixl.settings import NixlSettings
 from disagg.transport.registry import Means, make_receivers, make_senders
 from disagg.transport.shared_storage import Storage
 
@@ -51,6 +52,7 @@ CONTEXT.set_forkserver_preload(
         "disagg.transport.control.server",
         "disagg.transport.fetch",
         "disagg.transport.nccl.nccl",
+        "disagg.transport.nixl.nixl",
         "disagg.transport.one_sided.cuda_ipc",
         "disagg.transport.one_sided.process_memory",
         "disagg.transport.shared_storage",
@@ -72,6 +74,8 @@ class Setup:
     secret: bytes = SECRET
     staging_bytes: int = 64 << 20
     also: tuple[TransportName, ...] = ()
+    port: int = 0
+    nixl: NixlSettings = field(default_factory=NixlSettings)
 
 
 @dataclass
@@ -122,7 +126,7 @@ class Worker:
         storage = Storage(PrivateFolder(setup.folder), 4 << 30)
         self.leases = LeaseTable(setup.use_limit_s)
         board = None if setup.device.endswith(ASKED) else self.leases.board
-        means = Means("127.0.0.1", SECRET, storage, self.staging, board)
+        means = Means("127.0.0.1", SECRET, storage, self.staging, board, setup.nixl)
         names = (setup.transport, *setup.also)
         self.senders = make_senders(names, self.cache, means)
         self.receivers = make_receivers(names, self.cache, means)
@@ -131,7 +135,7 @@ class Worker:
         generation = os.urandom(8).hex()
         self.server = ControlServer(
             host="127.0.0.1",
-            port=0,
+            port=setup.port,
             secret=SECRET,
             hello=p.Welcome(
                 "engine", generation, {one.name: one.offer() for one in self.senders}, self.layers

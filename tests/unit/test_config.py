@@ -67,7 +67,7 @@ def test_the_smallest_file_needs_only_a_model(tmp_path: Path) -> None:
         ),
         (
             "transfer: {transports: [carrier-pigeon]}",
-            "transfer.transports.0: 'carrier-pigeon' — must be 'cuda_ipc', 'nccl', "
+            "transfer.transports.0: 'carrier-pigeon' — must be 'cuda_ipc', 'nccl', 'nixl', "
             "'process_memory', 'tcp' or 'shared_storage'",
         ),
         (

@@ -42,7 +42,7 @@ ALLOWED = {
     "credentials": {"config", "errors", "transport.control.secret"},
     "preflight": {
         "config", "config_file", "credentials", "errors", "redaction", "engine.args",
-        "engine.spec", "models.catalogue", "private_files",
+        "engine.spec", "models.catalogue", "private_files", "transport.nixl.settings",
     },
     "cli": {
         "config", "errors", "preflight", "cluster", "router", "bench", "testing", "planning",
@@ -59,8 +59,8 @@ ALLOWED = {
     # HOW bytes move. A way may use control, host and device; these use no way.
     "transport": {
         *_TRANSPORT, "safe_logging", "transport.control", "transport.device.open",
-        "transport.device.staging", "transport.host", "transport.nccl", "transport.one_sided",
-        "transport.tcp",
+        "transport.device.staging", "transport.host", "transport.nccl", "transport.nixl",
+        "transport.one_sided", "transport.tcp",
         "checksums", "identity.process", "private_files",  # shared_storage
     },
     "transport.control": {
@@ -76,6 +76,9 @@ ALLOWED = {
         *_TRANSPORT, "safe_logging", "transport.control", "transport.device",
         "transport.host.fd_watcher",
     },
+    "transport.nixl": {
+        *_TRANSPORT, "transport.device", "transport.host", "transport.one_sided",
+    },
     "transport.tcp": {
         *_TRANSPORT, "safe_logging", "transport.control", "transport.device.staging",
         "transport.host.helper_threads",
@@ -88,6 +91,7 @@ ALLOWED = {
     },
     "connector.handoff": {
         "errors", "identity", "safe_logging", "connector", "transport", "transport.control",
+        "transport.nixl.settings",
         "transport.device", "transport.host", "checksums", "private_files",
     },
     "connector.offload": {
@@ -157,8 +161,8 @@ ALLOWED = {
     },
     "bench.transfer": {
         *_TRANSPORT, "testing", "bench.html", "bench.results", "transport", "transport.control",
-        "transport.device", "transport.host", "transport.names", "transport.one_sided",
-        "private_files", "checksums", "tables",
+        "transport.device", "transport.host", "transport.names", "transport.nixl.settings",
+        "transport.one_sided", "private_files", "checksums", "tables",
     },
     "chaos": {
         *LEAVES, "tables", "credentials", "testing", "bench.results", "cluster", "preflight",

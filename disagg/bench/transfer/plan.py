@@ -12,7 +12,8 @@ from disagg.bench.transfer import nixl
 from disagg.bench.transfer.memory import LAYERS, PIECE, scattered
 from disagg.checksums import ChecksumName
 from disagg.errors import ConfigError
-from disagg.transport.names import PREFERENCE
+from disagg.transport.names import TRANSPORTS
+from disagg.transport.nixl.settings import is_installed
 
 _MB = 1_000_000
 STAGING_BYTES = 64 << 20
@@ -53,7 +54,7 @@ class Defaults(NamedTuple):
 
 DEFAULTS = {
     "cpu": Defaults(
-        ("process_memory", "tcp", "shared_storage"),
+        ("process_memory", "nixl", "tcp", "shared_storage"),
         (33, 131, 262),
         (65536, 1048576),
         (1, 4),
@@ -83,12 +84,14 @@ class TransferPlan:
     def of(cls, device: str, repeats: int, **chosen: Any) -> TransferPlan:
         """The defaults of the device, with the chosen values that are not None."""
         values: dict[str, Any] = DEFAULTS.get(device, DEFAULTS["cpu"])._asdict()
+        if not is_installed():
+            values["transports"] = tuple(t for t in values["transports"] if t != "nixl")
         values |= {name: value for name, value in chosen.items() if value is not None}
         return cls(device=device, repeats=repeats, **values)
 
     def check(self) -> None:
         """Raise `ConfigError` for a plan that cannot be measured."""
-        problems = [f"{t}: no such transport" for t in self.transports if t not in PREFERENCE]
+        problems = [f"{t}: no such transport" for t in self.transports if t not in TRANSPORTS]
         problems += [
             f"{t}: moves between GPUs only; use --device cuda"
             for t in self.transports

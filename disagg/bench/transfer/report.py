@@ -13,7 +13,7 @@ from disagg.bench.results import Row, Target, target
 from disagg.bench.results import Table as ResultTable
 from disagg.bench.transfer.plan import TransferCase, TransferPlan
 from disagg.tables import show as show_table
-from disagg.transport.names import PREFERENCE
+from disagg.transport.names import TRANSPORTS
 
 FLAT, IN_PIECES = "memcpy", "memcpy in blocks"
 DEVICE_COPY, NCCL_BARE, PCIE, SOCKETS_BARE = "device copy", "NCCL bare", "PCIe", "sockets bare"
@@ -54,6 +54,7 @@ _COLUMNS = {
 # Targets of fetches between host memories, one at a time, in blocks of this size.
 _AIMS = {
     "process_memory": (("memcpy", "over_memcpy", 0.8), ("NIXL", "over_nixl", 1.5)),
+    "nixl": (("NIXL", "over_nixl", 0.95),),
     "tcp": (("NIXL over TCP", "over_nixl_tcp", 1.0),),
 }
 _AIMED_BLOCK, _AIMED_MB = 65536, 33  # a smaller prompt is computed by decode
@@ -70,7 +71,7 @@ def tables(report: Mapping[str, Any]) -> list[ResultTable]:
         ratios: list[Row] = []
         for key, name in _RATIOS.items():
             # Other ways are references, but those that have a ceiling.
-            ours = [r for r in rows if r["way"] in PREFERENCE or key == "over_ceiling"]
+            ours = [r for r in rows if r["way"] in TRANSPORTS or key == "over_ceiling"]
             if key == "over_nixl_tcp":
                 ours = [r for r in ours if r["way"] == "tcp"]
             for ratio in _by_size([r for r in ours if r[key] is not None], key):

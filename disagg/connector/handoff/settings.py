@@ -14,6 +14,7 @@ from disagg.checksums import Checksum, ChecksumName
 from disagg.connector.extra_config import parse
 from disagg.private_files import folder_or_own
 from disagg.transport.names import PREFERENCE, TransportName
+from disagg.transport.nixl.settings import NixlSettings
 from disagg.transport.shared_storage import Storage
 
 # NCCL itself allocates about 40 MB per joined worker; this is enough for three.
@@ -32,6 +33,10 @@ class ConnectorSettings(BaseModel):
     )
     port: int = Field(0, ge=0, le=65535, description="First rank's port; 0: any free one")
     transports: list[TransportName] = Field(default=list(PREFERENCE), min_length=1)
+    nixl_backend: str = "UCX"
+    nixl_params: dict[str, str] = Field(default_factory=dict)
+    nixl_num_threads: int = Field(0, ge=0, le=64)
+    nixl_tcp: bool = False
     storage_path: Path | None = None
     storage_max_bytes: int = Field(8 << 30, gt=0)
     storage_fsync: bool = False
@@ -51,6 +56,13 @@ class ConnectorSettings(BaseModel):
     def device_bytes(self) -> int:
         """Bytes per GPU that transfers may use, in addition to the cache."""
         return self.staging_bytes + ("nccl" in self.transports) * NCCL_RESERVE_BYTES
+
+    @property
+    def nixl(self) -> NixlSettings:
+        """The settings of the transport nixl."""
+        return NixlSettings(
+            self.nixl_backend, self.nixl_params, self.nixl_num_threads, self.nixl_tcp
+        )
 
     def storage(self, secret: bytes) -> Storage:
         """Folder and limits of the shared storage transport. secret: the deployment's."""

@@ -73,7 +73,8 @@ class WorkerHalf:
             ", ".join(names),
             storage.folder.path,
         )
-        means = Means(settings.host or get_ip(), self._secret, storage, cache.staging)
+        host = settings.host or get_ip()
+        means = Means(host, self._secret, storage, cache.staging, nixl=settings.nixl)
         consumes = self._transfer.is_kv_consumer
         receivers = make_receivers(names, cache.blocks, means) if consumes else []
         peers = Peers(rank.name, cache.fingerprint, self._secret)

@@ -227,8 +227,14 @@ class Peers:
 
     def _forget_dead(self) -> None:
         for endpoint, opened in list(self._opened.items()):
-            if opened.is_dead():
+            if opened.is_dead() or self._has_left(endpoint):
                 self.forget(endpoint)
+
+    def _has_left(self, endpoint: Endpoint) -> bool:
+        """Whether a producer closed all our idle connections: the one sign from another host."""
+        with self._lock:
+            idle = list(self._idle.get(endpoint, ()))
+        return bool(idle) and not any(one.channel.is_quiet() for one in idle)
 
 
 def expect(answer: type[A], got: p.Answer, request: p.Request) -> A:

@@ -52,9 +52,13 @@ class Origin(msgspec.Struct, frozen=True):
         """Whether the process still exists."""
         return start_time(self.pid) == self.started
 
+    def is_on_this_host(self) -> bool:
+        """Whether the process can be seen from here, if it exists."""
+        return self.boot == boot_id() and self.pid_namespace == pid_namespace()
+
     def check_reachable(self) -> None:
         """Raise `TransferError` unless this process runs and can be seen from here."""
-        if self.boot != boot_id() or self.pid_namespace != pid_namespace():
+        if not self.is_on_this_host():
             raise TransferError("the producer is on another host or in another pid namespace")
         if not self.is_alive():
             raise TransferError("the producer's process is gone")

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from unit.preflight.deployments import deployment_with, problems_of
 
+from disagg.connector.handoff.settings import ConnectorSettings, read_settings
 from disagg.engine.args import engine_args
 from disagg.engine.spec import EngineSpec
 from disagg.preflight import checks, vllm_args
 from disagg.preflight.argument_keys import ROLES
 from disagg.preflight.resolved_plan import resolve
+from disagg.transport.nixl.settings import NixlSettings
 
 
 @pytest.fixture
@@ -309,6 +311,30 @@ def test_some_transport_must_fit_the_engines(
     checks.check(
         deployment_with(prefill=pool, decode=pool, transfer={"transports": [*transports, "tcp"]})
     )
+
+
+def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning, as another transport is used; a problem where there is none."""
+    monkeypatch.setattr(checks, "nixl_installed", lambda: False)
+    (line,) = problems_of(transfer={"transports": ["nixl"]})
+    assert line.startswith("transfer.transports: ['nixl'] — NIXL is not installed here")
+    assert "pip install nixl-cu13" in line
+    warnings = checks.check(deployment_with(transfer={"transports": ["nixl", "tcp"]}))
+    assert sum("pip install nixl-cu13" in line for line in warnings) == 1
+    assert not any("NIXL" in line for line in checks.check(deployment_with()))
+
+
+def test_nixls_settings_reach_the_connector_only_where_it_is_used() -> None:
+    nixl = {"params": {"num_workers": 2}, "num_threads": 3, "tcp": True}
+
+    def settings(transports: list[str]) -> ConnectorSettings:
+        deployment = deployment_with(transfer={"transports": transports, "nixl": nixl})
+        spec = EngineSpec(deployment, "prefill", 0, "run", "/tmp/kv", True, "s", "k")
+        config = engine_args(spec, host="127.0.0.1", engine_id="1")["kv_transfer_config"]
+        return read_settings(config["kv_connector_extra_config"])
+
+    assert settings(["nixl", "tcp"]).nixl == NixlSettings("UCX", {"num_workers": "2"}, 3, True)
+    assert settings(["tcp"]).nixl == NixlSettings()
 
 
 @pytest.mark.engine

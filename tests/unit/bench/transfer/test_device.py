@@ -30,6 +30,7 @@ from disagg.errors import ConfigError, DisaggError, PeerLost, TransferError
 from disagg.testing.child_process import Child, ChildError
 from disagg.transport.deadline import Deadline
 from disagg.transport.device.base import Wait
+from disagg.transport.nixl.settings import is_installed
 
 needs_kernel = pytest.mark.skipif(COMPILER is None, reason="needs g++ to run the kernel")
 BLOCK = 8192
@@ -284,7 +285,8 @@ def test_defaults_are_those_of_the_device() -> None:
     plan.check()
     plan = TransferPlan.of("cpu", 5, sizes=[1])
     assert (plan.layers, plan.sizes) == (8, [1])
-    assert plan.transports == ("process_memory", "tcp", "shared_storage")
+    nixl = ("nixl",) if is_installed() else ()
+    assert plan.transports == ("process_memory", *nixl, "tcp", "shared_storage")
 
 
 def test_options_without_typer() -> None:

@@ -49,15 +49,13 @@ def test_ratios() -> None:
 
 def test_targets_are_of_fetches_that_decode_would_not_compute() -> None:
     plan = TransferPlan(["process_memory"], [1, 33], [65536], [1], "cpu", 1)
-    samples = {
-        (case, way): [seconds]
-        for case in plan.cases()
-        for way, seconds in (("memcpy", 0.7), ("process_memory", 1.0), ("nixl", 1.6))
-    }
-    report = {"device": "cpu", "rows": rows(plan, samples, ["nixl"], [])}
-    memcpy, nixl = [one for one in targets(report) if one is not None]
+    took = {"memcpy": 0.7, "process_memory": 1.0, "nixl": 2.0, "nixl sm": 1.6}
+    samples = {(case, way): [took[way]] for case in plan.cases() for way in took}
+    report = {"device": "cpu", "rows": rows(plan, samples, ["nixl sm"], [])}
+    memcpy, nixl, own = [one for one in targets(report) if one is not None]
     assert (memcpy.at, memcpy.measured, memcpy.at_least, memcpy.met) == ("33 MB", 0.7, 0.8, False)
     assert (nixl.measured, nixl.at_least, nixl.met) == (1.6, 1.5, True)
+    assert (own.measured, own.at_least, own.met) == (0.8, 0.95, False)
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
