@@ -167,6 +167,17 @@ def block_cache(
     return BlockCache(list(regions.values()))
 
 
+def registered_blocks(
+    config: VllmConfig, kv_cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
+) -> BlockCache:
+    """The tensors that vLLM registers, as blocks to move. Raises `ConfigError`."""
+    pages = recurrent_state.pages_of(config, kv_cache)
+    cache = block_cache(kv_caches, pages)
+    if not pages:
+        check_block_size(kv_cache, cache)
+    return cache
+
+
 def check_block_size(kv_cache: KVCacheConfig, cache: BlockCache) -> None:
     """Raise `ConfigError` if the attention backend's blocks are smaller than vLLM's.
 
