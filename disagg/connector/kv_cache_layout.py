@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,17 +21,17 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 
-from disagg.connector import recurrent_state
+from disagg.connector import recurrent_state, whole_pages
+from disagg.connector.whole_pages import first_spec
 from disagg.errors import ConfigError
 from disagg.identity.model import model_fields
 from disagg.transport.blocks import BlockCache, Region
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _DTYPES = {
     torch.float32: "F32",
@@ -52,8 +53,10 @@ NULL_BLOCK = 0
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     """Raise `ConfigError` for engines whose blocks this connector cannot move."""
     problems = []
-    if len(kv_cache.kv_cache_groups) > 1:
-        problems += _problems_of_groups(config, kv_cache)
+    if whole_pages.are_mixed(kv_cache):
+        problems += whole_pages.problems(config, kv_cache)
+    elif len(kv_cache.kv_cache_groups) > 1:
+        problems += _problems_of_groups(kv_cache)
     problems += recurrent_state.problems(config, kv_cache)
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1:
@@ -61,7 +64,7 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
             f"decode_context_parallel_size: {parallel.decode_context_parallel_size} — "
             "handoffs need 1"
         )
-    block_size = config.cache_config.block_size
+    block_size = whole_pages.block_size(kv_cache)
     if hash_block_size(config, kv_cache) != block_size and not recurrent_state.are_one_page(
         kv_cache
     ):
@@ -101,37 +104,20 @@ def hash_seed(config: VllmConfig, found: str) -> str:
     return "vllm's own"
 
 
-def _problems_of_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
-    moved = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec}
-    block_size, problems = config.cache_config.block_size, []
-    for group in kv_cache.kv_cache_groups:
-        spec, first = group.kv_cache_spec, next(iter(group.layer_names), "")
-        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none":
-            continue  # one page for a whole request
-        if type(spec) not in moved | {MambaSpec}:
-            problems.append(
-                f"model: layer {first} keeps its cache as {type(spec).__name__}, which is not "
-                "handed off together with other kinds"
-            )
-        elif spec.block_size != block_size:
-            problems.append(
-                f"disable_hybrid_kv_cache_manager: False — layer {first} has blocks of "
-                f"{spec.block_size} tokens and others of {block_size}; set it to True"
-            )
-    return problems
-
-
-def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
-    """The spec of each layer: vLLM puts layers that differ only in size into one group."""
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return list(spec.kv_cache_specs.values())
-    return [spec] * len(group.layer_names)
-
-
-def _one_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
-    """The spec of one layer; the group's own if this pipeline stage has none of its layers."""
-    return next(iter(layer_specs(group)), group.kv_cache_spec)
+def _problems_of_groups(kv_cache: KVCacheConfig) -> list[str]:
+    moved = {
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        ChunkedLocalAttentionSpec,
+        MambaSpec,
+    }
+    return [
+        f"model: layer {next(iter(group.layer_names), '')} keeps its cache as "
+        f"{type(group.kv_cache_spec).__name__}, which is not handed off together with other kinds"
+        for group in kv_cache.kv_cache_groups
+        if type(group.kv_cache_spec) not in moved
+    ]
 
 
 def has_windows(kv_cache: KVCacheConfig) -> bool:
@@ -141,11 +127,29 @@ def has_windows(kv_cache: KVCacheConfig) -> bool:
     """
     groups = kv_cache.kv_cache_groups
     windowed = (ChunkedLocalAttentionSpec, SlidingWindowSpec)
-    return len(groups) > 1 or any(isinstance(_one_spec(g), windowed) for g in groups)
+    return len(groups) > 1 or any(isinstance(first_spec(g), windowed) for g in groups)
+
+
+def registered_blocks(
+    config: VllmConfig, kv_cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
+) -> BlockCache:
+    """The tensors that vLLM registers, as blocks to move. Raises `ConfigError`."""
+    blocks = kv_cache.num_blocks
+    whole = (
+        bool(recurrent_state.state_groups(kv_cache))
+        or whole_pages.are_mixed(kv_cache)
+        or any(len(cache) != blocks and not _is_divided(cache) for cache in kv_caches.values())
+    )
+    if whole:
+        return block_cache(kv_caches, whole_pages.pages_of(kv_cache, kv_caches))
+    merged = {name: _merged(cache, blocks) for name, cache in kv_caches.items()}
+    cache = block_cache(merged)
+    check_block_size(kv_cache, cache)
+    return cache
 
 
 def block_cache(
-    kv_caches: dict[str, torch.Tensor], pages: Mapping[str, recurrent_state.Page] | None = None
+    kv_caches: dict[str, torch.Tensor], pages: Mapping[str, whole_pages.Page] | None = None
 ) -> BlockCache:
     """Regions of all layers, in layer order.
 
@@ -157,38 +161,48 @@ def block_cache(
     for name, cache in kv_caches.items():
         if pages and name not in pages:
             continue  # it uses another layer's memory
-        region = recurrent_state.region(name, cache, pages[name]) if pages else _region(name, cache)
-        known = regions.setdefault(cache.data_ptr(), region).memory
-        if (known.shape, known.stride()) != (region.memory.shape, region.memory.stride()):
+        region = whole_pages.region(name, cache, pages[name]) if pages else _region(name, cache)
+        known = regions.setdefault(cache.data_ptr(), region)
+        if _geometry(known) != _geometry(region):
             raise ConfigError(
                 f"disable_hybrid_kv_cache_manager: False — layer {name} has blocks of another "
                 "shape than the layer it shares memory with; set it to True"
             )
+        if region.form not in known.form:
+            regions[cache.data_ptr()] = replace(known, form=f"{known.form}, {region.form}")
     return BlockCache(list(regions.values()))
 
 
-def registered_blocks(
-    config: VllmConfig, kv_cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
-) -> BlockCache:
-    """The tensors that vLLM registers, as blocks to move. Raises `ConfigError`."""
-    pages = recurrent_state.pages_of(config, kv_cache)
-    cache = block_cache(kv_caches, pages)
-    if not pages:
-        check_block_size(kv_cache, cache)
-    return cache
+def _geometry(region: Region) -> tuple[object, ...]:
+    return (*region.memory.shape, *region.memory.stride())
 
 
 def check_block_size(kv_cache: KVCacheConfig, cache: BlockCache) -> None:
-    """Raise `ConfigError` if the attention backend's blocks are smaller than vLLM's.
-
-    Its block ids then differ (one block of 128 tokens is two of 64), and would name wrong bytes.
-    """
+    """Raise `ConfigError` if the tensors' blocks are not vLLM's: its block ids would name wrong
+    bytes."""
     block_size = kv_cache.kv_cache_groups[0].kv_cache_spec.block_size
     if cache.block_size != block_size:
         raise ConfigError(
             f"block_size: {block_size} — the attention backend keeps blocks of {cache.block_size} "
             f"tokens; set block_size to {cache.block_size}, or choose another backend"
         )
+
+
+def _is_divided(cache: torch.Tensor) -> bool:
+    """Whether tokens follow each other evenly, also from one of the backend's blocks to the next:
+    then several of its blocks are one of vLLM's."""
+    tokens, each = cache.shape[-2], cache.stride(-2)
+    return cache.stride(0) == tokens * each
+
+
+def _merged(cache: torch.Tensor, blocks: int) -> torch.Tensor:
+    """The attention backend's blocks as vLLM's, which are some of them each."""
+    pieces = len(cache) // blocks
+    if pieces * blocks != len(cache) or pieces == 1:
+        return cache
+    shape, strides = list(cache.shape), list(cache.stride())
+    shape[0], shape[-2], strides[0] = blocks, pieces * shape[-2], pieces * strides[0]
+    return cache.as_strided(shape, strides)
 
 
 def _region(name: str, cache: torch.Tensor) -> Region:
@@ -245,25 +259,28 @@ def layers(
     groups = enumerate(kv_cache.kv_cache_groups)
     group_of = {name: str(number) for number, group in groups for name in group.layer_names}
     names: dict[int, list[str]] = {}
+    known = {region.memory.data_ptr() for region in cache.regions}
     for name, tensor in kv_caches.items():
-        layer = f"{name}@{group_of.get(name, '')}"
-        names.setdefault(tensor.data_ptr(), []).append(layer)
+        if tensor.data_ptr() in known:  # else its place is in the region's form
+            layer = f"{name}@{group_of.get(name, '')}"
+            names.setdefault(tensor.data_ptr(), []).append(layer)
     return tuple(
-        f"{'+'.join(of_region)} {region.dtype}[{region.memory.shape[3]}]"
+        f"{'+'.join(of_region)} {region.dtype}[{region.memory.shape[3]}] {region.form}".rstrip()
         for of_region, region in zip(names.values(), cache.regions, strict=True)
     )
 
 
 def _groups(kv_cache: KVCacheConfig) -> str:
     """A description of each group, in order: blocks are matched by group."""
-    described = []
+    described, mixed = [], whole_pages.are_mixed(kv_cache)
     for group in kv_cache.kv_cache_groups:
-        spec = _one_spec(group)
+        spec = first_spec(group)
         window = getattr(spec, "sliding_window", None)
         kind = type(spec).__name__.removesuffix("Spec")
         if isinstance(spec, MambaSpec):
             kind = f"{spec.mamba_type.name} of {state_of(spec)}"
-        described.append(kind + (f" of {window}" if window else ""))
+        blocks = f" in blocks of {spec.block_size}" if mixed else ""
+        described.append(kind + (f" of {window}" if window else "") + blocks)
     return ", ".join(described)
 
 

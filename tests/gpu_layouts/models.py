@@ -1,4 +1,4 @@
-"""The models that people run, as the `config.json` of each: true shapes of the KV cache, few layers.
+"""The models that people run, each as its `config.json`: the KV cache's true shapes, few layers.
 
 What has no part in the KV cache (vocabulary, experts, the width of the feed-forward layers) is
 small. The pattern of layers (windows, state, indexers) is the model's own.

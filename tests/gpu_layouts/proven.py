@@ -8,6 +8,7 @@ compiled for the host.
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -184,6 +185,16 @@ def _by_one_launch(cache: Registered) -> None:
     for chunk in move.chunks(64 << 20):
         run_kernel(move, chunk, 0, 0)
     _check_moved(cache, cache.caches, target)
+
+
+def identity(cache: Registered) -> str:
+    """A digest of what two workers compare before they exchange a block."""
+    from disagg.connector import kv_cache_layout
+
+    blocks = kv_cache_layout.registered_blocks(cache.config, cache.cache, cache.caches)
+    fields = kv_cache_layout.fingerprint(cache.config, cache.cache)
+    layers = kv_cache_layout.layers(cache.cache, cache.caches, blocks)
+    return hashlib.sha256(repr((sorted(fields.items()), layers)).encode()).hexdigest()[:12]
 
 
 # ---- tiers -----------------------------------------------------------------------------------

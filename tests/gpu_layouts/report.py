@@ -11,11 +11,12 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from gpu_layouts import proven, registered, stand_in
 from gpu_layouts.models import MODELS
+from gpu_layouts.tables import Row
 
 DTYPES = ("auto", "fp8")
 CONNECTOR: Mapping[str, Any] = {
@@ -27,22 +28,6 @@ CONNECTOR: Mapping[str, Any] = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {"": {}, "block_size: 128": {"block_size": 128}}
 """Settings of engines besides the defaults, tried with the first model."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """blocks: tokens per block of vLLM's groups, and of the kernels where they differ. refused by
-    vLLM itself: `built` says so. handoff, tiers: right, or in which words refused."""
-
-    gpu: str
-    model: str
-    dtype: str
-    built: str = ""
-    backends: str = ""
-    blocks: str = ""
-    layout: str = ""
-    handoff: str = ""
-    tiers: str = ""
 
 
 def row(gpu: str, model: str, dtype: str, mode: Any) -> Row:
@@ -59,7 +44,9 @@ def row(gpu: str, model: str, dtype: str, mode: Any) -> Row:
     if tuple(sizes) != cache.kernel_blocks:
         blocks += f" in {'/'.join(map(str, dict.fromkeys(cache.kernel_blocks)))}"
     results = [_tried(prove, cache) for prove in (proven.handoff, proven.tiers)]
-    return Row(gpu, model, dtype, "", ", ".join(cache.backends), blocks, cache.layout, *results)
+    identity = proven.identity(cache) if results[0] == proven.RIGHT else ""
+    backends = ", ".join(cache.backends)
+    return Row(gpu, model, dtype, "", backends, blocks, cache.layout, *results, identity)
 
 
 def _tried(prove: Any, cache: registered.Registered) -> str:

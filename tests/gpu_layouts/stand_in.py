@@ -243,11 +243,19 @@ def _mend_vllm() -> None:
         for name in dir(module):
             if name.startswith(("is_deep_gemm", "has_deep_gemm")):
                 setattr(module, name, lambda *args, **kwargs: True)
-    workspace.current_workspace_manager = lambda: _Anything()
+    workspace.current_workspace_manager = lambda: _Workspace()
     registry._run_in_subprocess = lambda function: function()
     lazy = registry._LazyRegisteredModel
     lazy._load_modelinfo_from_cache = lambda *args, **kwargs: None
     lazy._save_modelinfo_to_cache = lambda *args, **kwargs: None
+
+
+class _Workspace:
+    def get_simultaneous(self, *shapes: Any) -> list[None]:
+        return [None] * len(shapes)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
 
 
 # ---- torch ---------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
-from disagg.connector.kv_cache_layout import NULL_BLOCK, layer_specs
+from disagg.connector.kv_cache_layout import NULL_BLOCK
+from disagg.connector.whole_pages import layer_specs
 from disagg.identity.weights import Adapters
 from disagg.store.base import Key
 

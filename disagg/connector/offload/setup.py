@@ -17,6 +17,7 @@ from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.offload.slot_layout import SlotLayout
 from disagg.connector.recurrent_state import state_groups
+from disagg.connector.whole_pages import are_mixed, block_size, group_block_sizes
 from disagg.errors import ConfigError
 from disagg.identity.model import model_fields
 from disagg.store.base import Key
@@ -26,7 +27,7 @@ from disagg.store.directory_index import DirectoryIndex, FindingsLimits
 from disagg.store.directory_space import DirectorySpace
 from disagg.store.fingerprint import Fingerprint
 from disagg.store.host_index import HostIndex
-from disagg.transport.blocks import BlockCache
+from disagg.transport.blocks import BlockCache, Region
 from disagg.transport.control.secret import read_secret
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ if TYPE_CHECKING:
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig, stage: int = 0) -> None:
     """Raise `ConfigError` for engines whose blocks the tiers cannot keep. stage: the cache's."""
     kv_cache_layout.check_supported(config, kv_cache)
+    if are_mixed(kv_cache):
+        sizes = "/".join(map(str, sorted(set(group_block_sizes(kv_cache)))))
+        raise ConfigError(
+            f"model: {config.model_config.model} has blocks of {sizes} tokens, which tiers do not "
+            "keep; remove the tiers, or set disable_hybrid_kv_cache_manager to True"
+        )
     layers = stages(config)
     if layers and not slot_layout.are_alike(kv_cache, layers[stage]):
         raise ConfigError(
@@ -74,9 +81,9 @@ def chunks(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfi
             f"kv_connector_extra_config.blocks_per_chunk: {settings.blocks_per_chunk} — a state "
             "may follow any block of a chunk; set 1"
         )
-    per, block_size = settings.blocks_per_chunk, slot_layout.block_size(kv_cache)
+    per, tokens = settings.blocks_per_chunk, block_size(kv_cache)
     hash_bytes = len(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)(b""))
-    return Chunks(groups.read(kv_cache), per, block_size, hash_bytes)
+    return Chunks(groups.read(kv_cache), per, tokens, hash_bytes)
 
 
 def layout(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> SlotLayout:
@@ -134,13 +141,18 @@ def directory(
 
     chunk = cache.whole(range(settings.blocks_per_chunk))
     tensors = [
-        TensorSpec(region.name, region.dtype, tuple(cache.shape(index, chunk)))
+        TensorSpec(_tensor_name(region), region.dtype, tuple(cache.shape(index, chunk)))
         for index, region in enumerate(cache.regions)
     ]
     space = DirectorySpace(settings.directory, settings.directory_bytes, on_removed)
     return Directory(
         settings.directory, identity, rank, tensors, space, checksum=_checksum(settings)
     )
+
+
+def _tensor_name(region: Region) -> str:
+    """Files whose tensors have other names are not read."""
+    return f"{region.name} {region.form}".rstrip()
 
 
 def fingerprint(
@@ -157,7 +169,7 @@ def fingerprint(
         "kv_dtype": slot_layout.kv_dtype(kv_cache, str(caching.cache_dtype)),
         "layout": str(kv_cache.kv_cache_layout),
         **slot_layout.fields(kv_cache, stages(config)),
-        "block_size": str(slot_layout.block_size(kv_cache)),
+        "block_size": str(block_size(kv_cache)),
         "blocks_per_chunk": str(settings.blocks_per_chunk),
         "tp_size": str(config.parallel_config.tensor_parallel_size),
         "device": str(config.device_config.device_type),

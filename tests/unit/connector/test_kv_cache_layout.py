@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from disagg.connector import kv_cache_layout
+from disagg.connector import kv_cache_layout, whole_pages
 from disagg.connector.offload import groups, setup, slot_layout
 from disagg.connector.offload.groups import Group
 from disagg.connector.offload.settings import OffloadSettings
@@ -45,7 +45,7 @@ def test_layers_of_different_sizes_in_one_group() -> None:
     """A draft's beside its model's."""
     specs = full(4), full(4), full(1)
     cache = of_layers(*specs)
-    assert kv_cache_layout.layer_specs(cache.kv_cache_groups[0]) == [*specs]
+    assert whole_pages.layer_specs(cache.kv_cache_groups[0]) == [*specs]
     assert not kv_cache_layout.has_windows(cache)
     assert groups.read(cache) == [Group()]
 

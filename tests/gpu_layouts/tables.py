@@ -1,0 +1,77 @@
+"""The rows of the report as tables of docs/gpu_layouts.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_BEGIN, _END = "<!-- {}: written by tests/unit/connector/test_gpu_layouts.py -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model on one GPU with one KV cache dtype.
+
+    built: why vLLM did not build it, else empty. blocks: tokens per block of vLLM's groups, and of
+    the kernels where they differ. handoff, tiers: `right`, or in which words refused. identity:
+    what two workers compare before they exchange a block.
+    """
+
+    gpu: str
+    model: str
+    dtype: str
+    built: str = ""
+    backends: str = ""
+    blocks: str = ""
+    layout: str = ""
+    handoff: str = ""
+    tiers: str = ""
+    identity: str = ""
+
+
+def read(line: str) -> Row:
+    """A line that the report printed."""
+    return Row(**json.loads(line))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Models whose rows are equal for all dtypes take one line."""
+    lines = [
+        "| model | KV cache dtype | attention backends | block / kernel block | layout | handoff "
+        "| tiers |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    merged: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        key = (row.model, row.backends, row.blocks, row.layout, row.handoff, row.tiers)
+        merged.setdefault(key, []).append(row.dtype)
+    lines += [
+        f"| {model} | {', '.join(dtypes)} | {' | '.join(rest)} |"
+        for (model, *rest), dtypes in merged.items()
+    ]
+    return "\n".join(lines)
+
+
+def exchanges(*of_gpus: Sequence[Row]) -> str:
+    """Which models two pools on different GPUs exchange blocks of."""
+    first, second = ({(row.model, row.dtype): row.identity for row in rows} for rows in of_gpus)
+    fit: dict[bool, list[str]] = {True: [], False: []}
+    for model, dtype in first:
+        same = first[model, dtype] == second.get((model, dtype))
+        fit[same].append(f"{model} ({dtype})")
+    return "\n".join(
+        [f"- exchanged: {', '.join(fit[True])}", f"- computed by decode: {', '.join(fit[False])}"]
+    )
+
+
+def rewritten(page: str, *of_gpus: Sequence[Row]) -> str:
+    """The page with all its generated blocks anew."""
+    blocks = {rows[0].gpu: table(rows) for rows in of_gpus}
+    blocks["both"] = exchanges(*of_gpus)
+    for name, text in blocks.items():
+        begin = _BEGIN.format(name)
+        pattern = re.escape(begin) + ".*?" + re.escape(_END)
+        page = re.sub(pattern, lambda _, t=f"{begin}\n{text}\n{_END}": t, page, flags=re.DOTALL)
+    return page
