@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import vllm
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -22,26 +21,17 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from disagg.connector import recurrent_state, whole_pages
-from disagg.connector.whole_pages import first_spec
+from disagg.connector.whole_pages import DTYPES, first_spec
 from disagg.errors import ConfigError
-from disagg.identity.model import model_fields
 from disagg.transport.blocks import BlockCache, Region
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_DTYPES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 # vLLM's algorithms whose hashes are equal in every process; the others use a random seed.
 _SAME_EVERYWHERE = ("sha256", "sha256_cbor")
 _SEED = "PYTHONHASHSEED"
@@ -71,6 +61,11 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         problems.append(
             f"block_size: {block_size} — prefix hashes cover {kv_cache.hash_block_size} tokens; "
             "both must be the same"
+        )
+    if config.model_config.enable_sleep_mode:
+        problems.append(
+            "enable_sleep_mode: True — a sleeping engine gives up the memory of its KV cache, "
+            "which transfers may still read; unset it"
         )
     draft = config.speculative_config
     if draft is not None and draft.method == "extract_hidden_states":
@@ -214,7 +209,7 @@ def _region(name: str, cache: torch.Tensor) -> Region:
             f"attention_backend: layer {name} keeps its cache as {list(cache.shape)} with strides "
             f"{list(cache.stride())}, which is not moved; choose another backend"
         )
-    return Region(name, cache.view(torch.uint8), _DTYPES[cache.dtype])
+    return Region(name, cache.view(torch.uint8), DTYPES[cache.dtype])
 
 
 def kv_heads(config: VllmConfig) -> int:
@@ -223,68 +218,17 @@ def kv_heads(config: VllmConfig) -> int:
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
+def required_layout(config: VllmConfig) -> str | None:
+    """The layout to ask vLLM for, which keeps its own choice if an attention backend lacks it.
+
+    On GPUs vLLM chooses by the attention backend, and two GPU models would not exchange blocks.
+    Every backend of NVIDIA's has this one. Latent attention has one head: all layouts are alike.
+    """
+    if not splits_blocks(config) or config.model_config.use_mla:
+        return None
+    return KVCacheLayout.LBHNC.name
+
+
 def splits_blocks(config: VllmConfig) -> bool:
     """Whether a part of a block's tokens is a part of its bytes."""
     return str(config.device_config.device_type) != "cpu"
-
-
-def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, str]:
-    """The fields that must be equal before two workers exchange a block.
-
-    Tensor and pipeline parallelism are not among them: ranks slice and merge heads, and `layers`
-    are compared only where one stage reads another.
-    """
-    model, caching = config.model_config, config.cache_config
-    # vLLM's CPU kernels pack the tokens of a block together, so a block cannot be divided.
-    block_size = str(caching.block_size) if not splits_blocks(config) else "any"
-    return {
-        "vllm": vllm.__version__.partition("+")[0],
-        **model_fields(config),
-        "quantization": str(model.quantization),
-        "dtype": str(model.dtype),
-        "kv_cache_dtype": str(caching.cache_dtype),
-        "prefix_caching_hash_algo": str(caching.prefix_caching_hash_algo),
-        "hash_seed": hash_seed(config, HANDED_OFF),
-        "block_size": block_size,
-        "kv_cache_layout": str(kv_cache.kv_cache_layout),
-        "kv_heads": str(kv_heads(config)),
-        "kv_cache_groups": _groups(kv_cache),
-    }
-
-
-def layers(
-    kv_cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor], cache: BlockCache
-) -> tuple[str, ...]:
-    """Per region: its layers, each with its group, and the bytes of one head and token."""
-    groups = enumerate(kv_cache.kv_cache_groups)
-    group_of = {name: str(number) for number, group in groups for name in group.layer_names}
-    names: dict[int, list[str]] = {}
-    known = {region.memory.data_ptr() for region in cache.regions}
-    for name, tensor in kv_caches.items():
-        if tensor.data_ptr() in known:  # else its place is in the region's form
-            layer = f"{name}@{group_of.get(name, '')}"
-            names.setdefault(tensor.data_ptr(), []).append(layer)
-    return tuple(
-        f"{'+'.join(of_region)} {region.dtype}[{region.memory.shape[3]}] {region.form}".rstrip()
-        for of_region, region in zip(names.values(), cache.regions, strict=True)
-    )
-
-
-def _groups(kv_cache: KVCacheConfig) -> str:
-    """A description of each group, in order: blocks are matched by group."""
-    described, mixed = [], whole_pages.are_mixed(kv_cache)
-    for group in kv_cache.kv_cache_groups:
-        spec = first_spec(group)
-        window = getattr(spec, "sliding_window", None)
-        kind = type(spec).__name__.removesuffix("Spec")
-        if isinstance(spec, MambaSpec):
-            kind = f"{spec.mamba_type.name} of {state_of(spec)}"
-        blocks = f" in blocks of {spec.block_size}" if mixed else ""
-        described.append(kind + (f" of {window}" if window else "") + blocks)
-    return ", ".join(described)
-
-
-def state_of(spec: MambaSpec) -> str:
-    """Shapes and types of a layer's state; equal on all ranks."""
-    parts = zip(spec.shapes, spec.dtypes, strict=True)
-    return " and ".join(f"{'x'.join(map(str, shape))} {_DTYPES[dtype]}" for shape, dtype in parts)

@@ -31,6 +31,20 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
+DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    # safetensors has no names for AMD's.
+    torch.float8_e4m3fnuz: "U8",
+    torch.float8_e5m2fnuz: "U8",
+}
+"""Of vLLM's tensors, in safetensors' terms."""
+
 _MOVED = frozenset(
     {
         FullAttentionSpec,

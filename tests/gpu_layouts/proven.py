@@ -189,11 +189,11 @@ def _by_one_launch(cache: Registered) -> None:
 
 def identity(cache: Registered) -> str:
     """A digest of what two workers compare before they exchange a block."""
-    from disagg.connector import kv_cache_layout
+    from disagg.connector import cache_fingerprint, kv_cache_layout
 
     blocks = kv_cache_layout.registered_blocks(cache.config, cache.cache, cache.caches)
-    fields = kv_cache_layout.fingerprint(cache.config, cache.cache)
-    layers = kv_cache_layout.layers(cache.cache, cache.caches, blocks)
+    fields = cache_fingerprint.fingerprint(cache.config, cache.cache)
+    layers = cache_fingerprint.layers(cache.cache, cache.caches, blocks)
     return hashlib.sha256(repr((sorted(fields.items()), layers)).encode()).hexdigest()[:12]
 
 

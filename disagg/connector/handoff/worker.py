@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.utils.network_utils import get_ip
 
-from disagg.connector import kv_cache_layout
+from disagg.connector import cache_fingerprint, kv_cache_layout
 from disagg.connector.cpu_amx import ask_for_amx
 from disagg.connector.handoff.consumer_worker import ConsumerWorker
 from disagg.connector.handoff.messages import LeaseReport, StepReport, StepWork, WorkerAddress
@@ -83,8 +83,8 @@ class WorkerHalf:
 
     def _rank_cache(self, kv_caches: dict[str, torch.Tensor]) -> RankCache:
         blocks = kv_cache_layout.registered_blocks(self._config, self._kv_cache, kv_caches)
-        fingerprint = kv_cache_layout.fingerprint(self._config, self._kv_cache)
-        layers = kv_cache_layout.layers(self._kv_cache, kv_caches, blocks)
+        fingerprint = cache_fingerprint.fingerprint(self._config, self._kv_cache)
+        layers = cache_fingerprint.layers(self._kv_cache, kv_caches, blocks)
         collapse(blocks.host_memory())
         self._staging = self._open_staging(blocks)
         return RankCache(blocks, layers, fingerprint, self._staging)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
 
-from disagg.connector import kv_cache_layout
+from disagg.connector import cache_fingerprint
 from disagg.connector.offload import groups
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.whole_pages import first_spec, layer_specs
@@ -79,6 +79,7 @@ def kv_dtype(kv_cache: KVCacheConfig, cache_dtype: str) -> str:
         name = mode.name
     elif name == "auto" and mode is not KVQuantMode.NONE:
         name = "fp8"
+    name += cache_fingerprint.fp8_variant(name)
     return f"{name} {getattr(spec, 'dtype', '')}"
 
 
@@ -104,7 +105,7 @@ def fields(kv_cache: KVCacheConfig, stages: Sequence[int] = ()) -> dict[str, str
     kinds = zip(described, groups.read(kv_cache), strict=True)
     texts = [f"{text} {kind.window} {kind.local}" for text, kind in kinds]
     specs = [first_spec(group) for group in kv_cache.kv_cache_groups]
-    states = [kv_cache_layout.state_of(spec) for spec in specs if isinstance(spec, MambaSpec)]
+    states = [cache_fingerprint.state_of(spec) for spec in specs if isinstance(spec, MambaSpec)]
     return {"groups": ", ".join(texts), **({"states": ", ".join(states)} if states else {})}
 
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from disagg.connector import kv_cache_layout, recurrent_state, whole_pages
+from disagg.connector import cache_fingerprint, kv_cache_layout, recurrent_state, whole_pages
 from disagg.errors import ConfigError
 
 BLOCK, SHA = 16, get_hash_fn_by_name("sha256")
@@ -51,7 +51,7 @@ def config_of(**changed: Any) -> Any:
             if hasattr(part, name):
                 setattr(part, name, value)
     return SimpleNamespace(
-        model_config=SimpleNamespace(model="m", use_mla=False),
+        model_config=SimpleNamespace(model="m", use_mla=False, enable_sleep_mode=False),
         cache_config=cache,
         parallel_config=parallel,
         speculative_config=changed.get("speculative_config"),
@@ -135,7 +135,7 @@ def test_layers_of_all_kinds_are_the_same_pages(state: MambaSpec) -> None:
     assert len(found.regions) == 1
     (view,) = found.views(found.whole([2]))
     assert b"".join(part.tobytes() for part in view) == raw[2 * PAGE : 3 * PAGE].numpy().tobytes()
-    (name,) = kv_cache_layout.layers(cache, views, found)
+    (name,) = cache_fingerprint.layers(cache, views, found)
     assert name == f"layer.0@0+layer.1@1 U8[{PAGE // BLOCK}]"
 
 

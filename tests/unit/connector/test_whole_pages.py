@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from disagg.connector import kv_cache_layout, whole_pages
+from disagg.connector import cache_fingerprint, kv_cache_layout, whole_pages
 from disagg.errors import ConfigError
 from disagg.transport.blocks import BlockCache, copy_all
 
@@ -57,7 +57,7 @@ def config_of(**changed: Any) -> Any:
     values = {"speculative_config": None, "pipeline_parallel_size": 1, **changed}
     stages = values.pop("pipeline_parallel_size")
     return SimpleNamespace(
-        model_config=SimpleNamespace(model="m", use_mla=False),
+        model_config=SimpleNamespace(model="m", use_mla=False, enable_sleep_mode=False),
         cache_config=SimpleNamespace(block_size=16),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=stages, decode_context_parallel_size=1
@@ -129,8 +129,8 @@ def texts(cache: KVCacheConfig, kernels: list[int] | None = None) -> tuple[objec
     layout = KVCacheLayout[str(cache.kv_cache_layout)]
     caches = allocate_kv_cache(cache, torch.device("cpu"), layout, kernels)
     blocks = kv_cache_layout.registered_blocks(config_of(), cache, caches)
-    groups = kv_cache_layout._groups(cache)
-    return groups, kv_cache_layout.layers(cache, caches, blocks)
+    groups = cache_fingerprint._groups(cache)
+    return groups, cache_fingerprint.layers(cache, caches, blocks)
 
 
 def test_pages_of_other_forms_do_not_fit() -> None:
