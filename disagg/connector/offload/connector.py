@@ -55,6 +55,7 @@ class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
         setup.check_supported(vllm_config, kv_cache_config, stage)
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
+        settings = setup.chunk_settings(settings, kv_cache_config)
         self._chunks = setup.chunks(settings, vllm_config, kv_cache_config)
         layout = setup.layout(settings, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:

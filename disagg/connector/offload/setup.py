@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.offload.slot_layout import SlotLayout
 from disagg.connector.recurrent_state import state_groups
-from disagg.connector.whole_pages import are_mixed, block_size, group_block_sizes
+from disagg.connector.whole_pages import block_size, group_block_sizes
 from disagg.errors import ConfigError
 from disagg.identity.model import model_fields
 from disagg.store.base import Key
@@ -35,14 +36,27 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+_MOST_BLOCKS = 4
+"""Of a group's blocks, in the place of one of another group's. A slot is as large as the most."""
+
+
+def chunk_settings(settings: OffloadSettings, kv_cache: KVCacheConfig) -> OffloadSettings:
+    """With chunks of whole blocks in each group, where these differ in size: the engine's smallest
+    blocks of a chunk are then more than was set."""
+    sizes = group_block_sizes(kv_cache)
+    least = math.lcm(*sizes) // min(sizes)
+    return settings.model_copy(update={"blocks_per_chunk": settings.blocks_per_chunk * least})
+
+
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig, stage: int = 0) -> None:
     """Raise `ConfigError` for engines whose blocks the tiers cannot keep. stage: the cache's."""
     kv_cache_layout.check_supported(config, kv_cache)
-    if are_mixed(kv_cache):
-        sizes = "/".join(map(str, sorted(set(group_block_sizes(kv_cache)))))
+    sizes = sorted(set(group_block_sizes(kv_cache)))
+    if math.lcm(*sizes) > _MOST_BLOCKS * sizes[0]:
         raise ConfigError(
-            f"model: {config.model_config.model} has blocks of {sizes} tokens, which tiers do not "
-            "keep; remove the tiers, or set disable_hybrid_kv_cache_manager to True"
+            f"model: {config.model_config.model} has blocks of {'/'.join(map(str, sizes))} tokens; "
+            f"a slot of the tiers would be {math.lcm(*sizes) // sizes[0]} blocks, most of them "
+            "empty; remove the tiers"
         )
     layers = stages(config)
     if layers and not slot_layout.are_alike(kv_cache, layers[stage]):
@@ -83,7 +97,8 @@ def chunks(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfi
         )
     per, tokens = settings.blocks_per_chunk, block_size(kv_cache)
     hash_bytes = len(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)(b""))
-    return Chunks(groups.read(kv_cache), per, tokens, hash_bytes)
+    sizes = group_block_sizes(kv_cache)
+    return Chunks(groups.read(kv_cache), per, tokens, hash_bytes, sizes)
 
 
 def layout(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> SlotLayout:

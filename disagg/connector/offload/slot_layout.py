@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
 
-from disagg.connector import cache_fingerprint
+from disagg.connector import cache_fingerprint, whole_pages
 from disagg.connector.offload import groups
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.whole_pages import first_spec, layer_specs
@@ -104,6 +104,9 @@ def fields(kv_cache: KVCacheConfig, stages: Sequence[int] = ()) -> dict[str, str
         return {"group": described[0]}
     kinds = zip(described, groups.read(kv_cache), strict=True)
     texts = [f"{text} {kind.window} {kind.local}" for text, kind in kinds]
+    if whole_pages.are_mixed(kv_cache):
+        sizes = whole_pages.group_block_sizes(kv_cache)
+        texts = [f"{text} in {size}" for text, size in zip(texts, sizes, strict=True)]
     specs = [first_spec(group) for group in kv_cache.kv_cache_groups]
     states = [cache_fingerprint.state_of(spec) for spec in specs if isinstance(spec, MambaSpec)]
     return {"groups": ", ".join(texts), **({"states": ", ".join(states)} if states else {})}
