@@ -34,7 +34,8 @@ def verdict(prove: Callable[[Registered], None], cache: Registered) -> str:
         with _on_host_device():
             prove(cache)
     except ConfigError as error:
-        return f"refused: {str(error).splitlines()[0]}"
+        words = str(error).replace(str(cache.config.model_config.model), "(its path)")
+        return f"refused: {words.splitlines()[0]}"
     return RIGHT
 
 
