@@ -133,6 +133,7 @@ def registered_blocks(
     whole = (
         bool(recurrent_state.state_groups(kv_cache))
         or whole_pages.are_mixed(kv_cache)
+        or whole_pages.are_packed(kv_cache)
         or any(len(cache) != blocks and not _is_divided(cache) for cache in kv_caches.values())
     )
     if whole:

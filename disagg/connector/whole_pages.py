@@ -1,9 +1,10 @@
 """Caches whose blocks are moved whole, each layer's part as a page of bytes.
 
 They have no heads and tokens that all layers share: recurrent state; KV cache groups whose blocks
-differ in tokens, heads or content; and blocks that the attention backend keeps as smaller ones,
-each with all its heads. Such pages cannot be sliced, so both sides of a handoff need the same block
-size and tensor parallel size, and pages of the same form.
+differ in tokens, heads or content; formats that pack a block's values and scales apart; and blocks
+that the attention backend keeps as smaller ones, each with all its heads. Such pages cannot be
+sliced, so both sides of a handoff need the same block size and tensor parallel size, and pages of
+the same form.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -112,6 +114,14 @@ def are_mixed(kv_cache: KVCacheConfig) -> bool:
     return len(groups) > 1 and (len(shapes) > 1 or several)
 
 
+def are_packed(kv_cache: KVCacheConfig) -> bool:
+    """Whether a block's bytes are in an order of the format's own, as NVFP4's: first all values,
+    then all scales. No part of its tokens or heads is then a part of its bytes."""
+    specs = (spec for group in kv_cache.kv_cache_groups for spec in layer_specs(group))
+    modes = (getattr(spec, "kv_quant_mode", KVQuantMode.NONE) for spec in specs)
+    return any(mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR) for mode in modes)
+
+
 def problems(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
     """Why groups whose blocks differ cannot be moved here, each with the setting to change."""
     if not are_mixed(kv_cache):
@@ -153,14 +163,14 @@ def pages_of(kv_cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> 
         return _packed(kv_cache, kv_caches)
     tokens, groups = block_size(kv_cache), kv_cache.kv_cache_groups
     specs = {n: s for g in groups for n, s in zip(g.layer_names, layer_specs(g), strict=True)}
-    mixed = are_mixed(kv_cache)
+    named = are_mixed(kv_cache) or are_packed(kv_cache)
     return {
         name: Page(
             kv_cache.num_blocks,
             tensor.block_stride,
             int(specs[name].page_size_bytes),
             tokens,
-            _form(kv_caches[name], kv_cache.num_blocks, mixed),
+            _form(kv_caches[name], kv_cache.num_blocks, named),
         )
         for tensor in kv_cache.kv_cache_tensors
         for name in tensor.layers
@@ -193,10 +203,10 @@ def _packed(kv_cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> d
     return {placed[0].layers[0]: page}
 
 
-def _form(cache: torch.Tensor, blocks: int, mixed: bool) -> str:
+def _form(cache: torch.Tensor, blocks: int, named: bool) -> str:
     """Empty where the layout alone says what a block's bytes are."""
     pieces = len(cache) // blocks
-    return f"{pieces}x{_shape(cache)}" if mixed or pieces > 1 else ""
+    return f"{pieces}x{_shape(cache)}" if named or pieces > 1 else ""
 
 
 def _shape(cache: torch.Tensor) -> str:

@@ -194,6 +194,7 @@ def identity(cache: Registered) -> str:
 
     blocks = kv_cache_layout.registered_blocks(cache.config, cache.cache, cache.caches)
     fields = cache_fingerprint.fingerprint(cache.config, cache.cache)
+    del fields["checkpoint"]  # of a temporary folder
     layers = cache_fingerprint.layers(cache.cache, cache.caches, blocks)
     return hashlib.sha256(repr((sorted(fields.items()), layers)).encode()).hexdigest()[:12]
 
@@ -239,12 +240,15 @@ def tiers(cache: Registered) -> None:
             copied.copy_(ours)
         worker.register_kv_caches(cache.caches)
         slots = [Slot(bytes([number]) * 32, number) for number in range(len(SOURCE))]
-        store = Store(0, slots, SOURCE, complete=True)
+        # A slot holds several blocks where groups differ in their size; null blocks are left out.
+        empty = worker.worker._settings.blocks_per_chunk - 1
+        ids = [id_ for source in SOURCE for id_ in (*[0] * empty, source)]
+        store = Store(0, slots, ids, complete=True)
         worker.worker.before_step(OffloadWork(stores=[store], layout=layout))
         _tier_job_ended(worker)
         for ours in _all_bytes(cache.caches):
             ours.zero_()
-        fillings = [Filling([slot], 0, [id_]) for slot, id_ in zip(slots, TARGET, strict=True)]
+        fillings = [Filling([slot], empty, [id_]) for slot, id_ in zip(slots, TARGET, strict=True)]
         worker.worker.start(OffloadWork(loads=[TierLoad(1, "r", fillings)]))
         _tier_job_ended(worker)
         _check_moved(cache, before, cache.caches)

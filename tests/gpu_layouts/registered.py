@@ -60,7 +60,7 @@ def registered(
 ) -> Registered:
     """model: the content of its `config.json`. connector: vLLM's `kv_transfer_config`. args: of
     vLLM's engine."""
-    from vllm.config import set_current_vllm_config
+    from vllm.config import KVTransferConfig, set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def registered(
             skip_tokenizer_init=True,
             max_model_len=8192,
             enforce_eager=True,
-            kv_transfer_config=dict(connector),
+            kv_transfer_config=KVTransferConfig(**connector),
             **args,
         ).create_engine_config()
         with set_current_vllm_config(config):
@@ -91,7 +91,8 @@ def _layers(config: Any, mode: TorchFunctionMode) -> tuple[dict[str, Any], dict[
 
     with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"), mode:
         initialize_model(vllm_config=config)
-    layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+    kind: Any = AttentionLayerBase
+    layers = get_layers_from_vllm_config(config, kind)
     type(current_platform).update_block_size_for_backend(config)
     backends = {name: layer.get_attn_backend() for name, layer in layers.items()}
     specs = {}
@@ -110,10 +111,10 @@ def _cache(config: Any, backends: Mapping[str, Any], specs: dict[str, Any]) -> R
         resolve_kv_cache_layout,
     )
     from vllm.v1.core import kv_cache_utils
-    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.core import single_type_kv_cache_manager as managers
     from vllm.v1.worker import utils
 
-    register_all_kvcache_specs(config)
+    managers.register_all_kvcache_specs(config)
     readable = get_supported_kv_cache_layouts(dict.fromkeys(backends[name] for name in specs))
     layout = resolve_kv_cache_layout(config, [[one.name for one in readable]], list(specs.values()))
     config.cache_config.num_gpu_blocks_override = BLOCKS

@@ -8,6 +8,7 @@ is for processes of its own; `install` comes before any other import of vLLM.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -132,7 +133,8 @@ def _replace_kernel_modules(gpu: Gpu) -> None:
 
 def _name_missing_kernels() -> None:
     """Torch's own way to kernels. Last: vLLM registers shapes for those that it finds there."""
-    found = torch._ops._OpNamespace.__getattr__
+    namespace: Any = torch._ops._OpNamespace
+    found = namespace.__getattr__
 
     def lenient(self: Any, name: str) -> Any:
         try:
@@ -142,18 +144,18 @@ def _name_missing_kernels() -> None:
                 raise
             return _Kernel(name)
 
-    torch._ops._OpNamespace.__getattr__ = lenient
+    namespace.__getattr__ = lenient
 
 
 def _replace_triton_driver(gpu: Gpu) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
+    compiler: Any = importlib.import_module("triton.backends.compiler")
+    runtime: Any = importlib.import_module("triton.runtime.driver")
 
     major, minor = gpu.capability
 
     class Driver:
         def get_current_target(self) -> Any:
-            return GPUTarget("cuda", major * 10 + minor, 32)
+            return compiler.GPUTarget("cuda", major * 10 + minor, 32)
 
         def get_current_device(self) -> int:
             return 0
@@ -169,20 +171,19 @@ def _replace_triton_driver(gpu: Gpu) -> None:
                 "multiprocessor_count": _MULTIPROCESSORS,
             }
 
-    driver.set_active(Driver())
+    runtime.driver.set_active(Driver())
 
 
 # ---- the platform --------------------------------------------------------------------------------
 
 
 def _use_cuda_platform(gpu: Gpu) -> None:
-    import vllm.platforms
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
 
     capability = DeviceCapability(*gpu.capability)
 
-    class Platform(CudaPlatformBase):  # type: ignore[misc]
+    class Platform(CudaPlatformBase):
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
             return capability
@@ -220,26 +221,28 @@ def _use_cuda_platform(gpu: Gpu) -> None:
         def log_warnings(cls) -> None:
             pass
 
-    platform = Platform()
-    vllm.platforms._current_platform = platform
-    vllm.platforms.current_platform = platform
+    platforms: Any = importlib.import_module("vllm.platforms")
+    platforms._current_platform = platforms.current_platform = Platform()
     # The build for CPU names itself in its version.
-    vllm.platforms.vllm_version_matches_substr = lambda text: False
+    platforms.vllm_version_matches_substr = lambda text: False
 
 
 def _mend_vllm() -> None:
     """What asks for kernels while a model is built, and what would start other processes."""
-    import vllm._custom_ops as ops
-    import vllm.model_executor.layers.sparse_attn_indexer as indexer
-    import vllm.model_executor.models.registry as registry
-    import vllm.utils.deep_gemm as deep_gemm
-    import vllm.utils.import_utils as imports
-    from vllm.v1.worker import workspace
-
+    names = (
+        "vllm._custom_ops",
+        "vllm.model_executor.models.registry",
+        "vllm.v1.worker.workspace",
+        "vllm.model_executor.layers.sparse_attn_indexer",
+        "vllm.utils.deep_gemm",
+        "vllm.utils.import_utils",
+    )
+    found: list[Any] = [importlib.import_module(name) for name in names]
+    ops, registry, workspace, *with_gemm = found
     for name in dir(ops):
         if "support" in name:
             setattr(ops, name, lambda *args, **kwargs: False)
-    for module in (indexer, deep_gemm, imports):
+    for module in with_gemm:
         for name in dir(module):
             if name.startswith(("is_deep_gemm", "has_deep_gemm")):
                 setattr(module, name, lambda *args, **kwargs: True)
@@ -304,7 +307,7 @@ def _replace_torch_cuda(gpu: Gpu) -> None:
             setattr(module, name, value)
 
 
-class _OnMeta(TorchFunctionMode):  # type: ignore[misc]
+class _OnMeta(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -73,5 +73,6 @@ def rewritten(page: str, *of_gpus: Sequence[Row]) -> str:
     for name, text in blocks.items():
         begin = _BEGIN.format(name)
         pattern = re.escape(begin) + ".*?" + re.escape(_END)
-        page = re.sub(pattern, lambda _, t=f"{begin}\n{text}\n{_END}": t, page, flags=re.DOTALL)
+        before, after = re.split(pattern, page, maxsplit=1, flags=re.DOTALL)
+        page = f"{before}{begin}\n{text}\n{_END}{after}"
     return page

@@ -14,7 +14,7 @@ from disagg.connector.kv_cache_layout import (
     splits_blocks,
 )
 from disagg.connector.recurrent_state import state_groups
-from disagg.connector.whole_pages import are_mixed, group_block_sizes
+from disagg.connector.whole_pages import are_mixed, are_packed, group_block_sizes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,5 +69,5 @@ class EngineFacts:
             speculates=config.speculative_config is not None,
             digests=PromptDigests(hashed, config.cache_config.prefix_caching_hash_algo),
             group_block_sizes=group_block_sizes(kv_cache) if mixed else (),
-            whole_blocks=mixed or bool(states),
+            whole_blocks=mixed or bool(states) or are_packed(kv_cache),
         )

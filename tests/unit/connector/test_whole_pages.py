@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    KVQuantMode,
     SlidingWindowSpec,
     group_kernel_blocks,
 )
@@ -119,6 +120,18 @@ def test_blocks_that_attention_splits_by_tokens_are_put_together(
     blocks = moved(cache_of(full(128, heads), layout=layout), layout, [32])
     assert (blocks.heads, blocks.block_size) == (heads, 128)
     blocks.within([1], 16, [(0, 1)])
+
+
+@pytest.mark.parametrize("mode", KVQuantMode)
+def test_formats_that_pack_scales_apart_move_whole(mode: KVQuantMode) -> None:
+    plain = mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+    spec = FullAttentionSpec(
+        block_size=16, num_kv_heads=4, head_size=64, dtype=torch.uint8, kv_quant_mode=mode
+    )
+    cache = cache_of(spec)
+    assert whole_pages.are_packed(cache) is not plain
+    blocks = moved(cache, KVCacheLayout.LBHNC)
+    assert (blocks.heads is None) is not plain
 
 
 # ---- what must not be exchanged ----------------------------------------------------------------
