@@ -54,6 +54,7 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, str]:
         "kv_cache_layout": str(kv_cache.kv_cache_layout),
         "kv_heads": str(kv_cache_layout.kv_heads(config)),
         "kv_cache_groups": _groups(kv_cache),
+        "packed_on": whole_pages.packed_on(kv_cache),
     }
 
 

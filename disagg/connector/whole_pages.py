@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -120,6 +121,28 @@ def are_packed(kv_cache: KVCacheConfig) -> bool:
     specs = (spec for group in kv_cache.kv_cache_groups for spec in layer_specs(group))
     modes = (getattr(spec, "kv_quant_mode", KVQuantMode.NONE) for spec in specs)
     return any(mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR) for mode in modes)
+
+
+def packed_on(kv_cache: KVCacheConfig) -> str:
+    """The GPU generation, where latent attention or its indexer keeps bytes in a format of its own.
+
+    Which scales these hold may differ between GPUs though all sizes are equal. Empty otherwise.
+    """
+    latent = (MLAAttentionSpec, SlidingWindowMLASpec)
+    packed = any(
+        isinstance(spec, latent)
+        and (getattr(spec, "dtype", None) == torch.uint8 or _kinds(kv_cache, group) > 1)
+        for group in kv_cache.kv_cache_groups
+        for spec in [first_spec(group)]
+    )
+    capability = current_platform.get_device_capability() if packed else None
+    return f"sm{capability.major}" if capability is not None else ""
+
+
+def _kinds(kv_cache: KVCacheConfig, group: KVCacheGroupSpec) -> int:
+    """How many kinds of layers a group has: vLLM places those of one spec together."""
+    names = set(group.layer_names)
+    return sum(not names.isdisjoint(tensor.layers) for tensor in kv_cache.kv_cache_tensors)
 
 
 def problems(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:

@@ -19,8 +19,8 @@ from gpu_layouts.models import MODELS
 from gpu_layouts.tables import Row
 
 DTYPES = ("auto", "fp8")
-PACKED = {"hopper": ("int8_per_token_head",), "blackwell": ("nvfp4",)}
-"""Tried with the first model alone: formats whose values and scales lie apart."""
+PACKED = ("int8_per_token_head",)
+"""Tried with the first model alone: formats with scales in the blocks."""
 CONNECTOR: Mapping[str, Any] = {
     "kv_connector": "DisaggConnector",
     "kv_connector_module_path": "disagg.connector",
@@ -75,7 +75,7 @@ def main() -> None:
     mode = stand_in.install(stand_in.GPUS[args.gpu])
     registered.start_parallel_groups()
     for model in args.models:
-        more = PACKED.get(args.gpu, ()) if model == next(iter(MODELS)) else ()
+        more = PACKED if model == next(iter(MODELS)) else ()
         for dtype in args.dtypes or (*DTYPES, *more):
             print(json.dumps(asdict(row(args.gpu, model, dtype, mode))), flush=True)
     sys.stdout.flush()

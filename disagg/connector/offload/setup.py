@@ -18,7 +18,7 @@ from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.offload.slot_layout import SlotLayout
 from disagg.connector.recurrent_state import state_groups
-from disagg.connector.whole_pages import block_size, group_block_sizes
+from disagg.connector.whole_pages import block_size, group_block_sizes, packed_on
 from disagg.errors import ConfigError
 from disagg.identity.model import model_fields
 from disagg.store.base import Key
@@ -184,6 +184,7 @@ def fingerprint(
         "kv_dtype": slot_layout.kv_dtype(kv_cache, str(caching.cache_dtype)),
         "layout": str(kv_cache.kv_cache_layout),
         **slot_layout.fields(kv_cache, stages(config)),
+        **({"packed_on": gpu} if (gpu := packed_on(kv_cache)) else {}),
         "block_size": str(block_size(kv_cache)),
         "blocks_per_chunk": str(settings.blocks_per_chunk),
         "tp_size": str(config.parallel_config.tensor_parallel_size),

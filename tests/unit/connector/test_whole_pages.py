@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
     KVQuantMode,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     group_kernel_blocks,
 )
@@ -160,6 +162,23 @@ def test_pages_of_other_forms_do_not_fit() -> None:
         texts(cache_of(window(16, 4), full(32, 2), layout=KVCacheLayout.BLHNC)),
     ]
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_formats_of_latent_attention_stay_on_one_kind_of_gpu(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their scales may differ where all sizes are equal."""
+    latent = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=dtype)
+    cache = cache_of(latent)
+    assert whole_pages.packed_on(cache) == "", "on a CPU"
+    hopper = SimpleNamespace(get_device_capability=lambda: SimpleNamespace(major=9))
+    monkeypatch.setattr(whole_pages, "current_platform", hopper)
+    assert whole_pages.packed_on(cache) == ("sm9" if dtype == torch.uint8 else "")
+    assert whole_pages.packed_on(cache_of(full(16, 4))) == ""
+    (group,), (tensor,) = cache.kv_cache_groups, cache.kv_cache_tensors
+    cache.kv_cache_tensors = [replace(tensor, layers=[name]) for name in group.layer_names]
+    assert whole_pages.packed_on(cache) == "sm9", "an indexer beside it"
 
 
 # ---- what is refused ---------------------------------------------------------------------------
