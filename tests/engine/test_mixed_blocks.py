@@ -6,13 +6,12 @@ The first engine computes each prompt, which is the reference.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
-from engine.conftest import running, transfer
+from engine.conftest import beside, running, tiers, transfer
+from engine.engines_with_tiers import forget
 from engine.windows import BLOCK, GROUP_BYTES, WINDOW, make_mixed
 
 Prompt = Callable[[int], list[int]]
@@ -28,21 +27,10 @@ def pair(
     """Three groups: two of sliding layers, one of full ones. The second engine has tiers too."""
     model = tmp_path_factory.mktemp("model") / "mixed"
     make_mixed(model)
-    env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp"))}
+    env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp")), "VLLM_SERVER_DEV_MODE": "1"}
     logs = tmp_path_factory.mktemp("logs")
     args = ("--max-model-len", "4096", "--num-gpu-blocks-override", "512")
-    tiers: dict[str, Any] = {
-        "kv_connector": "DisaggOffloadConnector",
-        "kv_connector_module_path": "disagg.connector.offload",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"host_bytes": 256 << 20, "reset_keeps_files": True},
-    }
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [transfer("kv_both"), tiers]},
-    }
+    both = beside(transfer("kv_both"), tiers(host_bytes=1 << 28, reset_keeps_files=True))
     servers = [
         vllm_server(name, model, logs / name, config, args, env=env)
         for name, config in (("first", transfer("kv_both")), ("second", both))
@@ -81,7 +69,7 @@ def test_tiers_bring_it_back(pair: tuple[VllmServer, VllmServer], prompt: Prompt
     ids = prompt(1500)
     expected = token_ids(first.complete(ids))
     assert token_ids(second.complete(ids)) == expected
-    second.reset_prefix_cache()
+    forget(second, host=False)
     before = second.metric("vllm:kv_offload_total_bytes_total", transfer_type="CPU_to_GPU")
     assert token_ids(second.complete(ids)) == expected
     assert second.metric("vllm:kv_offload_total_bytes_total", transfer_type="CPU_to_GPU") > before
