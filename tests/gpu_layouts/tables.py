@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,13 +58,16 @@ def table(rows: Sequence[Row]) -> str:
 def exchanges(*of_gpus: Sequence[Row]) -> str:
     """Which models two pools on different GPUs exchange blocks of."""
     first, second = ({(row.model, row.dtype): row.identity for row in rows} for rows in of_gpus)
-    fit: dict[bool, list[str]] = {True: [], False: []}
+    fit: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
     for model, dtype in first:
         same = first[model, dtype] == second.get((model, dtype))
-        fit[same].append(f"{model} ({dtype})")
-    return "\n".join(
-        [f"- exchanged: {', '.join(fit[True])}", f"- computed by decode: {', '.join(fit[False])}"]
-    )
+        fit[same].setdefault(model, []).append(dtype)
+    texts = {
+        same: ", ".join(f"{model} ({', '.join(dtypes)})" for model, dtypes in found.items())
+        for same, found in fit.items()
+    }
+    lines = f"- exchanged: {texts[True]}", f"- computed by decode: {texts[False]}"
+    return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in lines)
 
 
 def rewritten(page: str, *of_gpus: Sequence[Row]) -> str:
