@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,8 +74,19 @@ def rewritten(page: str, *of_gpus: Sequence[Row]) -> str:
     blocks = {rows[0].gpu: table(rows) for rows in of_gpus}
     blocks["both"] = exchanges(*of_gpus)
     for name, text in blocks.items():
-        begin = _BEGIN.format(name)
-        pattern = re.escape(begin) + ".*?" + re.escape(_END)
-        before, after = re.split(pattern, page, maxsplit=1, flags=re.DOTALL)
-        page = f"{before}{begin}\n{text}\n{_END}{after}"
+        before, _, after = _parts(page, name)
+        page = f"{before}{text}\n{after}"
     return page
+
+
+def block(page: str, name: str) -> str:
+    """A generated block of the page: of a GPU, or `both`."""
+    return _parts(page, name)[1].strip()
+
+
+def _parts(page: str, name: str) -> tuple[str, str, str]:
+    """Before a block, with the line that begins it; the block; and after it, with its end."""
+    begin = _BEGIN.format(name) + "\n"
+    start = page.index(begin) + len(begin)
+    stop = page.index(_END, start)
+    return page[:start], page[start:stop], page[stop:]
