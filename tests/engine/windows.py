@@ -60,13 +60,13 @@ def make_windows(folder: Path, layers: Sequence[str] = (SLIDING, SLIDING, FULL) 
 
 def make_mixed(folder: Path) -> None:
     """Gemma 4: a full layer's token has twice the bytes, so its blocks have half the tokens."""
+    full: dict[str, Any] = {"global_head_dim": 128, "num_global_key_value_heads": 2}
     config = Gemma4TextConfig(
         **SIZES,
+        **full,
         num_hidden_layers=6,
         num_key_value_heads=2,
-        num_global_key_value_heads=2,
         head_dim=64,
-        global_head_dim=128,
         attention_k_eq_v=False,
         sliding_window=WINDOW,
         layer_types=[SLIDING, SLIDING, FULL] * 2,
