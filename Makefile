@@ -38,8 +38,11 @@ endif
 
 # Those of torch and of what goes with a GPU depend on the machine.
 LOCK := .ci/constraints.txt
+# Our settings for uv leave out torchvision and its kin, whose builds on PyPI are for CUDA.
 ifeq (,$(findstring gpu,$(EXTRAS)))
-CONSTRAINTS := --constraints $(LOCK)
+UV_CONFIG := --constraints $(LOCK)
+else
+UV_CONFIG := --no-config
 endif
 
 .PHONY: install demo serve check test coverage newcomer mutants verify bench gpu soak lock audit clean
@@ -55,7 +58,7 @@ $(INSTALLED): pyproject.toml $(LOCK)
 			rm -rf $(VENV); exit 1; }
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv || \
 		{ echo "make: uv could not be downloaded: check the network and pip's index" >&2; exit 1; }
-	$(UV_SOURCE) $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python $(CONSTRAINTS) \
+	$(UV_SOURCE) $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python $(UV_CONFIG) \
 		-e ".[$(EXTRAS)]"
 	touch $@
 

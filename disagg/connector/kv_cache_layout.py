@@ -10,37 +10,28 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import vllm
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from disagg.connector import recurrent_state
+from disagg.connector import recurrent_state, whole_pages
+from disagg.connector.whole_pages import DTYPES, first_spec
 from disagg.errors import ConfigError
-from disagg.identity.model import model_fields
 from disagg.transport.blocks import BlockCache, Region
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_DTYPES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 # vLLM's algorithms whose hashes are equal in every process; the others use a random seed.
 _SAME_EVERYWHERE = ("sha256", "sha256_cbor")
 _SEED = "PYTHONHASHSEED"
@@ -52,8 +43,10 @@ NULL_BLOCK = 0
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     """Raise `ConfigError` for engines whose blocks this connector cannot move."""
     problems = []
-    if len(kv_cache.kv_cache_groups) > 1:
-        problems += _problems_of_groups(config, kv_cache)
+    if whole_pages.are_mixed(kv_cache):
+        problems += whole_pages.problems(config, kv_cache)
+    elif len(kv_cache.kv_cache_groups) > 1:
+        problems += _problems_of_groups(kv_cache)
     problems += recurrent_state.problems(config, kv_cache)
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1:
@@ -61,13 +54,18 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
             f"decode_context_parallel_size: {parallel.decode_context_parallel_size} — "
             "handoffs need 1"
         )
-    block_size = config.cache_config.block_size
+    block_size = whole_pages.block_size(kv_cache)
     if hash_block_size(config, kv_cache) != block_size and not recurrent_state.are_one_page(
         kv_cache
     ):
         problems.append(
             f"block_size: {block_size} — prefix hashes cover {kv_cache.hash_block_size} tokens; "
             "both must be the same"
+        )
+    if config.model_config.enable_sleep_mode:
+        problems.append(
+            "enable_sleep_mode: True — a sleeping engine gives up the memory of its KV cache, "
+            "which transfers may still read; unset it"
         )
     draft = config.speculative_config
     if draft is not None and draft.method == "extract_hidden_states":
@@ -101,37 +99,20 @@ def hash_seed(config: VllmConfig, found: str) -> str:
     return "vllm's own"
 
 
-def _problems_of_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
-    moved = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec}
-    block_size, problems = config.cache_config.block_size, []
-    for group in kv_cache.kv_cache_groups:
-        spec, first = group.kv_cache_spec, next(iter(group.layer_names), "")
-        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none":
-            continue  # one page for a whole request
-        if type(spec) not in moved | {MambaSpec}:
-            problems.append(
-                f"model: layer {first} keeps its cache as {type(spec).__name__}, which is not "
-                "handed off together with other kinds"
-            )
-        elif spec.block_size != block_size:
-            problems.append(
-                f"disable_hybrid_kv_cache_manager: False — layer {first} has blocks of "
-                f"{spec.block_size} tokens and others of {block_size}; set it to True"
-            )
-    return problems
-
-
-def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
-    """The spec of each layer: vLLM puts layers that differ only in size into one group."""
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return list(spec.kv_cache_specs.values())
-    return [spec] * len(group.layer_names)
-
-
-def _one_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
-    """The spec of one layer; the group's own if this pipeline stage has none of its layers."""
-    return next(iter(layer_specs(group)), group.kv_cache_spec)
+def _problems_of_groups(kv_cache: KVCacheConfig) -> list[str]:
+    moved = {
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        ChunkedLocalAttentionSpec,
+        MambaSpec,
+    }
+    return [
+        f"model: layer {next(iter(group.layer_names), '')} keeps its cache as "
+        f"{type(group.kv_cache_spec).__name__}, which is not handed off together with other kinds"
+        for group in kv_cache.kv_cache_groups
+        if type(group.kv_cache_spec) not in moved
+    ]
 
 
 def has_windows(kv_cache: KVCacheConfig) -> bool:
@@ -141,11 +122,30 @@ def has_windows(kv_cache: KVCacheConfig) -> bool:
     """
     groups = kv_cache.kv_cache_groups
     windowed = (ChunkedLocalAttentionSpec, SlidingWindowSpec)
-    return len(groups) > 1 or any(isinstance(_one_spec(g), windowed) for g in groups)
+    return len(groups) > 1 or any(isinstance(first_spec(g), windowed) for g in groups)
+
+
+def registered_blocks(
+    config: VllmConfig, kv_cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
+) -> BlockCache:
+    """The tensors that vLLM registers, as blocks to move. Raises `ConfigError`."""
+    blocks = kv_cache.num_blocks
+    whole = (
+        bool(recurrent_state.state_groups(kv_cache))
+        or whole_pages.are_mixed(kv_cache)
+        or whole_pages.are_packed(kv_cache)
+        or any(len(cache) != blocks and not _is_divided(cache) for cache in kv_caches.values())
+    )
+    if whole:
+        return block_cache(kv_caches, whole_pages.pages_of(kv_cache, kv_caches))
+    merged = {name: _merged(cache, blocks) for name, cache in kv_caches.items()}
+    cache = block_cache(merged)
+    check_block_size(kv_cache, cache)
+    return cache
 
 
 def block_cache(
-    kv_caches: dict[str, torch.Tensor], pages: Mapping[str, recurrent_state.Page] | None = None
+    kv_caches: dict[str, torch.Tensor], pages: Mapping[str, whole_pages.Page] | None = None
 ) -> BlockCache:
     """Regions of all layers, in layer order.
 
@@ -157,27 +157,48 @@ def block_cache(
     for name, cache in kv_caches.items():
         if pages and name not in pages:
             continue  # it uses another layer's memory
-        region = recurrent_state.region(name, cache, pages[name]) if pages else _region(name, cache)
-        known = regions.setdefault(cache.data_ptr(), region).memory
-        if (known.shape, known.stride()) != (region.memory.shape, region.memory.stride()):
+        region = whole_pages.region(name, cache, pages[name]) if pages else _region(name, cache)
+        known = regions.setdefault(cache.data_ptr(), region)
+        if _geometry(known) != _geometry(region):
             raise ConfigError(
                 f"disable_hybrid_kv_cache_manager: False — layer {name} has blocks of another "
                 "shape than the layer it shares memory with; set it to True"
             )
+        if region.form not in known.form:
+            regions[cache.data_ptr()] = replace(known, form=f"{known.form}, {region.form}")
     return BlockCache(list(regions.values()))
 
 
-def check_block_size(kv_cache: KVCacheConfig, cache: BlockCache) -> None:
-    """Raise `ConfigError` if the attention backend's blocks are smaller than vLLM's.
+def _geometry(region: Region) -> tuple[object, ...]:
+    return (*region.memory.shape, *region.memory.stride())
 
-    Its block ids then differ (one block of 128 tokens is two of 64), and would name wrong bytes.
-    """
+
+def check_block_size(kv_cache: KVCacheConfig, cache: BlockCache) -> None:
+    """Raise `ConfigError` if the tensors' blocks are not vLLM's: its block ids would name wrong
+    bytes."""
     block_size = kv_cache.kv_cache_groups[0].kv_cache_spec.block_size
     if cache.block_size != block_size:
         raise ConfigError(
             f"block_size: {block_size} — the attention backend keeps blocks of {cache.block_size} "
             f"tokens; set block_size to {cache.block_size}, or choose another backend"
         )
+
+
+def _is_divided(cache: torch.Tensor) -> bool:
+    """Whether tokens follow each other evenly, also from one of the backend's blocks to the next:
+    then several of its blocks are one of vLLM's."""
+    tokens, each = cache.shape[-2], cache.stride(-2)
+    return cache.stride(0) == tokens * each
+
+
+def _merged(cache: torch.Tensor, blocks: int) -> torch.Tensor:
+    """The attention backend's blocks as vLLM's, which are some of them each."""
+    pieces = len(cache) // blocks
+    if pieces * blocks != len(cache) or pieces == 1:
+        return cache
+    shape, strides = list(cache.shape), list(cache.stride())
+    shape[0], shape[-2], strides[0] = blocks, pieces * shape[-2], pieces * strides[0]
+    return cache.as_strided(shape, strides)
 
 
 def _region(name: str, cache: torch.Tensor) -> Region:
@@ -189,7 +210,7 @@ def _region(name: str, cache: torch.Tensor) -> Region:
             f"attention_backend: layer {name} keeps its cache as {list(cache.shape)} with strides "
             f"{list(cache.stride())}, which is not moved; choose another backend"
         )
-    return Region(name, cache.view(torch.uint8), _DTYPES[cache.dtype])
+    return Region(name, cache.view(torch.uint8), DTYPES[cache.dtype])
 
 
 def kv_heads(config: VllmConfig) -> int:
@@ -198,65 +219,17 @@ def kv_heads(config: VllmConfig) -> int:
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
+def required_layout(config: VllmConfig) -> str | None:
+    """The layout to ask vLLM for, which keeps its own choice if an attention backend lacks it.
+
+    On GPUs vLLM chooses by the attention backend, and two GPU models would not exchange blocks.
+    Every backend of NVIDIA's has this one. Latent attention has one head: all layouts are alike.
+    """
+    if not splits_blocks(config) or config.model_config.use_mla:
+        return None
+    return KVCacheLayout.LBHNC.name
+
+
 def splits_blocks(config: VllmConfig) -> bool:
     """Whether a part of a block's tokens is a part of its bytes."""
     return str(config.device_config.device_type) != "cpu"
-
-
-def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, str]:
-    """The fields that must be equal before two workers exchange a block.
-
-    Tensor and pipeline parallelism are not among them: ranks slice and merge heads, and `layers`
-    are compared only where one stage reads another.
-    """
-    model, caching = config.model_config, config.cache_config
-    # vLLM's CPU kernels pack the tokens of a block together, so a block cannot be divided.
-    block_size = str(caching.block_size) if not splits_blocks(config) else "any"
-    return {
-        "vllm": vllm.__version__.partition("+")[0],
-        **model_fields(config),
-        "quantization": str(model.quantization),
-        "dtype": str(model.dtype),
-        "kv_cache_dtype": str(caching.cache_dtype),
-        "prefix_caching_hash_algo": str(caching.prefix_caching_hash_algo),
-        "hash_seed": hash_seed(config, HANDED_OFF),
-        "block_size": block_size,
-        "kv_cache_layout": str(kv_cache.kv_cache_layout),
-        "kv_heads": str(kv_heads(config)),
-        "kv_cache_groups": _groups(kv_cache),
-    }
-
-
-def layers(
-    kv_cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor], cache: BlockCache
-) -> tuple[str, ...]:
-    """Per region: its layers, each with its group, and the bytes of one head and token."""
-    groups = enumerate(kv_cache.kv_cache_groups)
-    group_of = {name: str(number) for number, group in groups for name in group.layer_names}
-    names: dict[int, list[str]] = {}
-    for name, tensor in kv_caches.items():
-        layer = f"{name}@{group_of.get(name, '')}"
-        names.setdefault(tensor.data_ptr(), []).append(layer)
-    return tuple(
-        f"{'+'.join(of_region)} {region.dtype}[{region.memory.shape[3]}]"
-        for of_region, region in zip(names.values(), cache.regions, strict=True)
-    )
-
-
-def _groups(kv_cache: KVCacheConfig) -> str:
-    """A description of each group, in order: blocks are matched by group."""
-    described = []
-    for group in kv_cache.kv_cache_groups:
-        spec = _one_spec(group)
-        window = getattr(spec, "sliding_window", None)
-        kind = type(spec).__name__.removesuffix("Spec")
-        if isinstance(spec, MambaSpec):
-            kind = f"{spec.mamba_type.name} of {state_of(spec)}"
-        described.append(kind + (f" of {window}" if window else ""))
-    return ", ".join(described)
-
-
-def state_of(spec: MambaSpec) -> str:
-    """Shapes and types of a layer's state; equal on all ranks."""
-    parts = zip(spec.shapes, spec.dtypes, strict=True)
-    return " and ".join(f"{'x'.join(map(str, shape))} {_DTYPES[dtype]}" for shape, dtype in parts)

@@ -7,13 +7,9 @@ rolled back by a token. Decode computes a prompt's last token itself, so prefill
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
-
-from disagg.errors import ConfigError
-from disagg.transport.blocks import Region
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,15 +24,6 @@ def state_groups(kv_cache: KVCacheConfig) -> dict[int, int]:
     """The KV cache groups with recurrent state: index -> tokens per page."""
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     return {i: spec.block_size for i, spec in enumerate(specs) if isinstance(spec, MambaSpec)}
-
-
-class Page(NamedTuple):
-    """One layer's blocks: their number, the bytes between two, the bytes and the tokens of one."""
-
-    blocks: int
-    stride: int
-    size: int
-    tokens: int
 
 
 def problems(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
@@ -82,34 +69,6 @@ def rest_is_full_attention(kv_cache: KVCacheConfig) -> bool:
     first = next(iter(others), None)
     full = isinstance(first, FullAttentionSpec) and others.count(first) == len(others)
     return full and len(others) < len(specs)
-
-
-def pages_of(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, Page]:
-    """The page of each layer with its own memory; empty without recurrent state. State has neither
-    heads nor tokens, so such caches move as whole pages."""
-    if not state_groups(kv_cache):
-        return {}
-    tokens, groups = config.cache_config.block_size, kv_cache.kv_cache_groups
-    sizes = {n: int(g.kv_cache_spec.page_size_bytes) for g in groups for n in g.layer_names}
-    return {
-        name: Page(kv_cache.num_blocks, tensor.block_stride, sizes[name], tokens)
-        for tensor in kv_cache.kv_cache_tensors
-        for name in tensor.layers
-    }
-
-
-def region(name: str, cache: torch.Tensor, page: Page) -> Region:
-    """Regions are divided by tokens, so a page is divided into as many equal parts as a block."""
-    if page.size % page.tokens:
-        raise ConfigError(
-            f"block_size: {page.tokens} — layer {name} has blocks of {page.size} bytes, not "
-            "a multiple of it; choose another"
-        )
-    whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
-    begin = cache.data_ptr() - whole.data_ptr()
-    each = page.size // page.tokens
-    shape, strides = (page.blocks, 1, page.tokens, each), (page.stride, page.size, each, 1)
-    return Region(name, whole.as_strided(shape, strides, begin), "U8")
 
 
 # ---- of each request ----------------------------------------------------------------------

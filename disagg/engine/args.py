@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -270,9 +271,11 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
 def _gpu_env(spec: EngineSpec) -> dict[str, str]:
     # More streams than connections share the GPU's hardware queues. There, a transfer that waits
     # for its peer blocks the streams behind it. CUDA's default is 8, its maximum 32.
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    env, host = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, spec.deployment.transfer.host
     if spec.loopback:
         env["NCCL_SOCKET_IFNAME"] = "lo"  # all engines are on this machine
+    elif host and host in [name for _, name in socket.if_nameindex()]:
+        env["NCCL_SOCKET_IFNAME"] = f"={host}"  # exactly this one; else NCCL takes it as a prefix
     return env
 
 

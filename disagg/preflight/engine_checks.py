@@ -128,7 +128,12 @@ def _metrics(deployment: Deployment, role: Role, args: _Args) -> Iterator[str]:
 
 
 def _sleep(deployment: Deployment, role: Role, args: _Args) -> Iterator[str]:
-    for name in ("enable_sleep_mode", "enable_cumem_allocator", "enable_eplb"):
+    if args.get("enable_sleep_mode") is True:
+        yield (
+            f"{described(deployment, role, 'enable_sleep_mode')} — a sleeping engine gives up the "
+            "memory that other engines may still read, and ends with the first read; remove it"
+        )
+    for name in ("enable_cumem_allocator", "enable_eplb"):
         if args.get(name) is True and not on_gpus(deployment, role):
             yield f"{described(deployment, role, name)} — needs GPUs; remove it, or set num_gpus"
 

@@ -32,11 +32,17 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8
 
 @dataclass(frozen=True)
 class Region:
-    """`memory`: uint8 [B, H, N, C], any strides, C contiguous. `dtype` in safetensors' terms."""
+    """`memory`: uint8 [B, H, N, C], any strides, C contiguous. `dtype` in safetensors' terms.
+
+    `whole`: a block's bytes have neither heads nor tokens, so it cannot be divided. `form`: says
+    what they are, where the layout alone does not.
+    """
 
     name: str
     memory: torch.Tensor
     dtype: str
+    whole: bool = False
+    form: str = ""
 
     @property
     def is_token_major(self) -> bool:
@@ -94,7 +100,8 @@ class BlockCache:
         self.block_bytes = sum(self._region_bytes)
         self._contents = tuple(r.memory.shape[3] for r in regions)
         heads = {r.memory.shape[1] for r in regions}
-        self.heads = heads.pop() if len(heads) == 1 else None
+        self._whole = any(region.whole for region in regions)
+        self.heads = heads.pop() if len(heads) == 1 and not self._whole else None
         self._host = [_host_view(region) for region in regions]
         # For each region the first one of equal geometry; usually all layers are equal.
         geometries = [(*r.memory.shape, *r.memory.stride()) for r in regions]
@@ -166,6 +173,8 @@ class BlockCache:
     def _per_block(self, unit: int) -> int:
         if unit < 1 or self.block_size % unit:
             raise ValueError(f"units of {unit} tokens do not divide blocks of {self.block_size}")
+        if self._whole and unit != self.block_size:
+            raise ValueError(f"units of {unit} tokens of blocks that move whole")
         return self.block_size // unit
 
     def covered(self, selection: Selection) -> range:

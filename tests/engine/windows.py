@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.gemma4 import Gemma4TextConfig
 from transformers.models.granitemoehybrid import GraniteMoeHybridConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
@@ -68,6 +69,25 @@ def make_experts(folder: Path, layers: int = 4) -> None:
         num_experts_per_tok=2,
         moe_intermediate_size=128,
         norm_topk_prob=True,
+    )
+    make(config, folder)
+
+
+def make_mixed(folder: Path) -> None:
+    """Gemma 4: a full layer's token has twice the bytes, so its blocks have half the tokens."""
+    full: dict[str, Any] = {"global_head_dim": 128, "num_global_key_value_heads": 2}
+    config = Gemma4TextConfig(
+        **SIZES,
+        **full,
+        num_hidden_layers=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        attention_k_eq_v=False,
+        sliding_window=WINDOW,
+        layer_types=[SLIDING, SLIDING, FULL] * 2,
+        enable_moe_block=False,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
     )
     make(config, folder)
 

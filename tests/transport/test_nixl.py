@@ -187,7 +187,7 @@ def test_another_host_without_rdma_is_left_to_tcp(
         {"regions": bytes(64)},
         {"pid": offers.gone()},
     ],
-    ids=str,
+    ids=["backend", "gpu", "token", "no metadata", "zeros", "half a region", "no memory", "pid"],
 )
 def test_offers_that_make_no_sense(pairs: Pairs, fields: dict[str, Any]) -> None:
     pair = pairs()

@@ -29,6 +29,7 @@ FEATURES = {
     "connector/offload/test_modelless.py": "tiers under vLLM's schedulers, without a model",
     "connector/offload/test_second_runner.py": "the order of calls of vLLM's second model runner",
     "connector/test_example.py": "examples/without_vllm_engine.py",
+    "connector/test_gpu_layouts.py": "caches as GPU engines would register them, without a GPU",
     "preflight/test_several.py": "`deployments:` of the YAML, from its checks to the plan",
     "preflight/test_tiers.py": "`tiers:` of the YAML, from its checks to the engine's arguments",
     "router/test_elsewhere.py": "failover to engines that are full or rest",

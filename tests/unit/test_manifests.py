@@ -40,6 +40,18 @@ def test_deployments_are_read(path: Path) -> None:
     assert all(deployment.model.served_name for deployment in config.load_all(path))
 
 
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("Makefile", "else\nUV_CONFIG := --no-config\nendif"),
+        ("docker/Dockerfile.cuda", "uv pip install --no-config .* -r pyproject.toml --extra gpu"),
+    ],
+)
+def test_gpus_get_what_models_that_see_need(path: str, line: str) -> None:
+    """Our settings for uv leave torchvision out, for CPUs."""
+    assert re.search(line, (ROOT / path).read_text())
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_pods_are_consistent(path: Path) -> None:
     spec = cluster_of(path)

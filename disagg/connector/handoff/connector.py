@@ -27,6 +27,7 @@ from disagg.connector.kv_cache_layout import (
     check_supported,
     hash_seed,
     kv_heads,
+    required_layout,
 )
 from disagg.connector.load_connector import LoadConnector
 from disagg.connector.recurrent_state import rest_is_full_attention
@@ -51,6 +52,10 @@ class DisaggConnector(LoadConnector[SchedulerHalf, WorkerHalf]):
     @classmethod
     def device_bytes(cls, extra_config: dict[str, Any]) -> int:
         return read_settings(extra_config).device_bytes
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return required_layout(vllm_config)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

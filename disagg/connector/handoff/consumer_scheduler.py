@@ -128,7 +128,7 @@ class ConsumerScheduler:
         producers = len(handoff.endpoints) // len(handoff.layers)
         if not sharding.fits(producers, engine.world_size, engine.kv_heads):
             return 0, "tensor_parallel_size"
-        if engine.state_groups and producers != engine.world_size:
+        if engine.whole_blocks and producers != engine.world_size:
             return 0, "tensor_parallel_size"  # each model slices its state in its own way
         if not block_digests.hashable(request):
             return 0, "prompt_embeds"
@@ -176,6 +176,8 @@ class ConsumerScheduler:
             return 0, False
         if load.tokens - computed <= 0 or computed >= request.num_tokens - 1:
             return 0, False  # the last token is computed in any case
+        if any(computed % size for size in self._engine.group_block_sizes):
+            return 0, False  # a load writes whole blocks, and part of one is shared
         if self._lease_is_loading(load):
             return None, False  # n > 1: the prefix cache will hold the other request's blocks
         return load.tokens - computed, True
@@ -218,11 +220,13 @@ class ConsumerScheduler:
     ) -> HandoffLoad:
         handoff, engine = load.handoff, self._engine
         unit = min(engine.block_size, handoff.block_size)
-        start, stop = (load.tokens - external) // unit, -(-load.tokens // unit)
         per_block = engine.block_size // unit
-        theirs = -(-handoff.num_tokens // handoff.block_size) * (handoff.block_size // unit)
-        spans, ours = [], list[int]()
+        spans, ours, before = [], list[int](), 0
         for group, ids in enumerate(blocks.get_block_ids()):
+            # Tokens that one unit stands for: with blocks of several sizes, a unit is a block.
+            tokens = engine.tokens_of(group) // per_block
+            start, stop = (load.tokens - external) // tokens, -(-load.tokens // tokens)
+            theirs = -(-handoff.num_tokens // max(tokens, handoff.block_size))
             begin, filled = start, list(ids[start // per_block : -(-stop // per_block)])
             if group in engine.state_groups:
                 page = recurrent_state.page(ids, load.tokens, engine.state_groups[group])
@@ -230,8 +234,9 @@ class ConsumerScheduler:
             while engine.windows and filled and filled[0] == NULL_BLOCK:
                 begin, filled = begin + 1, filled[1:]  # with windows, a unit is a block
             if filled:
-                spans.append((group * theirs + begin, group * theirs + stop))
+                spans.append((before + begin, before + stop))
                 ours += filled
+            before += theirs * max(1, handoff.block_size // tokens)
         return HandoffLoad(
             request_id,
             handoff.lease,
@@ -239,7 +244,7 @@ class ConsumerScheduler:
             (handoff.layers, self._layers),
             unit,
             tuple(spans),
-            start % per_block,
+            (load.tokens - external) // unit % per_block,
             ours,
             load.problem,
         )

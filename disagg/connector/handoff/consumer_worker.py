@@ -179,9 +179,12 @@ class ConsumerWorker:
         return handoff.total(moved)
 
     def _unsliceable(self, load: HandoffLoad) -> TransferError | None:
-        """A draft model may have other heads than its target; such a cache cannot be sliced."""
-        if self._slices(_producers(load)) and self._cache.blocks.heads is None:
-            return PeerRefused("layers differ in their heads", "tensor_parallel_size")
+        """A draft model may have other heads than its target, and some blocks move whole; such a
+        cache cannot be sliced."""
+        rank = self._rank
+        first, last = sharding.held(rank.world_size, rank.rank, rank.kv_heads)
+        if self._slices(_producers(load)) and self._cache.blocks.heads != last - first:
+            return PeerRefused("these layers cannot be sliced by heads", "tensor_parallel_size")
         return None
 
     def _fetches(self, load: HandoffLoad) -> Iterator[tuple[handoff.FetchRequest, Selection]]:

@@ -79,7 +79,9 @@ class ProducerScheduler:
         engine = self._engine
         lease, self._next_lease = self._next_lease, self._next_lease + 1
         count = -(-tokens // engine.block_size)
-        groups = [ids[:count] for ids in block_ids]
+        groups = [
+            ids[: -(-tokens // engine.tokens_of(group))] for group, ids in enumerate(block_ids)
+        ]
         for group, page_tokens in engine.state_groups.items():
             page = recurrent_state.page(block_ids[group], tokens, page_tokens)
             groups[group] = [NULL_BLOCK] * (count - 1) + [page]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.utils.network_utils import get_ip
 
-from disagg.connector import kv_cache_layout, recurrent_state
+from disagg.connector import cache_fingerprint, kv_cache_layout
 from disagg.connector.cpu_amx import ask_for_amx
 from disagg.connector.handoff.consumer_worker import ConsumerWorker
 from disagg.connector.handoff.messages import LeaseReport, StepReport, StepWork, WorkerAddress
@@ -83,12 +83,9 @@ class WorkerHalf:
             self.producer = ProducerWorker(settings, rank, cache, means)
 
     def _rank_cache(self, kv_caches: dict[str, torch.Tensor]) -> RankCache:
-        pages = recurrent_state.pages_of(self._config, self._kv_cache)
-        blocks = kv_cache_layout.block_cache(kv_caches, pages)
-        if not pages:
-            kv_cache_layout.check_block_size(self._kv_cache, blocks)
-        fingerprint = kv_cache_layout.fingerprint(self._config, self._kv_cache)
-        layers = kv_cache_layout.layers(self._kv_cache, kv_caches, blocks)
+        blocks = kv_cache_layout.registered_blocks(self._config, self._kv_cache, kv_caches)
+        fingerprint = cache_fingerprint.fingerprint(self._config, self._kv_cache)
+        layers = cache_fingerprint.layers(self._kv_cache, kv_caches, blocks)
         collapse(blocks.host_memory())
         self._staging = self._open_staging(blocks)
         return RankCache(blocks, layers, fingerprint, self._staging)

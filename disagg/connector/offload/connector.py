@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from disagg.connector import kv_cache_layout, recurrent_state
+from disagg.connector import kv_cache_layout
 from disagg.connector.load_connector import LoadConnector
 from disagg.connector.offload import setup
 from disagg.connector.offload.messages import OffloadWork
@@ -55,6 +55,7 @@ class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
         setup.check_supported(vllm_config, kv_cache_config, stage)
         transfer = self._kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
+        settings = setup.chunk_settings(settings, kv_cache_config)
         self._chunks = setup.chunks(settings, vllm_config, kv_cache_config)
         layout = setup.layout(settings, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -128,11 +129,8 @@ class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
     # ---- worker side -----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        pages = recurrent_state.pages_of(self._vllm_config, self._kv_cache_config)
-        cache = kv_cache_layout.block_cache(kv_caches, pages)
-        if not pages:
-            kv_cache_layout.check_block_size(self._kv_cache_config, cache)
-        self.worker.register(cache)
+        blocks = kv_cache_layout.registered_blocks
+        self.worker.register(blocks(self._vllm_config, self._kv_cache_config, kv_caches))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, OffloadWork)

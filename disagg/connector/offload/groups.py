@@ -11,11 +11,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
-from disagg.connector.kv_cache_layout import NULL_BLOCK, layer_specs
+from disagg.connector.kv_cache_layout import NULL_BLOCK
+from disagg.connector.whole_pages import layer_specs
 from disagg.identity.weights import Adapters
 from disagg.store.base import Key
 
@@ -66,18 +67,35 @@ def read(kv_cache: KVCacheConfig) -> list[Group]:
     return groups
 
 
+class Part(NamedTuple):
+    """Blocks that a load fills from the slots of some keys, without the first `skip` blocks."""
+
+    keys: Sequence[Key]
+    skip: int
+    block_ids: list[int]
+
+
 class Chunks:
     """The chunks of prompts, by group and number; a chunk is `per` blocks of `block_size` tokens.
 
-    full: the groups that see all tokens. windowed: the others. stateful: those of the others that
-    keep a state.
+    In groups with larger blocks it is fewer of them, at the end of a slot. block_sizes: tokens of a
+    block by group; empty if all have `block_size`. full: the groups that see all tokens. windowed:
+    the others. stateful: those of the others that keep a state.
     """
 
     def __init__(
-        self, groups: Sequence[Group], per: int, block_size: int, hash_bytes: int = 32
+        self,
+        groups: Sequence[Group],
+        per: int,
+        block_size: int,
+        hash_bytes: int = 32,
+        block_sizes: Sequence[int] = (),
     ) -> None:
         self._groups, self.per, self.block_size = tuple(groups), per, block_size
         self.tokens = per * block_size
+        self.block_sizes = tuple(block_sizes) or (block_size,) * len(self._groups)
+        self._per = [self.tokens // size for size in self.block_sizes]
+        assert all(self.tokens % size == 0 for size in self.block_sizes)
         self.full = [n for n, group in enumerate(groups) if group.sees_all]
         self.windowed = [n for n, group in enumerate(groups) if not group.sees_all]
         self.stateful = [n for n, group in enumerate(groups) if group.state]
@@ -140,14 +158,16 @@ class Chunks:
         included: not every block has the state after its own last token.
         """
         attending = {n: table for n, table in enumerate(tables) if not self._groups[n].state}
-        stop = min(self._known(request, tokens), min(map(len, attending.values())) // self.per)
+        allocated = (len(table) // self._per[n] for n, table in attending.items())
+        stop = min(self._known(request, tokens), *allocated)
         keys = {group: self.keys(request, group, first, stop) for group in attending}
         found = dict[Key, list[int]]()
         for chunk in range(first, stop):
             for group, table in attending.items():
-                ids = list(table[chunk * self.per : (chunk + 1) * self.per])
+                per = self._per[group]
+                ids = list(table[chunk * per : (chunk + 1) * per])
                 if self._is_there(group, chunk, ids):
-                    found[keys[group][chunk - first]] = ids
+                    found[keys[group][chunk - first]] = [NULL_BLOCK] * (self.per - per) + ids
         return max(first, stop), found
 
     def states(
@@ -173,19 +193,29 @@ class Chunks:
         gone = _gone(ids)
         ids[:gone] = [NULL_BLOCK] * gone
         skipped = self._groups[group].skipped((chunk + 1) * self.tokens)
-        return gone <= max(0, skipped // self.block_size - chunk * self.per) < self.per
+        per = self._per[group]
+        return gone <= max(0, skipped // self.block_sizes[group] - chunk * per) < per
 
     def to_fill(
-        self, first: int, table: Sequence[int], begin: int, stop: int
-    ) -> tuple[int, list[int]]:
-        """The blocks of [begin, stop) that a load fills: those that vLLM keeps. Returns how many
-        blocks come before them in chunk `first`, and their ids.
+        self, group: int, first: int, keys: Sequence[Key], table: Sequence[int], span: range
+    ) -> list[Part]:
+        """What a load fills of a span of tokens: the blocks that vLLM keeps.
 
-        table: the request's block ids.
+        first: the first chunk of `keys`. table: the request's block ids in this group.
         """
+        size, per = self.block_sizes[group], self._per[group]
+        begin, stop = span.start // size, span.stop // size
+        begin += _gone(table[begin:stop])
         ids = list(table[begin:stop])
-        gone = _gone(ids)
-        return (begin + gone - first * self.per if ids[gone:] else 0), ids[gone:]
+        if per == self.per:
+            return [Part(keys, begin - first * per if ids else 0, ids)]
+        found = []
+        for chunk, key in enumerate(keys, first):
+            low, high = max(begin, chunk * per), min(begin + len(ids), (chunk + 1) * per)
+            if low < high:
+                skip = self.per - per + low - chunk * per
+                found.append(Part([key], skip, list(table[low:high])))
+        return found
 
     def split_key(self, key: Key) -> tuple[Key, int | None]:
         """The hash in a key, and the group's number if there are several."""
@@ -196,6 +226,6 @@ class Chunks:
         return min(tokens // self.tokens, len(request.block_hashes) // self.per)
 
 
-def _gone(ids: Sequence[int]) -> int:
+def _gone(ids: Iterable[int]) -> int:
     """How many blocks there are up to the last freed one."""
     return max((n + 1 for n, id_ in enumerate(ids) if id_ == NULL_BLOCK), default=0)

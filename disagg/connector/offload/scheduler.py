@@ -148,12 +148,12 @@ class OffloadScheduler:
             slots, to_read = {}, []
         number = self._new_job(LoadJob(self._world_size, held, request_id=request.request_id))
         self._begin_reads(number, to_read)
-        begin = match.computed // self._chunks.block_size
-        stop = begin + external // self._chunks.block_size
-        fillings = []
-        for part, table in zip(match.parts, blocks.get_block_ids(), strict=True):
-            skip, ids = self._chunks.to_fill(part.first, table, begin, stop)
-            fillings.append(Filling([slots[key] for key in part.keys if slots], skip, ids))
+        span = range(match.computed, match.computed + external)
+        fillings = [
+            Filling([slots[key] for key in filled.keys if slots], filled.skip, filled.block_ids)
+            for part, table in zip(match.parts, blocks.get_block_ids(), strict=True)
+            for filled in self._chunks.to_fill(part.group, part.first, part.keys, table, span)
+        ]
         from_files = frozenset(slot.key for slot in to_read)
         self._work.loads.append(TierLoad(number, request.request_id, fillings, from_files))
 
@@ -177,7 +177,7 @@ class OffloadScheduler:
 
     def step_work(self, output: SchedulerOutput) -> OffloadWork:
         """What the workers have to do in this step."""
-        written = _newly_written(output, self._chunks.block_size)
+        written = _newly_written(output, self._chunks.block_sizes)
         # Before this step's own stores: they copy what this step writes.
         first = self._written_first(output, written)
         self._work.overwritten = self._still_copying(first)
@@ -420,12 +420,12 @@ class OffloadScheduler:
         return True
 
 
-def _newly_written(output: SchedulerOutput, block_size: int) -> set[int]:
+def _newly_written(output: SchedulerOutput, block_sizes: Sequence[int]) -> set[int]:
     """Blocks that this step may write to, of all KV cache groups."""
     blocks = set[int]()
     for new in output.scheduled_new_reqs:
-        for table in new.block_ids:
-            blocks.update(table[new.num_computed_tokens // block_size :])
+        for table, size in zip(new.block_ids, block_sizes, strict=True):
+            blocks.update(table[new.num_computed_tokens // size :])
     for tables in output.scheduled_cached_reqs.new_block_ids:
         for table in tables or ():
             blocks.update(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.offload.slot_layout import SlotLayout
 from disagg.connector.recurrent_state import state_groups
+from disagg.connector.whole_pages import block_size, group_block_sizes, packed_on
 from disagg.errors import ConfigError
 from disagg.identity.model import model_fields
 from disagg.store.base import Key
@@ -26,7 +28,7 @@ from disagg.store.directory_index import DirectoryIndex, FindingsLimits
 from disagg.store.directory_space import DirectorySpace
 from disagg.store.fingerprint import Fingerprint
 from disagg.store.host_index import HostIndex
-from disagg.transport.blocks import BlockCache
+from disagg.transport.blocks import BlockCache, Region
 from disagg.transport.control.secret import read_secret
 
 if TYPE_CHECKING:
@@ -34,9 +36,28 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+_MOST_BLOCKS = 4
+"""Of a group's blocks, in the place of one of another group's. A slot is as large as the most."""
+
+
+def chunk_settings(settings: OffloadSettings, kv_cache: KVCacheConfig) -> OffloadSettings:
+    """With chunks of whole blocks in each group, where these differ in size: the engine's smallest
+    blocks of a chunk are then more than was set."""
+    sizes = group_block_sizes(kv_cache)
+    least = math.lcm(*sizes) // min(sizes)
+    return settings.model_copy(update={"blocks_per_chunk": settings.blocks_per_chunk * least})
+
+
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig, stage: int = 0) -> None:
     """Raise `ConfigError` for engines whose blocks the tiers cannot keep. stage: the cache's."""
     kv_cache_layout.check_supported(config, kv_cache)
+    sizes = sorted(set(group_block_sizes(kv_cache)))
+    if math.lcm(*sizes) > _MOST_BLOCKS * sizes[0]:
+        raise ConfigError(
+            f"model: {config.model_config.model} has blocks of {'/'.join(map(str, sizes))} tokens; "
+            f"a slot of the tiers would be {math.lcm(*sizes) // sizes[0]} blocks, most of them "
+            "empty; remove the tiers"
+        )
     layers = stages(config)
     if layers and not slot_layout.are_alike(kv_cache, layers[stage]):
         raise ConfigError(
@@ -74,9 +95,10 @@ def chunks(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfi
             f"kv_connector_extra_config.blocks_per_chunk: {settings.blocks_per_chunk} — a state "
             "may follow any block of a chunk; set 1"
         )
-    per, block_size = settings.blocks_per_chunk, slot_layout.block_size(kv_cache)
+    per, tokens = settings.blocks_per_chunk, block_size(kv_cache)
     hash_bytes = len(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)(b""))
-    return Chunks(groups.read(kv_cache), per, block_size, hash_bytes)
+    sizes = group_block_sizes(kv_cache)
+    return Chunks(groups.read(kv_cache), per, tokens, hash_bytes, sizes)
 
 
 def layout(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> SlotLayout:
@@ -134,13 +156,18 @@ def directory(
 
     chunk = cache.whole(range(settings.blocks_per_chunk))
     tensors = [
-        TensorSpec(region.name, region.dtype, tuple(cache.shape(index, chunk)))
+        TensorSpec(_tensor_name(region), region.dtype, tuple(cache.shape(index, chunk)))
         for index, region in enumerate(cache.regions)
     ]
     space = DirectorySpace(settings.directory, settings.directory_bytes, on_removed)
     return Directory(
         settings.directory, identity, rank, tensors, space, checksum=_checksum(settings)
     )
+
+
+def _tensor_name(region: Region) -> str:
+    """Files whose tensors have other names are not read."""
+    return f"{region.name} {region.form}".rstrip()
 
 
 def fingerprint(
@@ -157,7 +184,8 @@ def fingerprint(
         "kv_dtype": slot_layout.kv_dtype(kv_cache, str(caching.cache_dtype)),
         "layout": str(kv_cache.kv_cache_layout),
         **slot_layout.fields(kv_cache, stages(config)),
-        "block_size": str(slot_layout.block_size(kv_cache)),
+        **({"packed_on": gpu} if (gpu := packed_on(kv_cache)) else {}),
+        "block_size": str(block_size(kv_cache)),
         "blocks_per_chunk": str(settings.blocks_per_chunk),
         "tp_size": str(config.parallel_config.tensor_parallel_size),
         "device": str(config.device_config.device_type),

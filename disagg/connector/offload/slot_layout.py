@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
 
-from disagg.connector import kv_cache_layout
+from disagg.connector import cache_fingerprint, whole_pages
 from disagg.connector.offload import groups
 from disagg.connector.offload.settings import OffloadSettings
+from disagg.connector.whole_pages import first_spec, layer_specs
 from disagg.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import (
         KVCacheConfig,
         KVCacheGroupSpec,
-        KVCacheSpec,
         KVCacheTensor,
     )
 
@@ -64,13 +64,6 @@ def block_bytes(kv_cache: KVCacheConfig, stages: Sequence[int] = ()) -> int:
     return max(int(tensor.size) for tensor in kv_cache.kv_cache_tensors) // kv_cache.num_blocks
 
 
-def block_size(kv_cache: KVCacheConfig) -> int:
-    """Tokens of a block, by vLLM's own rule. A worker's `cache_config` need not know it."""
-    kept = kv_cache.kv_cache_groups
-    cacheable = [g.kv_cache_spec.block_size for g in kept if first_spec(g).prefix_cacheable]
-    return int(min(cacheable or [group.kv_cache_spec.block_size for group in kept]))
-
-
 def kv_dtype(kv_cache: KVCacheConfig, cache_dtype: str) -> str:
     """How the first group's bytes are to be read, for the fingerprint of files.
 
@@ -86,18 +79,14 @@ def kv_dtype(kv_cache: KVCacheConfig, cache_dtype: str) -> str:
         name = mode.name
     elif name == "auto" and mode is not KVQuantMode.NONE:
         name = "fp8"
+    name += cache_fingerprint.fp8_variant(name)
     return f"{name} {getattr(spec, 'dtype', '')}"
-
-
-def first_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
-    """A group's first layer's spec: the one that vLLM's scheduler has for the whole group."""
-    return next(iter(kv_cache_layout.layer_specs(group)), group.kv_cache_spec)
 
 
 def are_alike(kv_cache: KVCacheConfig, layers: int) -> bool:
     """Whether a stage's cache consists of so many layers of one spec."""
     (group, *more) = kv_cache.kv_cache_groups
-    same = kv_cache_layout.layer_specs(group) == [group.kv_cache_spec] * layers
+    same = layer_specs(group) == [group.kv_cache_spec] * layers
     return not more and same and len(_placed(kv_cache, group)) <= 1
 
 
@@ -115,8 +104,11 @@ def fields(kv_cache: KVCacheConfig, stages: Sequence[int] = ()) -> dict[str, str
         return {"group": described[0]}
     kinds = zip(described, groups.read(kv_cache), strict=True)
     texts = [f"{text} {kind.window} {kind.local}" for text, kind in kinds]
+    if whole_pages.are_mixed(kv_cache):
+        sizes = whole_pages.group_block_sizes(kv_cache)
+        texts = [f"{text} in {size}" for text, size in zip(texts, sizes, strict=True)]
     specs = [first_spec(group) for group in kv_cache.kv_cache_groups]
-    states = [kv_cache_layout.state_of(spec) for spec in specs if isinstance(spec, MambaSpec)]
+    states = [cache_fingerprint.state_of(spec) for spec in specs if isinstance(spec, MambaSpec)]
     return {"groups": ", ".join(texts), **({"states": ", ".join(states)} if states else {})}
 
 

@@ -8,6 +8,7 @@ beforehand, and a single wrong byte makes another answer; before that, it is fou
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import pickle
 import time
@@ -81,11 +82,18 @@ WEIGHTS = 0x9E3779B97F4A7C15
 class Layers:
     """A KV cache group of LAYERS layers. `window`: tokens that they see, the one to be computed
     among them; `local`: tokens of the pieces within which they attend. 0: they see all. `state`:
-    they keep what the last token would have there, and nothing of those before it."""
+    they keep what the last token would have there, and nothing of those before it. `block`: tokens
+    of a block; all groups' blocks have as many bytes, so of larger ones `heads` are fewer."""
 
     window: int = 0
     local: int = 0
     state: bool = False
+    block: int = BLOCK
+
+    @property
+    def heads(self) -> int:
+        """KV heads of each layer."""
+        return HEADS * BLOCK // self.block
 
     def first_seen(self, position: int) -> int:
         """The first token that the one at this position attends to."""
@@ -97,8 +105,8 @@ class Layers:
 
     def spec(self) -> KVCacheSpec:
         shape: dict[str, Any] = {
-            "block_size": BLOCK,
-            "num_kv_heads": HEADS,
+            "block_size": self.block,
+            "num_kv_heads": self.heads,
             "head_size": HEAD_DIM,
             "dtype": torch.float32,
         }
@@ -153,7 +161,9 @@ def answer(
     for _ in range(count):
         chained(hashes, tokens, weights)
         held = [
-            contents(hashes[group.first_seen(len(tokens) - 1) :], number * LAYERS + layer)
+            contents(hashes[group.first_seen(len(tokens) - 1) :], number * LAYERS + layer)[
+                :, : group.heads
+            ]
             for number, group in enumerate(groups)
             for layer in range(LAYERS)
         ]
@@ -215,7 +225,8 @@ class Engine:
             self.config,
             self.cache_config,
             StructuredOutputManager(self.config),
-            BLOCK,
+            math.lcm(*(group.block for group in groups)),
+            hash_block_size=BLOCK,
             log_stats=True,
         )
         # Of whichever kind: tests look into its halves.
@@ -382,9 +393,11 @@ class Engine:
     def _attend(self, layer: int, known: Known, count: int) -> None:
         """Write this layer's part of `count` tokens, and compare that of those before them."""
         start, stop = known.computed, known.computed + count
-        first = self.groups[layer // LAYERS].first_seen(start)
-        expected = contents(chained(known.hashes, known.tokens, self.weights)[first:stop], layer)
-        blocks, offsets = _slots(known.blocks[layer // LAYERS], start, stop)
+        group = self.groups[layer // LAYERS]
+        first = group.first_seen(start)
+        hashes = chained(known.hashes, known.tokens, self.weights)
+        expected = contents(hashes[first:stop], layer)[:, : group.heads]
+        blocks, offsets = _slots(known.blocks[layer // LAYERS], start, stop, group.block)
         assert blocks.all(), "a token has no block"
         self.words[layer][blocks, :, offsets] = expected[start - first :]
         assert np.array_equal(self._seen(layer, known, first, stop), expected), "wrong KV"
@@ -404,9 +417,10 @@ class Engine:
         return self.words[layer][block].reshape(-1)[: HEADS * WORDS].reshape(1, HEADS, WORDS)
 
     def _seen(self, layer: int, known: Known, first: int, stop: int) -> Words:
-        if self.groups[layer // LAYERS].state:
+        group = self.groups[layer // LAYERS]
+        if group.state:
             return self._state(layer, known.blocks[layer // LAYERS][first // BLOCK])
-        blocks, offsets = _slots(known.blocks[layer // LAYERS], first, stop)
+        blocks, offsets = _slots(known.blocks[layer // LAYERS], first, stop, group.block)
         return self.words[layer][blocks, :, offsets]
 
     def _sample(self, known: Known, count: int) -> list[int]:
@@ -456,10 +470,12 @@ def run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 2
             time.sleep(0.001)
 
 
-def _slots(table: Sequence[int], start: int, stop: int) -> tuple[npt.NDArray[np.int64], ...]:
+def _slots(
+    table: Sequence[int], start: int, stop: int, block: int
+) -> tuple[npt.NDArray[np.int64], ...]:
     """Block and offset of each position."""
     positions = np.arange(start, stop)
-    return np.array(table, dtype=np.int64)[positions // BLOCK], positions % BLOCK
+    return np.array(table, dtype=np.int64)[positions // block], positions % block
 
 
 def _engine_config(

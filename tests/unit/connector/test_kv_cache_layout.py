@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from disagg.connector import kv_cache_layout
+from disagg.connector import DisaggConnector, cache_fingerprint, kv_cache_layout, whole_pages
 from disagg.connector.offload import groups, setup, slot_layout
 from disagg.connector.offload.groups import Group
 from disagg.connector.offload.settings import OffloadSettings
@@ -45,7 +45,7 @@ def test_layers_of_different_sizes_in_one_group() -> None:
     """A draft's beside its model's."""
     specs = full(4), full(4), full(1)
     cache = of_layers(*specs)
-    assert kv_cache_layout.layer_specs(cache.kv_cache_groups[0]) == [*specs]
+    assert whole_pages.layer_specs(cache.kv_cache_groups[0]) == [*specs]
     assert not kv_cache_layout.has_windows(cache)
     assert groups.read(cache) == [Group()]
 
@@ -62,7 +62,7 @@ def test_windows_in_layers_of_different_sizes() -> None:
 def test_which_guesses_are_handed_over(method: str | None) -> None:
     parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(model="m", use_mla=False),
+        model_config=SimpleNamespace(model="m", use_mla=False, enable_sleep_mode=False),
         parallel_config=parallel,
         cache_config=SimpleNamespace(block_size=16),
         speculative_config=method and SimpleNamespace(method=method),
@@ -156,11 +156,48 @@ def set_window(config: VllmConfig, cache: KVCacheConfig) -> None:
 )
 def test_what_differs_is_in_the_fingerprint(made: Made, change: Any, field: str) -> None:
     config, cache = made
-    before = kv_cache_layout.fingerprint(config, cache)
-    assert kv_cache_layout.fingerprint(config, cache) == before
+    before = cache_fingerprint.fingerprint(config, cache)
+    assert cache_fingerprint.fingerprint(config, cache) == before
     change(config, cache)
-    after = kv_cache_layout.fingerprint(config, cache)
+    after = cache_fingerprint.fingerprint(config, cache)
     assert field in {name for name in before if before[name] != after[name]}
+
+
+def test_the_cache_dtype_is_compared_by_what_it_means(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = made
+    assert cache_fingerprint.kv_cache_dtype(config) == "float32"
+    config.model_config.dtype = torch.bfloat16
+    auto = cache_fingerprint.kv_cache_dtype(config)
+    config.cache_config.cache_dtype = "bfloat16"
+    assert auto == cache_fingerprint.kv_cache_dtype(config) == "bfloat16"
+    config.cache_config.cache_dtype = "fp8"
+    plain = cache_fingerprint.kv_cache_dtype(config)
+    amd = SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fnuz)
+    monkeypatch.setattr(cache_fingerprint, "current_platform", amd)
+    assert (plain, cache_fingerprint.kv_cache_dtype(config)) == ("fp8", "fp8 fnuz")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_bytes_of_amds_fp8(dtype: torch.dtype) -> None:
+    cache = kv_cache_layout.block_cache({"a": torch.zeros(2, 1, 16, 8, dtype=dtype)})
+    assert cache.regions[0].dtype == "U8"
+
+
+def test_all_gpus_are_asked_for_one_layout(made: Made) -> None:
+    config, _ = made
+    required = DisaggConnector.get_required_kvcache_layout
+    assert required(config) is None, "a CPU's kernels have their own"
+    config.device_config = cast(Any, SimpleNamespace(device_type="cuda"))
+    assert required(config) == "LBHNC"
+
+
+def test_engines_that_sleep_are_refused(made: Made) -> None:
+    config, cache = made
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(ConfigError, match=r"^enable_sleep_mode: True — .*; unset it$"):
+        kv_cache_layout.check_supported(config, cache)
 
 
 def test_a_gpus_blocks_may_be_divided(made: Made) -> None:
@@ -169,9 +206,9 @@ def test_a_gpus_blocks_may_be_divided(made: Made) -> None:
     assert not kv_cache_layout.splits_blocks(config)
     config.device_config = cast(Any, SimpleNamespace(device_type="cuda"))
     assert kv_cache_layout.splits_blocks(config)
-    before = kv_cache_layout.fingerprint(config, cache)
+    before = cache_fingerprint.fingerprint(config, cache)
     set_block_size(config, cache)
-    assert kv_cache_layout.fingerprint(config, cache) == before
+    assert cache_fingerprint.fingerprint(config, cache) == before
 
 
 # ---- pipeline stages, in tiers ---------------------------------------------------------------

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from disagg.connector import kv_cache_layout, recurrent_state
+from disagg.connector import cache_fingerprint, kv_cache_layout, recurrent_state, whole_pages
 from disagg.errors import ConfigError
 
 BLOCK, SHA = 16, get_hash_fn_by_name("sha256")
@@ -51,7 +51,7 @@ def config_of(**changed: Any) -> Any:
             if hasattr(part, name):
                 setattr(part, name, value)
     return SimpleNamespace(
-        model_config=SimpleNamespace(model="m", use_mla=False),
+        model_config=SimpleNamespace(model="m", use_mla=False, enable_sleep_mode=False),
         cache_config=cache,
         parallel_config=parallel,
         speculative_config=changed.get("speculative_config"),
@@ -130,19 +130,19 @@ def test_layers_of_all_kinds_are_the_same_pages(state: MambaSpec) -> None:
     attention = raw.view(torch.float32).view(cache.num_blocks, 2, BLOCK, 16)
     kept = raw.view(torch.float32).as_strided((cache.num_blocks, 1, 1, 56), (PAGE // 4, 56, 56, 1))
     views = {"layer.0": kept, "layer.1": attention}
-    pages = recurrent_state.pages_of(config_of(), cache)
+    pages = whole_pages.pages_of(cache, views)
     found = kv_cache_layout.block_cache(views, pages)
     assert len(found.regions) == 1
     (view,) = found.views(found.whole([2]))
     assert b"".join(part.tobytes() for part in view) == raw[2 * PAGE : 3 * PAGE].numpy().tobytes()
-    (name,) = kv_cache_layout.layers(cache, views, found)
+    (name,) = cache_fingerprint.layers(cache, views, found)
     assert name == f"layer.0@0+layer.1@1 U8[{PAGE // BLOCK}]"
 
 
 def test_pages_that_blocks_cannot_share() -> None:
-    page = recurrent_state.Page(blocks=4, stride=PAGE, size=PAGE - 8, tokens=BLOCK)
+    page = whole_pages.Page(blocks=4, stride=PAGE, size=PAGE - 8, tokens=BLOCK)
     with pytest.raises(ConfigError, match=r"block_size: 16 — layer a has blocks of \d+ bytes"):
-        recurrent_state.region("a", torch.zeros(4 * PAGE, dtype=torch.int8), page)
+        whole_pages.region("a", torch.zeros(4 * PAGE, dtype=torch.int8), page)
 
 
 # ---- what is refused ---------------------------------------------------------------------------

@@ -33,7 +33,8 @@ def test_engines_hash_alike(algorithm: str, seed: str | None) -> None:
 def test_engines_on_gpus_and_what_the_user_has_set(
     monkeypatch: pytest.MonkeyPatch, loopback: bool
 ) -> None:
-    found = {"model": {"path": "org/name"}, "engine": {"env": {"NCCL_SOCKET_IFNAME": "eth7"}}}
+    found: dict[str, Any] = {"model": {"path": "org/name"}}
+    found["engine"] = {"env": {"NCCL_SOCKET_IFNAME": "eth7"}}
 
     def env(gpus: int) -> dict[str, str]:
         pools = {role: {"resources": {"num_gpus": gpus}} for role in ("prefill", "decode")}
@@ -50,6 +51,11 @@ def test_engines_on_gpus_and_what_the_user_has_set(
     found["engine"] = {}
     assert env(1) == (many | {"NCCL_SOCKET_IFNAME": "lo"} if loopback else many)
     assert env(0) == {}
+    found["transfer"] = {"host": "lo"}  # an interface that is there
+    assert env(1)["NCCL_SOCKET_IFNAME"] == ("lo" if loopback else "=lo")
+    found["transfer"] = {"host": "192.0.2.1"}
+    assert ("NCCL_SOCKET_IFNAME" in env(1)) is loopback
+    del found["transfer"]
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     assert env(1) == {}

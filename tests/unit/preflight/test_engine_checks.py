@@ -66,7 +66,8 @@ GPU = {"resources": {"num_gpus": 1}}
         ),
         (
             {"enable_sleep_mode": True},
-            "enable_sleep_mode: True — needs GPUs; remove it, or set num_gpus",
+            "enable_sleep_mode: True — a sleeping engine gives up the memory that other engines "
+            "may still read, and ends with the first read; remove it",
         ),
         (
             {"enable_cumem_allocator": True},
@@ -135,9 +136,10 @@ def test_arguments_that_go_together_pass(args: dict[str, Any]) -> None:
     checks.check(deployment_with(engine={"args": args}))
 
 
-def test_on_gpus_engines_may_sleep() -> None:
+def test_on_gpus_engines_may_not_sleep_either() -> None:
     args = {"enable_sleep_mode": True, "enable_cumem_allocator": True}
-    checks.check(deployment_with(engine={"args": args}, prefill=GPU, decode=GPU))
+    (line,) = problems_of(engine={"args": args}, prefill=GPU, decode=GPU)
+    assert line.startswith("engine.args.enable_sleep_mode: True — a sleeping engine gives up")
 
 
 def test_on_gpus_one_process_runs_one_rank() -> None:

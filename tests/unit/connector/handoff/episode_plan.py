@@ -18,7 +18,12 @@ _DEPLOYMENTS = (
     ("kv_both", "kv_both", "kv_both"),
     ("kv_producer", "kv_both", "kv_consumer"),
 )
-_GROUPS = (PLAIN, (Layers(window=2 * BLOCK), Layers()), (Layers(state=True), Layers()))
+_GROUPS = (
+    PLAIN,
+    (Layers(window=2 * BLOCK), Layers()),
+    (Layers(state=True), Layers()),
+    (Layers(window=70), Layers(block=2 * BLOCK)),
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class EpisodePlan:
     @classmethod
     def of(cls, seed: int, storage: Path) -> EpisodePlan:
         rng = random.Random(seed)
-        groups = rng.choices(_GROUPS, (14, 3, 3))[0]
+        groups = rng.choices(_GROUPS, (14, 3, 1.5, 1.5))[0]
         roles = rng.choice(_DEPLOYMENTS)
         # Every prompt and answer of up to `longest` tokens fits into the smallest pool.
         smallest = rng.randrange(5, 17)

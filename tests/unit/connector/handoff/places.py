@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from unit.connector.modelless import BLOCK, LAYERS, WEIGHTS, Engine, Layers, chained, contents
+from unit.connector.modelless import LAYERS, WEIGHTS, Engine, Layers, chained, contents
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from disagg.connector.handoff.messages import HandoffLoad, LoadReport, StepReport, StepWork
@@ -241,23 +242,26 @@ class Place:
         assert asked.handoff is not None
         stop = min(asked.handoff.num_tokens, len(asked.prompt))
         hashes = chained([], asked.prompt[:stop], self.weights)
-        theirs = -(-asked.handoff.num_tokens // BLOCK)
+        theirs = [-(-asked.handoff.num_tokens // group.block) for group in self.plan.groups]
+        firsts = [sum(theirs[:group]) for group in range(len(theirs))]
         blocks = iter(load.block_ids)
         for begin, end in load.spans:
-            group = begin // theirs
-            for position in range(begin - group * theirs, end - group * theirs):
+            group = bisect_right(firsts, begin) - 1
+            for position in range(begin - firsts[group], end - firsts[group]):
                 self._check_block(request, group, position, next(blocks), hashes)
 
     def _check_block(
         self, request: str, group: int, position: int, block: int, hashes: Sequence[int]
     ) -> None:
-        tokens = slice(position * BLOCK, min((position + 1) * BLOCK, len(hashes)))
+        of_group = self.plan.groups[group]
+        size, heads = of_group.block, of_group.heads
+        tokens = slice(position * size, min((position + 1) * size, len(hashes)))
         for layer in range(group * LAYERS, (group + 1) * LAYERS):
-            if self.plan.groups[group].state:
+            if of_group.state:
                 found, due = self.engine._state(layer, block), contents(hashes[-1:], layer)
             else:
                 found = self.engine.words[layer][block][:, : tokens.stop - tokens.start]
-                due = contents(hashes[tokens], layer).swapaxes(0, 1)
+                due = contents(hashes[tokens], layer)[:, :heads].swapaxes(0, 1)
             if not np.array_equal(found, due):
                 raise WrongError(
                     f"{self}: {request} was loaded, and layer {layer} of block {position} is wrong"

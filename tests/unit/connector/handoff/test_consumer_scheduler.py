@@ -106,7 +106,7 @@ def test_what_strict_refuses_is_released_and_not_renewed() -> None:
         ({"block_size": 0}, {"splits_blocks": True}, "block_size"),
         ({"layers": [3]}, {}, "pipeline_parallel_size"),
         ({}, {"world_size": 3}, "tensor_parallel_size"),
-        ({"endpoints": HOSTS * 2}, {"state_groups": {0: BLOCK}}, "tensor_parallel_size"),
+        ({"endpoints": HOSTS * 2}, {"whole_blocks": True}, "tensor_parallel_size"),
         ({}, {"state_groups": {0: BLOCK}}, "state"),
         ({"digests": bytes(24)}, {}, "prompt_mismatch"),
     ],

@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transport.host_device import COMPILER, HostDevice, HostStream, OnDevice
-from unit.connector import modelless
 from unit.connector.modelless import BLOCK, PREFILL, Engine, answer, run
-from vllm.v1.worker.utils import allocate_kv_cache
 
 from disagg.connector import kv_cache_layout
 from disagg.errors import ConfigError, TransferError
@@ -116,13 +113,3 @@ def test_a_device_that_fails_fails_loads_alone(start: Start) -> None:
 def test_too_little_staging_memory_is_named(start: Start) -> None:
     with pytest.raises(ConfigError, match=r"transfer\.staging_bytes: 100 — at least \d+"):
         start("kv_consumer", Device(), staging_bytes=100)
-
-
-def test_blocks_that_attention_splits_are_refused(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on GPUs with a block size that the attention backend has no kernel for."""
-    split = partial(allocate_kv_cache, kernel_block_sizes=[BLOCK // 2])
-    monkeypatch.setattr(modelless, "allocate_kv_cache", split)
-    with pytest.raises(ConfigError, match=r"block_size: 32 — .* set block_size to 16"):
-        start("kv_producer", Device())

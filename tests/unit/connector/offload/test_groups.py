@@ -17,6 +17,7 @@ from unit.connector.offload.test_modelless import (
     Start,
     any_order,
     ask,
+    chunk_blocks,
     computed,
     forget,
     half,
@@ -47,6 +48,8 @@ CACHES = {
     "two full and sliding": (FULL, FULL, Layers(window=BLOCK + 1)),
     "states and full": (Layers(state=True), FULL, Layers(state=True)),
     "full, sliding and states": (FULL, Layers(window=2 * BLOCK), Layers(state=True)),
+    "large full and small sliding": (Layers(block=2 * BLOCK), Layers(window=70)),
+    "small full and large sliding": (FULL, Layers(window=3 * BLOCK, block=2 * BLOCK)),
 }
 
 
@@ -78,7 +81,8 @@ def test_what_was_computed_is_loaded(
         forget(engine, host=source == "files")
         since = len(engine.scheduled)
         ask(engine, prompt)
-        there = (length - 1) // BLOCK // per_chunk * per_chunk * BLOCK
+        chunk = per_chunk * chunk_blocks(CACHES[name]) * BLOCK
+        there = (length - 1) // chunk * chunk
         assert computed(engine, since) == length - there + 2
 
 
@@ -108,7 +112,8 @@ def test_the_next_turn(start: Start, name: str) -> None:
     turn = [*prompt, *engine.answers[first], *prompt_of(10, seed=10)]
     since = len(engine.scheduled)
     ask(engine, turn)
-    assert computed(engine, since) == len(turn) - 5 * BLOCK + 2
+    chunk = chunk_blocks(CACHES[name])
+    assert computed(engine, since) == len(turn) - 5 // chunk * chunk * BLOCK + 2
 
 
 @pytest.mark.parametrize("lost", [4, 5])

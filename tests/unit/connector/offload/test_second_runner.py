@@ -40,6 +40,7 @@ CACHES = {
     "plain": PLAIN,
     "full and sliding": (FULL, Layers(window=2 * BLOCK)),
     "states and full": (STATE, FULL, STATE),
+    "blocks of two sizes": (Layers(block=2 * BLOCK), Layers(window=70)),
     "full, sliding and states": (FULL, Layers(window=2 * BLOCK), STATE),
 }
 

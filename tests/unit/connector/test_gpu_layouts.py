@@ -1,0 +1,95 @@
+"""What vLLM registers on GPUs for the models that people run: moved right, or refused by name.
+
+docs/gpu_layouts.md has the results as tables. `python tests/unit/connector/test_gpu_layouts.py`
+writes them anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpu_layouts import tables
+from transport.host_device import COMPILER
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "gpu_layouts.md"
+GPUS = ("hopper", "blackwell")
+_LIMIT_S = 280
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to run the kernel on the host")
+
+
+SHORT = (
+    "Llama 3.1 8B",
+    "Qwen3-Next 80B",
+    "Gemma 4 31B",
+    "DeepSeek-V3.2",
+    "DeepSeek-V4",
+    "Llama 3.1 8B + block_size: 128",
+)
+"""One model of each kind of cache; all of them take minutes."""
+
+
+@functools.cache
+def rows_of(gpu: str, models: tuple[str, ...] = ()) -> list[tables.Row]:
+    """The rows of one GPU, all without `models`; from a process that becomes that GPU."""
+    command = [sys.executable, "-m", "gpu_layouts.report", gpu]
+    command += ["--models", *models] if models else []
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    ran = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    return [tables.read(line) for line in lines]
+
+
+def check(gpu: str, models: tuple[str, ...] = ()) -> None:
+    """No byte is wrong, vLLM built all models, and the page says the same."""
+    rows = rows_of(gpu, models)
+    assert len(rows) >= 2 * len(models or range(19))
+    assert not [row for row in rows if "WRONG" in row.handoff + row.tiers or row.built]
+    documented = tables.block(PAGE.read_text(), gpu).splitlines()
+    lines = tables.table(rows).splitlines()
+    assert [line for line in lines if line not in documented] == []
+    assert models or lines == documented
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_one_model_of_each_kind(gpu: str) -> None:
+    check(gpu, SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", GPUS)
+def test_all_models(gpu: str) -> None:
+    check(gpu)
+
+
+@pytest.mark.slow
+def test_pools_of_different_gpus() -> None:
+    """The documented ones exchange blocks: their caches have one fingerprint, and like layers."""
+    assert tables.exchanges(*map(rows_of, GPUS)) == tables.block(PAGE.read_text(), "both")
+
+
+def test_two_pools_of_the_same_model() -> None:
+    """Attention backends differ, and neither the layout nor what workers compare does."""
+    of_gpu = [{(row.model, row.dtype): row for row in rows_of(gpu, SHORT)} for gpu in GPUS]
+    for model in ("Llama 3.1 8B", "Gemma 4 31B"):
+        hopper, blackwell = (rows[model, "auto"] for rows in of_gpu)
+        assert hopper.backends != blackwell.backends
+        assert hopper.identity == blackwell.identity != ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(tables.rewritten(PAGE.read_text(), *map(rows_of, GPUS)))
