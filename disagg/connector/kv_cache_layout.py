@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-import vllm
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -27,6 +26,8 @@ from disagg.connector import recurrent_state
 from disagg.errors import ConfigError
 from disagg.identity.model import model_fields
 from disagg.transport.blocks import BlockCache, Region
+from disagg.vllm_compat import versions
+from disagg.vllm_compat.kv_cache import hash_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,12 +63,10 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
             "handoffs need 1"
         )
     block_size = config.cache_config.block_size
-    if hash_block_size(config, kv_cache) != block_size and not recurrent_state.are_one_page(
-        kv_cache
-    ):
+    hashed = hash_block_size(config, kv_cache)
+    if hashed != block_size and not recurrent_state.are_one_page(kv_cache):
         problems.append(
-            f"block_size: {block_size} — prefix hashes cover {kv_cache.hash_block_size} tokens; "
-            "both must be the same"
+            f"block_size: {block_size} — prefix hashes cover {hashed} tokens; both must be the same"
         )
     draft = config.speculative_config
     if draft is not None and draft.method == "extract_hidden_states":
@@ -77,11 +76,6 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         )
     if problems:
         raise ConfigError(problems)
-
-
-def hash_block_size(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
-    """Tokens per block hash of vLLM's."""
-    return int(kv_cache.hash_block_size or config.cache_config.block_size)
 
 
 def hash_seed(config: VllmConfig, found: str) -> str:
@@ -213,7 +207,7 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, str]:
     # vLLM's CPU kernels pack the tokens of a block together, so a block cannot be divided.
     block_size = str(caching.block_size) if not splits_blocks(config) else "any"
     return {
-        "vllm": vllm.__version__.partition("+")[0],
+        "vllm": versions.blocks_of(),
         **model_fields(config),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),

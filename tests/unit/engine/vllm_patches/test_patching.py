@@ -16,6 +16,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from disagg.engine import plugin as old_plugin
 from disagg.engine.vllm_patches import patching, plugin, seeded_chunked_prefill
 from disagg.errors import ConfigError
+from disagg.vllm_compat import versions
 
 OURS = KVTransferConfig(
     kv_connector="DisaggConnector", kv_connector_module_path="disagg.connector", kv_role="kv_both"
@@ -66,7 +67,7 @@ def test_a_mend_is_off_where_its_fault_is_not_known(patch: patching.Patch) -> No
 def test_the_version_of_the_cpu_build_is_found() -> None:
     import vllm
 
-    assert patching.vllm_version() == vllm.__version__
+    assert versions.installed() == vllm.__version__
 
 
 def test_outside_its_versions_nothing_is_changed(lines: list[str]) -> None:

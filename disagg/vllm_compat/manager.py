@@ -1,0 +1,88 @@
+"""The KV cache manager of an engine's scheduler, and failed loads in its requests, for versions
+that give connectors less than the newest one does.
+
+`install` changes vLLM's classes in this process, once, and before a scheduler is made: connectors
+are made by the scheduler, before its manager. Later versions are not changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from disagg.vllm_compat.differences import ONE_GROUP_OF_INVALID_BLOCKS, ONLY_THE_BLOCK_POOL
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+_manager_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_Affected = tuple[set[str], int, set[int]]
+
+
+def install() -> None:
+    """Let managers be found by their block pool, and failed loads in caches of several groups."""
+    if ONLY_THE_BLOCK_POOL.here:
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+        KVCacheManager.__init__ = _remembered(KVCacheManager.__init__)
+    if ONE_GROUP_OF_INVALID_BLOCKS.here:
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        Scheduler._update_requests_with_invalid_blocks = _in_any_group(
+            Scheduler._update_requests_with_invalid_blocks
+        )
+
+
+def manager_of(block_pool: Any) -> KVCacheManager:
+    """The manager that made this pool. Raises `KeyError` if it was made before `install`."""
+    manager: KVCacheManager = _manager_of[block_pool]()
+    return manager
+
+
+def _remembered(init: Callable[..., None]) -> Callable[..., None]:
+    if hasattr(init, "is_remembered"):
+        return init
+
+    @functools.wraps(init)
+    def is_remembered(manager: Any, *args: Any, **kwargs: Any) -> None:
+        from weakref import ref
+
+        init(manager, *args, **kwargs)
+        _manager_of[manager.block_pool] = ref(manager)
+
+    is_remembered.is_remembered = True  # type: ignore[attr-defined]
+    return is_remembered
+
+
+def _in_any_group(update: Callable[..., _Affected]) -> Callable[..., _Affected]:
+    """vLLM's own for caches of one group. With several groups, the request of an invalid block
+    starts over, as `_handle_failed_recving` of later versions has it."""
+    if hasattr(update, "is_in_any_group"):
+        return update
+
+    @functools.wraps(update)
+    def is_in_any_group(
+        scheduler: Any,
+        requests: Iterable[Any],
+        invalid_block_ids: set[int],
+        num_scheduled_tokens: dict[str, int],
+        evict_blocks: bool = True,
+    ) -> _Affected:
+        if len(scheduler.kv_cache_config.kv_cache_groups) == 1:
+            return update(
+                scheduler, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks
+            )
+        affected, tokens = set[str](), 0
+        if not evict_blocks:  # requests that wait for their load; running ones have none of ours
+            for request in requests:
+                groups = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+                if any(not invalid_block_ids.isdisjoint(ids) for ids in groups):
+                    tokens += request.num_computed_tokens
+                    request.num_computed_tokens = 0
+                    affected.add(request.request_id)
+        return affected, tokens, set()
+
+    is_in_any_group.is_in_any_group = True  # type: ignore[attr-defined]
+    return is_in_any_group
