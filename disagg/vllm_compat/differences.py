@@ -41,8 +41,24 @@ ONE_GROUP_OF_INVALID_BLOCKS = Difference(
 ONLY_THE_BLOCK_POOL = Difference(
     "ONLY_THE_BLOCK_POOL",
     "<0.30",
-    "The scheduler gives connectors its block pool, not its KV cache manager. `manager.py` finds "
-    "the manager of a pool.",
+    "The scheduler gives connectors its block pool, not its manager: no `bind_kv_cache_manager`. "
+    "`manager.py` finds the manager of a pool.",
+)
+BLOCK_TABLES_IN_A_DICT = Difference(
+    "BLOCK_TABLES_IN_A_DICT",
+    "<0.30",
+    "A step's block tables are a dictionary of requests that got blocks; later `get_block_ids` "
+    "returns that of any. So tiers store a block with the one after it.",
+)
+ADMISSION_CAP_IS_PRIVATE = Difference(
+    "ADMISSION_CAP_IS_PRIVATE",
+    "<0.31",
+    "A manager's `max_admission_blocks_per_request` has an underscore before its name.",
+)
+NO_DRAFT_CACHE_FLAG = Difference(
+    "NO_DRAFT_CACHE_FLAG",
+    "<0.30",
+    "`uses_draft_kv_cache` is not there: it is read from the method of speculation.",
 )
 NO_FINISH_FORWARD = Difference(
     "NO_FINISH_FORWARD",
@@ -86,6 +102,12 @@ CALLER_NAMES_LOAD_ARGUMENTS = Difference(
 )
 NO_LOAD_ARGUMENTS = Difference(
     "NO_LOAD_ARGUMENTS", "<0.30", "The second model runner passes `start_load_kv` no arguments."
+)
+LOADED_BLOCKS_ARE_NOT_ZEROED = Difference(
+    "LOADED_BLOCKS_ARE_NOT_ZEROED",
+    "<0.32",
+    "The blocks of an asynchronous load are never zeroed; later a connector says by "
+    "`get_loaded_kv_cache_group_ids` which groups it loads. Ours always says all.",
 )
 NO_LATE_INTERACTION = Difference(
     "NO_LATE_INTERACTION", "<0.32", "No argument of the server's changes the pooler's config."

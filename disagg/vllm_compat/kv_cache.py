@@ -9,13 +9,14 @@ from disagg.vllm_compat.differences import (
     ALIGNMENT_IN_BYTES,
     BACKENDS_ALONE_CHOOSE,
     HASHES_BY_CONFIG,
+    NO_DRAFT_CACHE_FLAG,
     NO_STRIDE_ALIGNMENT,
     NO_VIEWS_OF_LAYERS,
     PLANNING_MOVED,
 )
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.kv_cache_interface import (
         AttentionSpec,
@@ -34,9 +35,22 @@ def hash_block_size(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
     return int(kv_cache.hash_block_size or config.cache_config.block_size)
 
 
+def uses_draft_kv_cache(speculative: SpeculativeConfig) -> bool:
+    """Whether a draft model has KV cache layers of its own."""
+    if NO_DRAFT_CACHE_FLAG.here:
+        return bool(
+            speculative.use_eagle()
+            or speculative.uses_draft_model()
+            or speculative.uses_extract_hidden_states()
+        )
+    return bool(speculative.uses_draft_kv_cache())
+
+
 def has_layer_views(spec: KVCacheSpec) -> bool:
     """Whether each layer has a view of its own into the cache."""
-    return True if NO_VIEWS_OF_LAYERS.here else bool(spec.has_layer_views)
+    if NO_VIEWS_OF_LAYERS.here:
+        return True
+    return bool(spec.has_layer_views)
 
 
 def block_stride_alignment(spec: KVCacheSpec) -> int:

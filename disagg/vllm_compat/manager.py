@@ -1,5 +1,5 @@
-"""The KV cache manager of an engine's scheduler, and failed loads in its requests, for versions
-that give connectors less than the newest one does.
+"""The KV cache manager of an engine's scheduler, block tables, and failed loads of requests, for
+versions that give connectors less than the newest one does.
 
 `install` changes vLLM's classes in this process, once, and before a scheduler is made: connectors
 are made by the scheduler, before its manager. Later versions are not changed.
@@ -8,14 +8,21 @@ are made by the scheduler, before its manager. Later versions are not changed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from disagg.vllm_compat.differences import ONE_GROUP_OF_INVALID_BLOCKS, ONLY_THE_BLOCK_POOL
+from disagg.vllm_compat.differences import (
+    ADMISSION_CAP_IS_PRIVATE,
+    BLOCK_TABLES_IN_A_DICT,
+    ONE_GROUP_OF_INVALID_BLOCKS,
+    ONLY_THE_BLOCK_POOL,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 _manager_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _Affected = tuple[set[str], int, set[int]]
@@ -33,6 +40,22 @@ def install() -> None:
         Scheduler._update_requests_with_invalid_blocks = _in_any_group(
             Scheduler._update_requests_with_invalid_blocks
         )
+
+
+def admission_cap(group: SingleTypeKVCacheManager) -> int | None:
+    """The most blocks that a request needs of a group at once; None if there is no limit."""
+    if ADMISSION_CAP_IS_PRIVATE.here:
+        cap: int | None = group._max_admission_blocks_per_request  # type: ignore[attr-defined]
+        return cap
+    return group.max_admission_blocks_per_request
+
+
+def block_table(blocks: KVConnectorBlockState, request_id: str) -> Sequence[Sequence[int]] | None:
+    """A request's block ids of a step, by KV cache group; None if it isn't part of the step."""
+    if BLOCK_TABLES_IN_A_DICT.here:
+        tables: dict[str, tuple[list[int], ...]] = blocks.block_ids  # type: ignore[attr-defined]
+        return tables.get(request_id)
+    return blocks.get_block_ids(request_id)
 
 
 def manager_of(block_pool: Any) -> KVCacheManager:

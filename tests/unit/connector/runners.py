@@ -20,7 +20,11 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from disagg.connector.model_runner import Lifecycle, LifecycleV2
-from disagg.vllm_compat.differences import CALLER_NAMES_LOAD_ARGUMENTS, NO_LOAD_ARGUMENTS
+from disagg.vllm_compat.differences import (
+    CALLER_NAMES_LOAD_ARGUMENTS,
+    NO_FINISH_FORWARD,
+    NO_LOAD_ARGUMENTS,
+)
 from disagg.vllm_compat.transfers import KVConnectorTransferResults
 
 
@@ -145,7 +149,8 @@ class Second:
             with set_forward_context(None, self.config):
                 _pre_forward(runner, scheduled)
                 plan.forward(spy)
-            runner.finish_forward()
+            if not NO_FINISH_FORWARD.here:
+                runner.finish_forward()
             if plan.draft:
                 spy.note("draft")
             return runner.post_forward(scheduled.finished_req_ids)
@@ -156,7 +161,7 @@ def _pre_forward(runner: Any, scheduled: SchedulerOutput) -> None:
     if NO_LOAD_ARGUMENTS.here:
         runner.pre_forward(scheduled)
     elif CALLER_NAMES_LOAD_ARGUMENTS.here:
-        runner.pre_forward(**_load_kwargs(scheduled))
+        runner.pre_forward(scheduled, **_load_kwargs(scheduled))
     else:
         runner.pre_forward(scheduled, SimpleNamespace(**BATCH))
 
@@ -167,6 +172,8 @@ def _load_kwargs(scheduled: SchedulerOutput) -> dict[str, Any]:
         return {}
     renamed = {"idx_mapping": "request_state_indices", "req_ids": "request_ids"}
     batch = {renamed.get(name, name): value for name, value in BATCH.items()}
+    if CALLER_NAMES_LOAD_ARGUMENTS.here:
+        return batch
     return {"scheduler_output": scheduled, **batch}
 
 
