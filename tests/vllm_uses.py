@@ -258,6 +258,8 @@ def _condition(test: ast.expr) -> tuple[str, bool] | None:
             return (found[0], not found[1]) if found else None
         case ast.Attribute(value=ast.Name(id=name), attr="here"):
             return name, True
+        case ast.BoolOp(op=ast.Or(), values=[ast.Name(id="TYPE_CHECKING"), inner]):
+            return _condition(inner)
     return None
 
 

@@ -75,7 +75,7 @@ def parse_args(args: Mapping[str, Any]) -> Namespace:
         def error(self, message: str) -> NoReturn:
             raise ValueError(message)
 
-    parsed = vllm_server.make_arg_parser(Parser()).parse_args(to_argv(args))
+    parsed = vllm_server.make_arg_parser(Parser()).parse_args(to_argv(args))  # type: ignore[no-untyped-call]
     vllm_server.configure_logging(parsed)
     vllm_server.validate_serve_args(parsed)
     if parsed.tool_parser_plugin:

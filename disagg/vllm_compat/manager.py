@@ -33,11 +33,13 @@ def install() -> None:
     if ONLY_THE_BLOCK_POOL.here:
         from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-        KVCacheManager.__init__ = _remembered(KVCacheManager.__init__)
+        KVCacheManager.__init__ = _remembered(  # type: ignore[method-assign]
+            KVCacheManager.__init__
+        )
     if ONE_GROUP_OF_INVALID_BLOCKS.here:
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        Scheduler._update_requests_with_invalid_blocks = _in_any_group(
+        Scheduler._update_requests_with_invalid_blocks = _in_any_group(  # type: ignore[method-assign]
             Scheduler._update_requests_with_invalid_blocks
         )
 

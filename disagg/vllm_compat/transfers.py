@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-if RESULTS_AS_SETS.here:
+if TYPE_CHECKING or not RESULTS_AS_SETS.here:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorTransferResults as KVConnectorTransferResults,
+    )
+else:
 
     @dataclass
     class KVConnectorTransferResults:
@@ -35,11 +39,6 @@ if RESULTS_AS_SETS.here:
         finished_sending: set[str] = field(default_factory=set)
         finished_recving: set[str] = field(default_factory=set)
         failed_recving: set[str] = field(default_factory=set)
-
-else:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[assignment, unused-ignore]
-        KVConnectorTransferResults,
-    )
 
 
 class CompatConnector(KVConnectorBase_V1):
