@@ -244,8 +244,8 @@ class LifecycleV2(Lifecycle):
         self._wait_for_save(step)
         self._collect(step)
         # The second runner reports None where the first reports an empty set.
-        step.output.finished_sending = step.output.finished_sending or None
-        step.output.finished_recving = step.output.finished_recving or None
+        step.output.finished_sending = transfers.reported(step.output.finished_sending or set())
+        step.output.finished_recving = transfers.reported(step.output.finished_recving or set())
 
 
 def _write_nothing() -> None:

@@ -48,7 +48,7 @@ BLOCK_TABLES_IN_A_DICT = Difference(
     "BLOCK_TABLES_IN_A_DICT",
     "<0.30",
     "A step's block tables are a dictionary of requests that got blocks; later `get_block_ids` "
-    "returns that of any. So tiers store a block with the one after it.",
+    "returns that of any. `manager.py` adds the others.",
 )
 ADMISSION_CAP_IS_PRIVATE = Difference(
     "ADMISSION_CAP_IS_PRIVATE",

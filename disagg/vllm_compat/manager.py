@@ -21,7 +21,7 @@ from disagg.vllm_compat.differences import (
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.output import KVConnectorBlockState
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 _manager_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -58,6 +58,15 @@ def block_table(blocks: KVConnectorBlockState, request_id: str) -> Sequence[Sequ
         tables: dict[str, tuple[list[int], ...]] = blocks.block_ids  # type: ignore[attr-defined]
         return tables.get(request_id)
     return blocks.get_block_ids(request_id)
+
+
+def complete(scheduled: SchedulerOutput, manager: KVCacheManager) -> None:
+    """Add the block tables of requests that got no block in this step, but may have filled one."""
+    assert scheduled.kv_connector_block_state is not None
+    tables: dict[str, Any] = scheduled.kv_connector_block_state.block_ids  # type: ignore[attr-defined]
+    for request_id in scheduled.num_scheduled_tokens:
+        if request_id not in tables:
+            tables[request_id] = manager.get_block_ids(request_id)
 
 
 def manager_of(block_pool: Any) -> KVCacheManager:

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from disagg.vllm_compat import manager
 from disagg.vllm_compat.differences import (
+    BLOCK_TABLES_IN_A_DICT,
     IDLE_STEPS_SAVE_NOTHING,
     NO_FINISH_FORWARD,
     ONLY_THE_BLOCK_POOL,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 if TYPE_CHECKING or not RESULTS_AS_SETS.here:
@@ -54,6 +56,9 @@ class CompatConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._blocks_of_loads: dict[str, set[int]] = {}
         self._invalid_blocks: set[int] = set()
+        self._manager: KVCacheManager | None = None
+        self.failed_last: set[str] = set()
+        """Request ids of the loads that failed by the last `get_finished` (RESULTS_AS_SETS)."""
         if role is KVConnectorRole.SCHEDULER:
             manager.install()
 
@@ -70,8 +75,14 @@ class CompatConnector(KVConnectorBase_V1):
             self.bind_kv_cache_manager(manager.manager_of(gpu_block_pool))
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        self._manager = kv_cache_manager
         if not ONLY_THE_BLOCK_POOL.here:
             super().bind_kv_cache_manager(kv_cache_manager)
+
+    def complete_block_tables(self, scheduled: SchedulerOutput) -> None:
+        """Let `block_table` find the tables of all requests of a step, as later versions do."""
+        if BLOCK_TABLES_IN_A_DICT.here and self._manager and scheduled.kv_connector_block_state:
+            manager.complete(scheduled, self._manager)
 
     # ---- worker side -----------------------------------------------------------------------
 
@@ -90,6 +101,7 @@ class CompatConnector(KVConnectorBase_V1):
             self, finished_req_ids: set[str]
         ) -> tuple[set[str] | None, set[str] | None]:
             results = self.get_transfer_results(finished_req_ids)
+            self.failed_last = results.failed_recving
             for request_id in results.finished_recving:
                 blocks = self._blocks_of_loads.pop(request_id, set())
                 if request_id in results.failed_recving:
@@ -110,11 +122,17 @@ def results_of(
     connector: KVConnectorBase_V1, finished_req_ids: set[str]
 ) -> KVConnectorTransferResults:
     """What a worker's connector reports of a step. Where vLLM learns of failed loads by their
-    blocks (RESULTS_AS_SETS), `failed_recving` is empty."""
+    blocks (RESULTS_AS_SETS), `failed_recving` has those of our connectors alone."""
     if RESULTS_AS_SETS.here:
         sent, received = connector.get_finished(finished_req_ids)
-        return KVConnectorTransferResults(sent or set(), received or set())
+        failed = connector.failed_last if isinstance(connector, CompatConnector) else set()
+        return KVConnectorTransferResults(sent or set(), received or set(), set(failed))
     return connector.get_transfer_results(finished_req_ids)
+
+
+def reported(request_ids: set[str]) -> set[str] | None:
+    """As the second model runner reports them: None for none, but before 0.30 as they are."""
+    return request_ids if RESULTS_AS_SETS.here else request_ids or None
 
 
 def finish_forward(connector: KVConnectorBase_V1) -> None:

@@ -95,6 +95,7 @@ class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._loads_end(scheduler_output.num_scheduled_tokens)
+        self.complete_block_tables(scheduler_output)
         return self.scheduler.step_work(scheduler_output)
 
     def has_pending_push_work(self) -> bool:
