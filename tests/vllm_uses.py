@@ -142,6 +142,8 @@ class _File:
                 self._body(node.body, yes, names)
                 self._body(node.orelse, no, names)
             case _:
+                if isinstance(node, ast.For):
+                    self._assigned(node, names)
                 for child in ast.iter_child_nodes(node):
                     if isinstance(child, ast.stmt):
                         self._statement(child, when, names)

@@ -61,12 +61,14 @@ def block_table(blocks: KVConnectorBlockState, request_id: str) -> Sequence[Sequ
 
 
 def complete(scheduled: SchedulerOutput, manager: KVCacheManager) -> None:
-    """Add the block tables of requests that got no block in this step, but may have filled one."""
-    assert scheduled.kv_connector_block_state is not None
-    tables: dict[str, Any] = scheduled.kv_connector_block_state.block_ids  # type: ignore[attr-defined]
-    for request_id in scheduled.num_scheduled_tokens:
-        if request_id not in tables:
-            tables[request_id] = manager.get_block_ids(request_id)
+    """Where a step has only the block tables of requests that got a block in it, add the others: a
+    request may fill a block that it got before."""
+    blocks = scheduled.kv_connector_block_state
+    if BLOCK_TABLES_IN_A_DICT.here:
+        tables: dict[str, Any] = blocks.block_ids if blocks else {}  # type: ignore[attr-defined]
+        for request_id in scheduled.num_scheduled_tokens:
+            if request_id not in tables:
+                tables[request_id] = manager.get_block_ids(request_id)
 
 
 def manager_of(block_pool: Any) -> KVCacheManager:

@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from disagg.vllm_compat import manager
 from disagg.vllm_compat.differences import (
-    BLOCK_TABLES_IN_A_DICT,
     IDLE_STEPS_SAVE_NOTHING,
     NO_FINISH_FORWARD,
     ONLY_THE_BLOCK_POOL,
@@ -81,7 +80,7 @@ class CompatConnector(KVConnectorBase_V1):
 
     def complete_block_tables(self, scheduled: SchedulerOutput) -> None:
         """Let `block_table` find the tables of all requests of a step, as later versions do."""
-        if BLOCK_TABLES_IN_A_DICT.here and self._manager and scheduled.kv_connector_block_state:
+        if self._manager is not None:
             manager.complete(scheduled, self._manager)
 
     # ---- worker side -----------------------------------------------------------------------
