@@ -7,6 +7,8 @@
 #   make newcomer play README's commands in a fresh clone, a wheel, a Ray job, the examples
 #   make coverage the unit tests, and which lines they run, by folder
 #   make mutants  write small faults into the rules that keep answers right: do the tests notice?
+#   make matrix   the suites that matter with each version of vLLM that disagg runs with; an hour
+#   make vllm-next  what a version of vLLM lacks of all that we use: VLLM=0.34.0, or a wheel's path
 #   make verify   check a model of the lease protocol: all interleavings, in about a minute
 #   make bench    measure a handoff
 #   make gpu      what only a GPU can show: tests of transports, and how fast they are
@@ -45,7 +47,7 @@ else
 UV_CONFIG := --no-config
 endif
 
-.PHONY: install demo serve check test coverage newcomer mutants verify bench gpu soak lock audit clean
+.PHONY: install demo serve check test coverage newcomer mutants matrix vllm-next verify bench gpu soak lock audit clean
 
 install: $(INSTALLED)
 
@@ -99,6 +101,14 @@ newcomer: $(INSTALLED)
 # Half an hour or more; an interrupted run goes on. MUTANTS="--all store/host_index": all of one module.
 mutants: $(INSTALLED)
 	@$(BIN)/python tests/mutants.py $(MUTANTS)
+
+# VLLM="0.31.0": one version; SUITES=exactness: one suite. Environments are in .cache/vllm-VERSION.
+matrix: $(INSTALLED)
+	@$(BIN)/python tests/vllm_matrix.py --vllm $(VLLM) --suites $(SUITES)
+
+# Reads sources only, so a version for GPUs can be judged anywhere.
+vllm-next: $(INSTALLED)
+	@$(BIN)/python tests/vllm_next.py $(VLLM)
 
 # Needs nothing but Python.
 verify:

@@ -1,6 +1,6 @@
 """Ray Serve LLM's own app of prefill and decode, with our connector moving the KV cache.
 
-    pip install "ray[llm]==2.60.0" disagg        # and vLLM 0.32.0, which disagg supports
+    pip install "ray[llm]==2.60.0" disagg        # it brings vLLM 0.29.0
     python examples/ray_serve_llm.py Qwen/Qwen3-8B --prefill 1 --decode 1
     python examples/ray_serve_llm.py .cache/models/tiny --cpu
 

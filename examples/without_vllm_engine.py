@@ -25,7 +25,6 @@ from vllm.distributed.parallel_state import (
     init_distributed_environment,
 )
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -42,6 +41,7 @@ from disagg.connector.handoff.messages import (
 )
 from disagg.connector.model_runner import Lifecycle
 from disagg.testing.checkpoint import make_model
+from disagg.vllm_compat.kv_cache import config_of_groups
 
 TOKENS, LAYERS = 128, 8
 BLOCK_BYTES = 4 << 20
@@ -75,7 +75,7 @@ def worker(folder: Path, role: str, options: argparse.Namespace, pipe: Connectio
     )
     group = KVCacheGroupSpec([f"layer.{i}" for i in range(LAYERS)], spec)
     config.cache_config.kv_cache_layout = "LBHNC"
-    cache = get_kv_cache_config_from_groups(config, [group], blocks * BLOCK_BYTES)
+    cache = config_of_groups(config, [group], blocks * BLOCK_BYTES)
     caches = allocate_kv_cache(
         cache, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout()
     )

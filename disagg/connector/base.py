@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorRole,
     SupportsHMA,
 )
@@ -24,6 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from disagg.connector.vllm_logging import log_as_vllm_does
 from disagg.engine.vllm_patches import patching
+from disagg.errors import ConfigError
+from disagg.vllm_compat import versions
+from disagg.vllm_compat.transfers import CompatConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +36,7 @@ SchedulerT = TypeVar("SchedulerT")
 WorkerT = TypeVar("WorkerT")
 
 
-class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
+class ConnectorBase(CompatConnector, SupportsHMA, Generic[SchedulerT, WorkerT]):
     """A connector without its halves: the subclass makes one of them, by its role."""
 
     stats_class: ClassVar[type[KVConnectorStats]]
@@ -43,6 +45,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        if problem := versions.problem():
+            raise ConfigError([problem])
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm_does()
         patching.require(vllm_config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import vllm
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -13,6 +12,7 @@ from disagg.connector import kv_cache_layout, whole_pages
 from disagg.connector.whole_pages import DTYPES, first_spec
 from disagg.identity.model import model_fields
 from disagg.transport.blocks import BlockCache
+from disagg.vllm_compat import versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,7 +43,7 @@ def fingerprint(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, str]:
     # vLLM's CPU kernels pack the tokens of a block together, so a block cannot be divided.
     block_size = str(caching.block_size) if not kv_cache_layout.splits_blocks(config) else "any"
     return {
-        "vllm": vllm.__version__.partition("+")[0],
+        "vllm": versions.blocks_of(),
         **model_fields(config),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),

@@ -27,6 +27,7 @@ from disagg.connector import recurrent_state, whole_pages
 from disagg.connector.whole_pages import DTYPES, first_spec
 from disagg.errors import ConfigError
 from disagg.transport.blocks import BlockCache, Region
+from disagg.vllm_compat.kv_cache import hash_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,12 +56,10 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
             "handoffs need 1"
         )
     block_size = whole_pages.block_size(kv_cache)
-    if hash_block_size(config, kv_cache) != block_size and not recurrent_state.are_one_page(
-        kv_cache
-    ):
+    hashed = hash_block_size(config, kv_cache)
+    if hashed != block_size and not recurrent_state.are_one_page(kv_cache):
         problems.append(
-            f"block_size: {block_size} — prefix hashes cover {kv_cache.hash_block_size} tokens; "
-            "both must be the same"
+            f"block_size: {block_size} — prefix hashes cover {hashed} tokens; both must be the same"
         )
     if config.model_config.enable_sleep_mode:
         problems.append(
@@ -75,11 +74,6 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         )
     if problems:
         raise ConfigError(problems)
-
-
-def hash_block_size(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
-    """Tokens per block hash of vLLM's."""
-    return int(kv_cache.hash_block_size or config.cache_config.block_size)
 
 
 def hash_seed(config: VllmConfig, found: str) -> str:

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from disagg.vllm_compat.manager import admission_cap
+
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -77,7 +79,7 @@ class LoadAdmission:
 
     @staticmethod
     def _most(group: SingleTypeKVCacheManager, blocks: int) -> int:
-        most = group.max_admission_blocks_per_request
+        most = admission_cap(group)
         return blocks if most is None else min(blocks, most)
 
 

@@ -31,6 +31,8 @@ from vllm.forward_context import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
+from disagg.vllm_compat import transfers
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -50,6 +52,8 @@ class Step:
     load_kwargs: Mapping[str, Any]
     output: KVConnectorOutput = field(default_factory=KVConnectorOutput)
     loads_started: bool = False
+    idle: bool = False
+    """Whether it has no forward pass."""
 
 
 class Lifecycle:
@@ -82,6 +86,7 @@ class Lifecycle:
         load_kwargs: Mapping[str, Any] | None = None,
         defer_finalize: bool = False,
         write_blocks: Callable[[], None] | None = None,
+        idle: bool = False,
     ) -> Iterator[Step]:
         """Around one forward pass: the block launches it.
 
@@ -91,6 +96,7 @@ class Lifecycle:
 
         Loads start before the block if the step has synchronous ones, and after it otherwise.
         A forward context is entered unless there is one. `load_kwargs` go to `start_load_kv`.
+        `idle`: vLLM may leave out `wait_for_save`, as there is no forward pass.
         With `defer_finalize`, `finalize` must follow, after the draft model's forward pass.
 
         Raises `RuntimeError` while another step is open; passes on what the block and the
@@ -101,7 +107,7 @@ class Lifecycle:
         metadata = scheduler_output.kv_connector_metadata
         if metadata is None:
             raise ValueError("scheduler_output has no kv_connector_metadata")
-        self._open = step = Step(scheduler_output, load_kwargs or {})
+        self._open = step = Step(scheduler_output, load_kwargs or {}, idle=idle)
         deferred = False
         try:
             with self._forward_context(attn_metadata):
@@ -127,7 +133,7 @@ class Lifecycle:
         write_blocks: Callable[[], None] | None = None,
     ) -> KVConnectorOutput:
         """A step without a forward pass: transfers go on, and are reported."""
-        with self.step(scheduler_output, write_blocks=write_blocks) as step:
+        with self.step(scheduler_output, write_blocks=write_blocks, idle=True) as step:
             pass
         return step.output
 
@@ -171,11 +177,11 @@ class Lifecycle:
     def _after_forward(self, step: Step, *, defer: bool) -> None:
         self._start_loads(step)
         if not defer:
-            self.connector.wait_for_save()  # type: ignore[no-untyped-call]
+            self._wait_for_save(step)
         self._collect(step)
 
     def _finalize(self, step: Step) -> None:
-        self.connector.wait_for_save()  # type: ignore[no-untyped-call]
+        self._wait_for_save(step)
 
     # ---- what they share ------------------------------------------------------------------
 
@@ -184,10 +190,14 @@ class Lifecycle:
             step.loads_started = True
             self.connector.start_load_kv(get_forward_context(), **step.load_kwargs)
 
+    def _wait_for_save(self, step: Step) -> None:
+        if not step.idle or transfers.saves_in_idle_steps():
+            self.connector.wait_for_save()  # type: ignore[no-untyped-call]
+
     def _collect(self, step: Step) -> None:
         """In place, so that what was taken from the connector is never lost with an exception."""
         output, connector = step.output, self.connector
-        results = connector.get_transfer_results(step.scheduler_output.finished_req_ids)
+        results = transfers.results_of(connector, step.scheduler_output.finished_req_ids)
         output.finished_sending = results.finished_sending
         output.finished_recving = results.finished_recving
         output.failed_recving = results.failed_recving
@@ -224,18 +234,18 @@ class LifecycleV2(Lifecycle):
         self.connector.handle_preemptions(metadata)
 
     def _after_forward(self, step: Step, *, defer: bool) -> None:
-        self.connector.finish_forward()
+        transfers.finish_forward(self.connector)
         if not defer:
             self._finalize(step)
 
     def _finalize(self, step: Step) -> None:
         with self._forward_context(None):
             self._start_loads(step)
-        self.connector.wait_for_save()  # type: ignore[no-untyped-call]
+        self._wait_for_save(step)
         self._collect(step)
         # The second runner reports None where the first reports an empty set.
-        step.output.finished_sending = step.output.finished_sending or None
-        step.output.finished_recving = step.output.finished_recving or None
+        step.output.finished_sending = transfers.reported(step.output.finished_sending or set())
+        step.output.finished_recving = transfers.reported(step.output.finished_recving or set())
 
 
 def _write_nothing() -> None:

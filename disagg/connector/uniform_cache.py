@@ -25,7 +25,12 @@ from vllm.v1.kv_cache_interface import (
     compute_layer_kv_cache_shape_bytes,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.worker.utils import select_common_block_size
+
+from disagg.vllm_compat.kv_cache import (
+    block_stride_alignment,
+    has_layer_views,
+    kernel_block_size,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,13 +119,12 @@ def _uniform_spec(
     if len(kv_cache_config.kv_cache_groups) != 1 or not kv_cache_config.kv_cache_tensors:
         return None
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    if not isinstance(spec, AttentionSpec) or not spec.has_layer_views:
+    if not isinstance(spec, AttentionSpec) or not has_layer_views(spec):
         return None
     if spec.page_size_bytes != spec.unpadded_page_size_bytes:
         return None
     layers = sum(len(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors)
-    if layers * spec.page_size_bytes % spec.get_block_stride_alignment():
+    if layers * spec.page_size_bytes % block_stride_alignment(spec):
         return None
     # Between two blocks of a layer lie other layers, so kernels cannot read a block in pieces.
-    common = select_common_block_size(spec.block_size, list(backends), [spec] * len(backends))
-    return spec if common == spec.block_size else None
+    return spec if kernel_block_size(spec, backends) == spec.block_size else None

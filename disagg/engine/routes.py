@@ -24,6 +24,7 @@ from disagg.transport.control.secret import read_secret
 from disagg.transport.control.ticket import verify
 from disagg.transport.deadline import Deadline
 from disagg.transport.fetch import release_everywhere
+from disagg.vllm_compat import versions
 
 RELEASE_S = 5.0
 # Paths without the key, for monitoring. They compute nothing.
@@ -97,6 +98,7 @@ async def fingerprint(request: Request) -> dict[str, str]:
         state.disagg_model = await run_in_threadpool(model_fields, config)
     return {
         **state.disagg_model,
+        "vllm": versions.blocks_of(),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(cache.cache_dtype),

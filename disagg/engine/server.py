@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from disagg.engine.liveness import Liveness, LivenessHealth
+from disagg.vllm_compat import server as vllm_server
 
 if TYPE_CHECKING:
     import uvicorn
@@ -66,9 +67,6 @@ def to_argv(args: Mapping[str, Any]) -> list[str]:
 
 def parse_args(args: Mapping[str, Any]) -> Namespace:
     """The arguments as vLLM's parser returns them. Raises ValueError with vLLM's message."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.launchers.launcher import validate_api_server_args
-    from vllm.logger import configure_logging_from_args
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -77,14 +75,14 @@ def parse_args(args: Mapping[str, Any]) -> Namespace:
         def error(self, message: str) -> NoReturn:
             raise ValueError(message)
 
-    parsed: Namespace = make_arg_parser(Parser()).parse_args(to_argv(args))  # type: ignore[no-untyped-call]
-    configure_logging_from_args(parsed)
-    validate_parsed_serve_args(parsed)
+    parsed = vllm_server.make_arg_parser(Parser()).parse_args(to_argv(args))  # type: ignore[no-untyped-call]
+    vllm_server.configure_logging(parsed)
+    vllm_server.validate_serve_args(parsed)
     if parsed.tool_parser_plugin:
         ToolParserManager.import_tool_parser(parsed.tool_parser_plugin)
     if parsed.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(parsed.reasoning_parser_plugin)
-    validate_api_server_args(parsed)  # type: ignore[no-untyped-call]
+    vllm_server.validate_server_args(parsed)
     return parsed
 
 
@@ -106,11 +104,10 @@ async def run_engine(
     from vllm.entrypoints.launchers.api_server.entry import (
         build_async_engine_client_from_engine_args,
     )
-    from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
 
     parsed = parse_args(args)
     vllm_args = AsyncEngineArgs.from_cli_args(parsed)
-    propagate_flash_late_interaction(parsed, vllm_args)
+    vllm_server.propagate_late_interaction(parsed, vllm_args)
     async with build_async_engine_client_from_engine_args(vllm_args) as engine:
         liveness = Liveness(engine.is_sleeping)
         server = await _build_server(engine, parsed, liveness)

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from disagg.identity.weights import checkpoint
+from disagg.vllm_compat.kv_cache import uses_draft_kv_cache
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -25,7 +26,7 @@ def model_fields(config: VllmConfig) -> dict[str, str]:
     multimodal, speculative = model.multimodal_config, config.speculative_config
     given = multimodal.mm_processor_kwargs if multimodal is not None else None
     draft = ""
-    if speculative is not None and speculative.uses_draft_kv_cache():
+    if speculative is not None and uses_draft_kv_cache(speculative):
         of = speculative.draft_model_config
         draft = f"{speculative.method} {checkpoint(of.model, of.revision)}"
     return {

@@ -28,6 +28,7 @@ from disagg.preflight.pool_checks import pool_problems
 from disagg.private_files import PrivateFolder, UnsafePathError, user_folder
 from disagg.transport.nixl.settings import INSTALL
 from disagg.transport.nixl.settings import is_installed as nixl_installed
+from disagg.vllm_compat import versions
 
 
 def check(*deployments: Deployment, running: bool = False) -> list[str]:
@@ -41,6 +42,7 @@ def check(*deployments: Deployment, running: bool = False) -> list[str]:
     here = {one.name: not running and runs_here(one) for one in deployments}
     taken: dict[str, str] = {}
     problems = [
+        *_version_problems(),
         *(
             f"{place}{line}"
             for place, one in _placed(deployments)
@@ -198,6 +200,12 @@ def _unreadable(read: Callable[[], Any]) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+def _version_problems() -> Iterator[str]:
+    """Without any vLLM, engines may still run on other nodes."""
+    if vllm_source.distribution() is not None and (line := versions.problem()):
+        yield line
 
 
 def _vllm_warnings(deployments: Sequence[Deployment], known: bool) -> Iterator[str]:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 from disagg.preflight import vllm_source
 from disagg.preflight.vllm_source import ConfigClass, Field, Source
+from disagg.vllm_compat import server
 
-# The files of vLLM 0.32 that define them, relative to its package folder.
+# The files that define them, relative to vLLM's package folder.
 _CLASSES = (
     ("engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),
-    ("entrypoints/launchers/cli_args.py", ("BaseFrontendArgs", "FrontendArgs")),
+    (server.argument_file(), ("BaseFrontendArgs", "FrontendArgs")),
 )
 _PLAIN = {"bool", "int", "float", "str", "list", "dict", "set"}
 # Arguments that name no default of a class, but are fields of one of these.
@@ -41,7 +42,7 @@ _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)")
 
-# Registries of vLLM 0.32: the file and the name of each, and names that it has besides.
+# Registries of vLLM: the file and the name of each, and names that it has besides.
 _REGISTRIES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "attention_backend": ("v1/attention/backends/registry.py", "AttentionBackendEnum", ()),
     "config_format": ("transformers_utils/config.py", "ConfigFormat", ()),

@@ -28,6 +28,7 @@ from disagg.transport.control.client import Peers
 from disagg.transport.deadline import Deadline
 from disagg.transport.protocol import Part
 from disagg.transport.shared_storage import SharedStorageReceiver, Storage
+from disagg.vllm_compat import versions
 from engine.conftest import running, transfer
 
 LAYERS, HEADS, BLOCK, CONTENT = 4, 2, 128, 2 * 64 * 2  # K and V, head dim, bytes of a bfloat16
@@ -65,7 +66,7 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
         ]
     )
     fingerprint = {
-        "vllm": "0.32.0",
+        "vllm": versions.blocks_of(),
         "checkpoint": checkpoint(str(model), None),
         "hash_seed": "vllm's own",
         "quantization": "None",

@@ -43,6 +43,7 @@ ALLOWED = {
     "preflight": {
         "config", "config_file", "credentials", "errors", "redaction", "engine.args",
         "engine.spec", "models.catalogue", "private_files", "transport.nixl.settings",
+        "vllm_compat",
     },
     "cli": {
         "config", "errors", "preflight", "cluster", "router", "bench", "testing", "planning",
@@ -54,7 +55,8 @@ ALLOWED = {
         "router.pairing.first_token_hold", "router.pairing.prefill_backlog",
     },
     "dashboards": {"errors"},
-    "identity": set[str](),
+    "identity": {"vllm_compat"},
+    "vllm_compat": set[str](),
     "store": {"errors", "checksums", "identity.process", "private_files", "safe_logging"},
     # HOW bytes move. A way may use control, host and device; these use no way.
     "transport": {
@@ -88,15 +90,16 @@ ALLOWED = {
         "errors", "identity", "transport", "connector.handoff.connector",
         "connector.hidden_states.connector",
         "engine.vllm_patches.patching",  # to refuse an engine that lacks a patch
+        "vllm_compat",
     },
     "connector.handoff": {
         "errors", "identity", "safe_logging", "connector", "transport", "transport.control",
         "transport.nixl.settings",
-        "transport.device", "transport.host", "checksums", "private_files",
+        "transport.device", "transport.host", "checksums", "private_files", "vllm_compat",
     },
     "connector.offload": {
         "errors", "identity", "connector", "store", "transport", "transport.device",
-        "transport.host", "transport.control.secret", "checksums",
+        "transport.host", "transport.control.secret", "checksums", "vllm_compat",
     },
     "connector.hidden_states": {
         "errors", "connector", "transport.blocks", "transport.deadline",
@@ -127,9 +130,9 @@ ALLOWED = {
     # What an engine's own HTTP route needs to release a lease; never caches or transports.
     "engine": {
         *LEAVES, "identity", "safe_logging", "engine.vllm_patches", "transport.deadline",
-        "transport.fetch", "transport.control.secret", "transport.control.ticket",
+        "transport.fetch", "transport.control.secret", "transport.control.ticket", "vllm_compat",
     },
-    "engine.vllm_patches": {"errors"},
+    "engine.vllm_patches": {"errors", "vllm_compat"},
     "cluster": {
         *LEAVES, "config_file", "credentials", "engine", "router", "router.server",
         "router.processes", "cluster.supervisor", "identity.process", "local.running",
@@ -169,13 +172,12 @@ ALLOWED = {
         "router", "router.server", "transport.names",
     },
     "chaos.faults": {
-        *LEAVES, "tables", "testing", "bench.results", "router.api.bodies",
-        "engine.vllm_patches.patching",
+        *LEAVES, "tables", "testing", "bench.results", "router.api.bodies", "vllm_compat",
     },
 }  # fmt: skip
 HEAVY = {
     # In identity for its types alone; in testing for the process that servers are forks of.
-    "vllm": {"connector", "engine", "identity", "testing"},
+    "vllm": {"connector", "engine", "identity", "testing", "vllm_compat"},
     "ray": {"bench", "cluster", "engine"},  # in bench for Ray Serve LLM, a peer
     "cupy": {"transport"},
     "torch": {"bench", "connector", "engine", "models", "testing", "transport"},

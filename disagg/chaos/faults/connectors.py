@@ -23,11 +23,11 @@ from typing import Any
 
 import httpx
 
-from disagg.engine.vllm_patches.patching import vllm_version
 from disagg.errors import StartupError
 from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.testing.http import client
 from disagg.testing.vllm_server import START_S, free_port
+from disagg.vllm_compat.versions import installed as vllm_version
 
 LEASE_S = 6
 REQUEST_ID = "X-Request-Id"

@@ -22,11 +22,11 @@ from disagg.bench.results import Table as ResultTable
 from disagg.chaos.faults.connectors import CONNECTORS, Connector
 from disagg.chaos.faults.engines import Engines, Outcome
 from disagg.chaos.faults.kinds import KINDS, NotPlayed
-from disagg.engine.vllm_patches.patching import vllm_version
 from disagg.errors import ConfigError, StartupError
 from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
 from disagg.testing.forked_servers import ForkServer
+from disagg.vllm_compat.versions import installed as vllm_version
 
 OURS = CONNECTORS[0].name
 MODELS = (Path(".cache/models/faults-0"), Path(".cache/models/faults-1"))

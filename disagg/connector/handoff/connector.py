@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 
@@ -33,6 +32,7 @@ from disagg.connector.load_connector import LoadConnector
 from disagg.connector.recurrent_state import rest_is_full_attention
 from disagg.connector.registration import register
 from disagg.transport.control.secret import read_secret
+from disagg.vllm_compat.transfers import KVConnectorTransferResults
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

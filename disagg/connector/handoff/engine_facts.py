@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from disagg.connector.handoff.block_digests import PromptDigests
 from disagg.connector.kv_cache_layout import (
     has_windows,
-    hash_block_size,
     kv_heads,
     splits_blocks,
 )
 from disagg.connector.recurrent_state import state_groups
 from disagg.connector.whole_pages import are_mixed, are_packed, group_block_sizes
+from disagg.vllm_compat.kv_cache import hash_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

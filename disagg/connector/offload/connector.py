@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 
@@ -27,6 +26,7 @@ from disagg.connector.offload.worker import OffloadWorker, OnEvicted
 from disagg.store.base import EventKind
 from disagg.store.directory import Directory
 from disagg.transport.blocks import BlockCache
+from disagg.vllm_compat.transfers import KVConnectorTransferResults, saves_in_idle_steps
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,6 +96,7 @@ class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._loads_end(scheduler_output.num_scheduled_tokens)
+        self.complete_block_tables(scheduler_output)
         return self.scheduler.step_work(scheduler_output)
 
     def has_pending_push_work(self) -> bool:
@@ -145,6 +146,8 @@ class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
         self.worker.after_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if not saves_in_idle_steps():
+            self.worker.after_step()
         received, failed = self.worker.finished()
         return KVConnectorTransferResults(set(), received, failed)
 

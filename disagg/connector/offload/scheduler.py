@@ -41,6 +41,7 @@ from disagg.connector.recurrent_state import page
 from disagg.store.base import BlockEvent, IndexStats, Key, Slot
 from disagg.store.directory_index import DirectoryIndex
 from disagg.store.host_index import HostIndex
+from disagg.vllm_compat.manager import block_table
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -191,7 +192,7 @@ class OffloadScheduler:
             request = tracked.request
             tracked.computed = min(request.num_computed_tokens + count, request.num_tokens)
             if tracked.computed // self._chunks.tokens > tracked.considered:
-                tables = blocks.get_block_ids(request_id)
+                tables = block_table(blocks, request_id)
                 if tables is not None:
                     self._store_filled(tracked, tables)
             if self._chunks.stateful and tracked.considered != _NEVER:
@@ -260,7 +261,7 @@ class OffloadScheduler:
     ) -> list[tuple[int, int, int]]:
         """The states after so many tokens, as `Chunks.states` takes them; none within a block."""
         size = self._chunks.block_size
-        tables = blocks.get_block_ids(request.request_id) if tokens % size == 0 else None
+        tables = block_table(blocks, request.request_id) if tokens % size == 0 else None
         if not tokens or tables is None:
             return []
         return [(n, page(tables[n], tokens, size), tokens) for n in self._chunks.stateful]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import vllm
 from vllm.distributed.utils import get_pp_indices
 from vllm.utils.hashing import get_hash_fn_by_name
 
@@ -30,6 +29,7 @@ from disagg.store.fingerprint import Fingerprint
 from disagg.store.host_index import HostIndex
 from disagg.transport.blocks import BlockCache, Region
 from disagg.transport.control.secret import read_secret
+from disagg.vllm_compat import versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -178,7 +178,7 @@ def fingerprint(
     fields = {
         "model": Path(model.model).name,
         **model_fields(config),
-        "vllm_version": vllm.__version__.partition("+")[0],
+        "vllm_version": versions.blocks_of(),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "kv_dtype": slot_layout.kv_dtype(kv_cache, str(caching.cache_dtype)),

@@ -1,6 +1,6 @@
 """Mends CPU engines of MLA models whose rotary embeddings are not scaled.
 
-vLLM 0.32's CPU kernel takes each row of its input for a token. MLA layers give [tokens, heads,
+vLLM's CPU kernel takes each row of its input for a token. MLA layers give [tokens, heads,
 width]. So the first token's heads get the rotations of the first positions, and most other heads
 get none. The engine answers wrong. It also answers differently to a prompt that it continues,
 after a handoff or from its own cache, than to a prompt that it computes whole.
@@ -51,7 +51,7 @@ def _is_needed(config: VllmConfig) -> bool:
 PATCH = Patch(
     "mla_rotary",
     fault="MLA models without scaled rotary embeddings answer wrong on a CPU.",
-    versions="==0.32.*",
+    versions=">=0.29,<0.33",
     report="none that we know of; the same fault of the CUDA kernel was mended by "
     "https://github.com/vllm-project/vllm/pull/12777",
     until="vLLM's CPU kernel takes [tokens, heads, width]",

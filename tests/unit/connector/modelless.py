@@ -38,7 +38,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
     get_request_block_hasher,
     init_none_hash,
 )
@@ -62,6 +61,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from disagg.connector.model_runner import Lifecycle, LifecycleV2
 from disagg.connector.uniform_cache import allocate_uniform
+from disagg.vllm_compat.kv_cache import config_of_groups
 
 BLOCK, LAYERS, HEADS, HEAD_DIM = 32, 2, 2, 8
 WORDS = 2 * HEAD_DIM * 4 // 8
@@ -507,7 +507,7 @@ def _cache_config(
         for number, group in enumerate(groups)
     ]
     memory = blocks * LAYERS * specs[0].kv_cache_spec.page_size_bytes
-    cache = get_kv_cache_config_from_groups(config, specs, memory)
+    cache = config_of_groups(config, specs, memory)
     cache.kv_cache_layout, cache.hash_block_size = layout.name, BLOCK
     config.cache_config.num_gpu_blocks = cache.num_blocks
     return cache

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from unit.connector.spy import Broken, Metadata, Spy, WorkerMetadata
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,6 +20,12 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from disagg.connector.model_runner import Lifecycle, LifecycleV2
+from disagg.vllm_compat.differences import (
+    CALLER_NAMES_LOAD_ARGUMENTS,
+    NO_FINISH_FORWARD,
+    NO_LOAD_ARGUMENTS,
+)
+from disagg.vllm_compat.transfers import KVConnectorTransferResults
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Plan:
         spy.answers.get_transfer_results = KVConnectorTransferResults(
             set(self.sent), set(self.received), set(self.failed)
         )
+        spy.answers.get_finished = (set(self.sent), set(self.received))
         spy.answers.get_block_ids_with_load_errors = set(self.invalid)
         reports = self.reports
         spy.answers.get_kv_connector_stats = (
@@ -141,12 +147,34 @@ class Second:
                 answer = runner.no_forward(scheduled)
                 return answer.kv_connector_output or KVConnectorOutput()
             with set_forward_context(None, self.config):
-                runner.pre_forward(scheduled, cast("Any", SimpleNamespace(**BATCH)))
+                _pre_forward(runner, scheduled)
                 plan.forward(spy)
-            runner.finish_forward()
+            if not NO_FINISH_FORWARD.here:
+                runner.finish_forward()
             if plan.draft:
                 spy.note("draft")
             return runner.post_forward(scheduled.finished_req_ids)
+
+
+def _pre_forward(runner: Any, scheduled: SchedulerOutput) -> None:
+    """As the model runner of this vLLM calls it."""
+    if NO_LOAD_ARGUMENTS.here:
+        runner.pre_forward(scheduled)
+    elif CALLER_NAMES_LOAD_ARGUMENTS.here:
+        runner.pre_forward(scheduled, **_load_kwargs(scheduled))
+    else:
+        runner.pre_forward(scheduled, SimpleNamespace(**BATCH))
+
+
+def _load_kwargs(scheduled: SchedulerOutput) -> dict[str, Any]:
+    """The arguments that the second model runner passes to `start_load_kv`."""
+    if NO_LOAD_ARGUMENTS.here:
+        return {}
+    renamed = {"idx_mapping": "request_state_indices", "req_ids": "request_ids"}
+    batch = {renamed.get(name, name): value for name, value in BATCH.items()}
+    if CALLER_NAMES_LOAD_ARGUMENTS.here:
+        return batch
+    return {"scheduler_output": scheduled, **batch}
 
 
 BATCH: dict[str, Any] = {"idx_mapping": "mapping", "req_ids": "ids", "num_tokens": 3}
@@ -181,8 +209,4 @@ class Ours:
         return step.output
 
     def _load_kwargs(self, scheduled: SchedulerOutput) -> dict[str, Any]:
-        if self.make is not LifecycleV2:
-            return {}
-        renamed = {"idx_mapping": "request_state_indices", "req_ids": "request_ids"}
-        batch = {renamed.get(name, name): value for name, value in BATCH.items()}
-        return {"scheduler_output": scheduled, **batch}
+        return _load_kwargs(scheduled) if self.make is LifecycleV2 else {}

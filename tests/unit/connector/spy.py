@@ -14,12 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.forward_context import ForwardContext
 from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from disagg.vllm_compat.transfers import KVConnectorTransferResults
 
 
 class Call(NamedTuple):
@@ -58,6 +59,8 @@ class Answers:
     get_transfer_results: KVConnectorTransferResults = field(
         default_factory=KVConnectorTransferResults
     )
+    get_finished: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
+    """The same, as vLLM before 0.30 asks for it."""
     get_block_ids_with_load_errors: set[int] = field(default_factory=set)
     get_kv_connector_stats: KVConnectorStats | None = None
     get_kv_connector_kv_cache_events: object = None

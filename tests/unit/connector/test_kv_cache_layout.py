@@ -25,6 +25,7 @@ from disagg.connector.offload import groups, setup, slot_layout
 from disagg.connector.offload.groups import Group
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.errors import ConfigError
+from disagg.vllm_compat import versions
 
 SHAPE: dict[str, Any] = {"block_size": 16, "head_size": 8, "dtype": torch.float32}
 
@@ -109,6 +110,17 @@ def made(model: Path) -> Made:
 
 def set_block_size(config: VllmConfig, cache: KVCacheConfig) -> None:
     config.cache_config.block_size = 16
+
+
+def test_other_versions_of_vllm_differ_by_name(monkeypatch: pytest.MonkeyPatch, made: Made) -> None:
+    """Those with the same blocks have one name; others are refused by the field `vllm`."""
+    found = {}
+    for vllm in ("0.31.0", "0.32.0", "0.33.0"):
+        monkeypatch.setattr(versions, "installed", lambda vllm=vllm: vllm)
+        found[vllm] = cache_fingerprint.fingerprint(*made)
+    assert found["0.31.0"] == found["0.32.0"]
+    differ = {name for name, value in found["0.33.0"].items() if value != found["0.32.0"][name]}
+    assert differ == {"vllm"}
 
 
 def set_dtype(config: VllmConfig, cache: KVCacheConfig) -> None:

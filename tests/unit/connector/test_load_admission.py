@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from disagg.connector.load_admission import LoadAdmission, load_admission_of
+from disagg.vllm_compat.manager import admission_cap
 
 pytestmark = pytest.mark.usefixtures("distributed")
 __all__ = ["start"]
@@ -127,7 +128,7 @@ def test_blocks_that_a_window_has_passed_are_not_needed() -> None:
     """Neither by a load that starts, nor by those that began: a window holds so many at most."""
     here = Room(1 + 12, *WINDOW)
     (group,) = here.manager.coordinator.single_type_managers
-    most = group.max_admission_blocks_per_request
+    most = admission_cap(group)
     assert most == 8, "else choose other sizes"
     here.begins(16, held=1)
     # Of ten blocks the window has passed six when nine are loaded.

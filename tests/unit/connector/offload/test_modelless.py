@@ -117,9 +117,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 def half(engine: Engine) -> OffloadScheduler:
     connector = engine.connector
     if not isinstance(connector, DisaggOffloadConnector):
-        connector = next(
-            c for c in connector.sub_connectors if isinstance(c, DisaggOffloadConnector)
-        )
+        connector = next(c for c in connector._connectors if isinstance(c, DisaggOffloadConnector))
     return connector.scheduler
 
 
@@ -479,7 +477,7 @@ def test_beside_the_handoff(pair: tuple[Engine, Engine]) -> None:
 def test_what_a_handoff_has_not_brought_is_not_stored(pair: tuple[Engine, Engine]) -> None:
     """The client leaves while the blocks are on their way: nothing of them is right yet."""
     producer, consumer = pair
-    (handoff, _) = consumer.lifecycle.connector.sub_connectors
+    (handoff, _) = consumer.lifecycle.connector._connectors
     slow(handoff.worker.consumer, "_load", seconds=0.1)
     prompt = prompt_of(6 * BLOCK, seed=12)
     name = handed(producer, consumer, prompt, 3)

@@ -21,7 +21,7 @@ from unit.connector.offload.test_modelless import tiers
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -41,6 +41,12 @@ from disagg.connector.offload.messages import Filling, OffloadWork, Store, TierL
 from disagg.connector.offload.settings import OffloadSettings, read_settings
 from disagg.errors import ConfigError
 from disagg.store.base import Slot
+from disagg.vllm_compat.differences import PLANNING_MOVED
+
+if PLANNING_MOVED.here:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_configs
+else:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 pytestmark = pytest.mark.usefixtures("distributed")
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
