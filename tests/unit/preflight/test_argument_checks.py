@@ -19,6 +19,9 @@ def line_of(args: dict[str, Any]) -> str:
     return line
 
 
+RANKS = "set data_parallel_size; each rank gets its own"
+
+
 def accept(args: dict[str, Any]) -> None:
     checks.check(deployment_with(engine={"args": args}))
 
@@ -26,16 +29,16 @@ def accept(args: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [
-        ("data_parallel_address", "10.0.0.1", "set data_parallel_size"),
-        ("data_parallel_external_lb", True, "set data_parallel_size"),
-        ("data_parallel_hybrid_lb", True, "set data_parallel_size"),
-        ("data_parallel_multi_port_external_lb", True, "set data_parallel_size"),
-        ("data_parallel_rank", 0, "set data_parallel_size"),
-        ("data_parallel_rpc_port", 29550, "set data_parallel_size"),
-        ("data_parallel_size_local", 2, "set data_parallel_size"),
-        ("data_parallel_start_rank", 1, "set data_parallel_size"),
-        ("data_parallel_backend", "ray", "Ray places each rank"),
-        ("enable_elastic_ep", True, "scale replicas"),
+        ("data_parallel_address", "10.0.0.1", RANKS),
+        ("data_parallel_external_lb", True, RANKS),
+        ("data_parallel_hybrid_lb", True, RANKS),
+        ("data_parallel_multi_port_external_lb", True, RANKS),
+        ("data_parallel_rank", 0, RANKS),
+        ("data_parallel_rpc_port", 29550, RANKS),
+        ("data_parallel_size_local", 2, RANKS),
+        ("data_parallel_start_rank", 1, RANKS),
+        ("data_parallel_backend", "ray", "remove it; Ray places each rank as an engine"),
+        ("enable_elastic_ep", True, "remove it; scale replicas, whose groups are whole"),
         ("kv_offloading_size", 4, "set tiers.host.max_bytes"),
         (
             "nnodes", 2,
@@ -215,3 +218,13 @@ def test_an_installed_plugin_may_register_any_name(monkeypatch: pytest.MonkeyPat
         accept({"tool_call_parser": "mine", "load_format": "mine"})
     finally:
         vllm_args.known_names.cache_clear()
+
+
+def test_data_parallel_groups() -> None:
+    accept({"data_parallel_size": 2, "enable_expert_parallel": False})
+    assert line_of({"data_parallel_size": 0}).startswith("engine.args.data_parallel_size: 0")
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "ipc:///tmp/events"}
+    assert line_of({"data_parallel_size": 2, "kv_events_config": events}) == (
+        "engine.args.data_parallel_size: 2 — vLLM numbers the ranks' ports; set tcp addresses in "
+        "kv_events_config"
+    )

@@ -12,7 +12,7 @@ import pytest
 from disagg.config import load, load_all, load_router
 from disagg.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHIPPED = sorted([*ROOT.glob("serve_configs/*.y*ml"), *ROOT.glob("examples/*.y*ml")])
 
 
