@@ -145,7 +145,7 @@ def _mixes(config: VllmConfig) -> bool:
 COLLECTIVES = Patch(
     "cpu_expert_collectives",
     fault="data parallel mixtures of experts end at their first step on a CPU.",
-    versions=">=0.29,<0.34",
+    versions=">=0.29,<0.33",
     report="none that we know of",
     until="vLLM's CPU communicator has all_gatherv and reduce_scatterv",
     apply=lend,
