@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from disagg.connector import kv_cache_layout, whole_pages
 from disagg.connector.whole_pages import DTYPES, first_spec
+from disagg.identity.model import kv_cache_dtype as dtype_of_cache
 from disagg.identity.model import model_fields
 from disagg.transport.blocks import BlockCache
 from disagg.vllm_compat import versions
@@ -20,10 +21,8 @@ if TYPE_CHECKING:
 
 
 def kv_cache_dtype(config: VllmConfig) -> str:
-    """The setting, with `auto` resolved: it means the model's own dtype."""
-    name = str(config.cache_config.cache_dtype)
-    if name == "auto":
-        return str(config.model_config.dtype).removeprefix("torch.")
+    """As `identity.model` has it, with the variant of fp8."""
+    name = dtype_of_cache(config)
     return name + fp8_variant(name)
 
 

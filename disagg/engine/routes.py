@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from disagg.engine.args import KEY_ENV
 from disagg.errors import TransferError
-from disagg.identity.model import model_fields
+from disagg.identity.model import kv_cache_dtype, model_fields
 from disagg.transport.control.secret import read_secret
 from disagg.transport.control.ticket import verify
 from disagg.transport.deadline import Deadline
@@ -101,7 +101,7 @@ async def fingerprint(request: Request) -> dict[str, str]:
         "vllm": versions.blocks_of(),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
-        "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_cache_dtype": kv_cache_dtype(config),
         "block_size": str(cache.block_size) if is_cpu else "any",
         "max_tokens": str(usual.get("max_tokens") or ""),
         "scheduling_policy": str(config.scheduler_config.policy),

@@ -39,6 +39,12 @@ def model_fields(config: VllmConfig) -> dict[str, str]:
     }
 
 
+def kv_cache_dtype(config: VllmConfig) -> str:
+    """The setting, with `auto` resolved: it means the model's own dtype."""
+    name = str(config.cache_config.cache_dtype)
+    return str(config.model_config.dtype).removeprefix("torch.") if name == "auto" else name
+
+
 def _json(given: object) -> str:
     return json.dumps(given, sort_keys=True, default=str)
 

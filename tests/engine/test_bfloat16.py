@@ -71,12 +71,13 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
         "hash_seed": "vllm's own",
         "quantization": "None",
         "dtype": "torch.bfloat16",
-        "kv_cache_dtype": "auto",
+        "kv_cache_dtype": "bfloat16",
         "block_size": str(BLOCK),
         "prefix_caching_hash_algo": "sha256",
         "kv_cache_layout": "LBHNC",
         "kv_heads": str(HEADS),
         "kv_cache_groups": "FullAttention",
+        "packed_on": "",
     }
     nothing = ("hf_overrides", "hf_config_path", "mm_processor_kwargs", "long_context", "draft")
     fingerprint |= dict.fromkeys(nothing, "")

@@ -35,6 +35,7 @@ PROBE_S, _CONNECT_S = 2.0, 1.0
 _TRIAL_S, _TRIAL_TOKENS = 30.0, 32
 _FAMILY = "disagg_handoffs_total"
 _COUNTER = _FAMILY + "{"
+_VERSION = "vLLM's version"
 
 _decode_texts = msgspec.json.Decoder(dict[str, str]).decode
 
@@ -129,7 +130,7 @@ class Probes:
         found: dict[str, str] = {}
         async with self._get(engine, "/version", timeout) as answer:
             if answer.status == 200:
-                found["vllm"] = _fields(await answer.read()).get("version", "")
+                found[_VERSION] = _fields(await answer.read()).get("version", "")
         async with self._get(engine, "/v1/models", timeout) as answer:
             if answer.status == 200:
                 models = await answer.read()
@@ -137,6 +138,8 @@ class Probes:
                 found |= _max_model_len(models)
         async with self._get(engine, "/disagg/fingerprint", timeout) as answer:
             if answer.status == 200:
+                # It names the versions that exchange blocks, which may be several.
+                found.pop(_VERSION, None)
                 found |= _fields(await answer.read())
         return found
 
