@@ -90,3 +90,32 @@ def test_spans() -> None:
         assert spans[leg].parent.span_id == whole.context.span_id
         assert whole.start_time <= spans[leg].start_time <= spans[leg].end_time <= whole.end_time
     assert spans["prefill"].end_time == spans["decode"].start_time
+
+
+@pytest.mark.parametrize(
+    ("of_decode", "pairs"), [({"vllm": "0.29-0.32"}, True), (None, True), ("0.31.0", False)]
+)
+def test_names_of_blocks_are_not_compared_with_versions(
+    make: Make, of_decode: dict[str, str] | str | None, pairs: bool
+) -> None:
+    """An engine that names the versions whose blocks it takes is judged by that alone. Two that say
+    nothing but their versions must have the same one."""
+    setup = make(section={"probe_interval_s": 0.05})
+    for engine in (setup.prefill, setup.decode):
+        engine.refusing["/version"] = (200, {"version": "0.32.0"})
+        engine.refusing["/disagg/fingerprint"] = (404, {})
+    if isinstance(of_decode, str):
+        setup.decode.refusing["/version"] = (200, {"version": of_decode})
+    elif of_decode is not None:
+        setup.decode.refusing["/disagg/fingerprint"] = (200, of_decode)
+    # Asked once, when an engine comes up: let both go and come back.
+    for engine in (setup.prefill, setup.decode):
+        engine.refusing["/health"] = (503, {})
+    until(lambda: ready(setup).status_code == 503)
+    for engine in (setup.prefill, setup.decode):
+        del engine.refusing["/health"]
+    until(lambda: ready(setup).json()["engines"] == {"prefill-0": "up", "decode-0": "up"})
+    body = {"model": "m", "prompt": "x " * 4000, "max_tokens": 1}
+    answer = client().post(f"{setup.url}/v1/completions", json=body, timeout=20)
+    assert answer.status_code == 200
+    assert len(setup.prefill.bodies) == (1 if pairs else 0)
