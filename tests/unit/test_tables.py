@@ -59,6 +59,21 @@ def test_a_sentence_in_a_cell_folds() -> None:
     assert max(map(len, lines)) <= LIMIT
 
 
+def test_a_table_that_just_does_not_fit() -> None:
+    """One long cell folds before a column moves to the next part, and nothing is cut off."""
+    table = Table()
+    table.add_column("way", no_wrap=True)
+    heads = ["MB", "KiB", "at once", "ms", "best", "GB/s", "x memcpy", "x NIXL", "x NIXL tcp"]
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_row("nixl posix,sysv,cma,self +no errors", *(f"{n}234.5" for n in range(len(heads))))
+    lines = _printed(table, keys=1)
+    assert max(map(len, lines)) <= LIMIT
+    text = "\n".join(lines)
+    assert all(line.endswith(("┃", "│")) for line in lines if line.startswith(("┃", "│")))
+    assert all(f" {n}234.5 " in text for n in range(len(heads)))
+
+
 def test_the_usual_width_is_the_limit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
