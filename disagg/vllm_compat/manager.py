@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from disagg.vllm_compat.differences import (
     ADMISSION_CAP_IS_PRIVATE,
@@ -83,8 +83,6 @@ def _remembered(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def is_remembered(manager: Any, *args: Any, **kwargs: Any) -> None:
-        from weakref import ref
-
         init(manager, *args, **kwargs)
         _manager_of[manager.block_pool] = ref(manager)
 

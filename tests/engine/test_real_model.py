@@ -19,7 +19,6 @@ import pytest
 from rich.console import Console
 
 from disagg.models.catalogue import SMOLLM2
-from disagg.models.download import NoNetworkError
 from disagg.models.get import get_model
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer
@@ -50,10 +49,7 @@ def engines(
 ) -> Iterator[tuple[VllmServer, VllmServer]]:
     """One that prefills, and decodes where it is asked to; and one that decodes. A third would need
     2 GB more, beside the engines of other tests."""
-    try:
-        model = get_model(SMOLLM2.name, MODELS / SMOLLM2.name, Console(stderr=True))
-    except NoNetworkError as error:  # what arrives damaged, or is gone, is a failure
-        pytest.skip(f"no network: {error}")
+    model = get_model(SMOLLM2.name, MODELS / SMOLLM2.name, Console(stderr=True))
     logs, temporary = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("tmp")
     args = ["--max-model-len", "4096", "--kv-cache-memory-bytes", "320M"]  # of 54 blocks
     args += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

@@ -129,7 +129,7 @@ class ConsumerScheduler:
         if not sharding.fits(producers, engine.world_size, engine.kv_heads):
             return 0, "tensor_parallel_size"
         if engine.whole_blocks and producers != engine.world_size:
-            return 0, "tensor_parallel_size"  # each model slices its state in its own way
+            return 0, "tensor_parallel_size"  # such blocks cannot be sliced for other ranks
         if not block_digests.hashable(request):
             return 0, "prompt_embeds"
         # If this prompt is longer than the lease's, only the lease's length is compared.

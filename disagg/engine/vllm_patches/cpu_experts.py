@@ -98,7 +98,10 @@ def by_own_number(apply: Callable[..., None]) -> Callable[..., None]:
         given = call.arguments
         if (places := given["expert_map"]) is not None:
             if given["apply_router_weight_on_input"]:
-                raise NotImplementedError("expert parallel with router weights on inputs, on a CPU")
+                raise NotImplementedError(
+                    "enable_expert_parallel: this model weights what goes into its experts, and on "
+                    "a CPU ranks can then not leave out experts of others; unset it"
+                )
             numbers = places[given["topk_ids"].long()]
             own = numbers >= 0
             given["topk_ids"] = numbers.clamp(min=0).to(given["topk_ids"].dtype)
@@ -127,7 +130,9 @@ def _gathered(
 
 def _first_dimension(tensor: torch.Tensor, dim: int) -> None:
     if dim % tensor.dim() != 0:
-        raise NotImplementedError(f"along dimension {dim} of {tuple(tensor.shape)}")
+        raise NotImplementedError(
+            f"ranks gather and add up rows, not dimension {dim} of {tuple(tensor.shape)}"
+        )
 
 
 def _shares_tokens(config: VllmConfig) -> bool:

@@ -74,7 +74,7 @@ class _NixlOffer(offers.Origin, frozen=True):
 _decode_offer = msgspec.msgpack.Decoder(_NixlOffer).decode
 
 
-class NixlSender:
+class NixlSender(offers.NamingSender):
     """Registers memory and names blocks; moves nothing itself."""
 
     name = NAME
@@ -100,12 +100,6 @@ class NixlSender:
     def offer(self) -> bytes:
         """Empty if NIXL is not installed, or does not work here."""
         return self._offer
-
-    def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
-        return offers.encode(self._token, blocks)
-
-    def finish(self, answer: bytes) -> None:
-        """Nothing was staged."""
 
     def close(self) -> None:
         if self._board is not None:

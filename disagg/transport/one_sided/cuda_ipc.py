@@ -58,7 +58,7 @@ _TOKEN_S = 5.0
 _PROBE_BYTES = 2 << 20
 
 
-class CudaIpcSender:
+class CudaIpcSender(offers.NamingSender):
     """Names memory; moves nothing."""
 
     name = NAME
@@ -82,12 +82,6 @@ class CudaIpcSender:
     def offer(self) -> bytes:
         """Empty for a cache that no process could read: in host memory, or not shareable."""
         return self._offer
-
-    def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
-        return offers.encode(self._token, blocks)
-
-    def finish(self, answer: bytes) -> None:
-        """Nothing was staged."""
 
     def close(self) -> None:
         if self._board is not None:

@@ -18,6 +18,7 @@ import numpy as np
 from disagg.errors import DataCorrupt, TransferError
 from disagg.identity.process import boot_id, pid_namespace, start_time
 from disagg.transport.blocks import BlockCache, Ints, Region, Selection
+from disagg.transport.deadline import Deadline
 from disagg.transport.protocol import MAX_FRAME
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,18 @@ logger = logging.getLogger(__name__)
 _ANSWER_MARGIN = 1024
 
 T = TypeVar("T")
+
+
+class NamingSender:
+    """The part of a `Sender` that moves nothing: its answer names the blocks."""
+
+    _token: bytes
+
+    def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
+        return encode(self._token, blocks)
+
+    def finish(self, answer: bytes) -> None:
+        """Nothing was staged."""
 
 
 class Origin(msgspec.Struct, frozen=True):

@@ -31,7 +31,6 @@ import numpy as np
 from disagg.errors import DataCorrupt, TransferError
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Ints, Selection
-from disagg.transport.deadline import Deadline
 from disagg.transport.host.helper_threads import HelperThreads, cores
 from disagg.transport.host.process_vm import Pieces, is_supported, peek, read_span
 from disagg.transport.host.ptrace_scope import AllowedReaders
@@ -64,7 +63,7 @@ class _ProcessMemoryOffer(offers.Origin, frozen=True):
 _decode_offer = msgspec.msgpack.Decoder(_ProcessMemoryOffer).decode
 
 
-class ProcessMemorySender:
+class ProcessMemorySender(offers.NamingSender):
     """Names memory; moves nothing."""
 
     name = NAME
@@ -88,12 +87,6 @@ class ProcessMemorySender:
                 board=board_offer(self._board),
             )
         )
-
-    def send(self, blocks: Selection, detail: bytes, deadline: Deadline) -> bytes:
-        return offers.encode(self._token, blocks)
-
-    def finish(self, answer: bytes) -> None:
-        """Nothing was staged."""
 
     def close(self) -> None:
         self._probe[:] = 0  # opening an old offer fails from now on

@@ -106,5 +106,5 @@ def test_all_experts_are_left_alone() -> None:
 def test_weights_on_inputs_are_refused_with_own_experts() -> None:
     """They are on the tokens already, also for experts of other ranks."""
     places, ids = torch.tensor([0]), torch.tensor([[0]])
-    with pytest.raises(NotImplementedError, match="expert parallel"):
+    with pytest.raises(NotImplementedError, match="enable_expert_parallel"):
         cpu_experts.by_own_number(apply)(torch.ones(1, 1), ids, places, True, [])
