@@ -85,28 +85,35 @@ class Deployment:
         return found
 
 
-def until(log: Path, words: bytes) -> None:
+def until(log: Path, words: bytes, program: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_S
     while words not in log.read_bytes():
+        assert program.poll() is None, f"it ended: {log.read_text()[-4000:]}"
         assert time.monotonic() < deadline, log.read_text()[-4000:]
         time.sleep(0.2)
 
 
 def start_ray(hosts: Hosts, host: Host, folder: Path) -> None:
+    """Start Ray on one host, and wait until it runs.
+
+    `ray start` gives up after 30 s, which pass soon beside other tests. It is then called again.
+    """
     head = hosts[HEAD]
     words = [f"--address={head.address}:{RAY_PORT}", "--num-cpus=1"]
     if host is head:
         own = ["--head", f"--port={RAY_PORT}", f"--temp-dir={hosts.folder}"]
         words = [*own, "--include-dashboard=false", "--num-cpus=0"]
     words += [f"--node-ip-address={host.address}", f"--object-store-memory={80 << 20}"]
-    log = folder / f"ray-{host.name}.log"
-    host.start(
-        [str(BIN / "ray"), "start", "--block", f"--labels=host={host.name}", *words],
-        log,
-        {"RAY_AUTH_MODE": "disabled"},
-    )
-    if host is head:
-        until(log, b"Ray runtime started")
+    argv = [str(BIN / "ray"), "start", "--block", f"--labels=host={host.name}", *words]
+    for tries in range(3):
+        log = folder / f"ray-{host.name}-{tries}.log"
+        ray = host.start(argv, log, {"RAY_AUTH_MODE": "disabled"})
+        try:
+            until(log, b"Ray runtime started", ray)
+            return
+        except AssertionError:
+            if tries == 2:
+                raise
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +140,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
             start_ray(hosts, hosts[name], folder)
         env = {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"{head.address}:{RAY_PORT}"}
         serving = head.start([str(BIN / "disagg"), "serve", str(file)], log, env)
-        until(log, b"Ready:")
+        until(log, b"Ready:", serving)
         yield Deployment(hosts, model, log)
         _terminate(head, serving)
 
