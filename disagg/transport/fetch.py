@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from disagg.errors import PeerLost, PeerRefused, TransferError
 from disagg.safe_logging import foreign
@@ -70,8 +71,8 @@ def fetched(
     with contextlib.ExitStack() as until_released:
         try:
             connection = until_released.enter_context(peers.connection(endpoint, job.deadline))
-            one = _OneFetch(peers, connection, request, job, receivers, until_released)
-            problem = _misfit(request, connection.welcome.layers)
+            one = OneFetch(peers, connection, request, job, receivers, until_released)
+            problem = misfit(request, connection.welcome.layers)
             if problem is not None:
                 one.release(ABORTED)
                 raise PeerRefused(problem)
@@ -82,7 +83,7 @@ def fetched(
         yield moved
 
 
-def _misfit(request: FetchRequest, theirs: Sequence[str]) -> str | None:
+def misfit(request: FetchRequest, theirs: Sequence[str]) -> str | None:
     """How the producer's regions differ from the consumer's; None if they do not."""
     first, last = request.part.regions or (0, len(theirs))
     found = tuple(theirs[first:last])
@@ -107,10 +108,20 @@ def total(moved: Sequence[Moved]) -> Moved:
     )
 
 
+class LeaseName(NamedTuple):
+    """How a consumer names a lease: by the stream, where it does not know the number."""
+
+    number: int
+    stream: bytes = b""
+
+    def __str__(self) -> str:
+        return self.stream.hex() if self.stream else str(self.number)
+
+
 def release(
     peers: Peers,
     endpoint: Endpoint,
-    lease: int,
+    lease: LeaseName,
     outcome: str,
     deadline: Deadline,
     readers: int = 1,
@@ -121,7 +132,7 @@ def release(
 
 
 def release_all(
-    peers: Peers, endpoints: Sequence[Endpoint], lease: int, deadline: Deadline
+    peers: Peers, endpoints: Sequence[Endpoint], lease: LeaseName, deadline: Deadline
 ) -> None:
     """End a lease on several ranks. Tries all of them, and raises the first error afterwards."""
     errors: list[TransferError] = []
@@ -138,20 +149,30 @@ def release_everywhere(ticket: Handoff, secret: bytes, deadline: Deadline) -> No
     """End a lease on all ranks of its producer, from a process without a cache."""
     peers = Peers("release", {}, secret)
     try:
-        release_all(peers, ticket.endpoints, ticket.lease, deadline)
+        release_all(peers, ticket.endpoints, LeaseName(ticket.lease), deadline)
     finally:
         peers.close()
 
 
-def renew(peers: Peers, endpoint: Endpoint, leases: list[int], deadline: Deadline) -> None:
-    """Renew leases of requests that still wait in our queue."""
+def renew(peers: Peers, endpoint: Endpoint, lease: LeaseName, deadline: Deadline) -> None:
+    """Renew the lease of a request that still waits in our queue."""
     with peers.connection(endpoint, deadline) as connection:
-        request = p.Renew(endpoint.generation, leases)
+        request = p.Renew(endpoint.generation, [lease.number])
+        if lease.stream:
+            request = p.Renew(endpoint.generation, [], [lease.stream])
         connection.ask(request, p.Done, deadline)
 
 
+class Taken(NamedTuple):
+    """needs_proof: the producer may have freed the blocks while they were read. Its next answer on
+    the same connection says that it has not."""
+
+    moved: Moved
+    needs_proof: bool
+
+
 @dataclass(frozen=True)
-class _OneFetch:
+class OneFetch:
     """`until_released`: what ends when the producer has heard of it."""
 
     peers: Peers
@@ -200,6 +221,19 @@ class _OneFetch:
             [acquire, *map(self._message, first)], self.job.deadline, meanwhile
         )
         expect(p.Acquired, acquired, acquire)
+        return self._end(self.take(began, answers))
+
+    def _end(self, taken: Taken) -> Moved:
+        """End the lease: now, where only that proves that it was in use until now."""
+        if taken.needs_proof:
+            self.release(FETCHED)
+        else:
+            self.until_released.callback(self._release_fetched)
+        return taken.moved
+
+    def take(self, began: float, answers: list[p.Answer]) -> Taken:
+        """Fetch the part of a lease in use over the first transport that works. answers: to the
+        fetch over the first one, if that was sent already."""
         failed: dict[str, TransferError] = {}
         for cache in self._usable():
             try:
@@ -209,11 +243,8 @@ class _OneFetch:
             except TransferError as error:
                 failed[cache.name] = error
                 continue
-            if isinstance(cache, ReadableCache):
-                self.release(FETCHED)  # only the answer proves that the lease was in use until now
-            else:
-                self.until_released.callback(self._release_fetched)
-            return Moved(cache.name, num_bytes, time.monotonic() - began, tuple(failed))
+            moved = Moved(cache.name, num_bytes, time.monotonic() - began, tuple(failed))
+            return Taken(moved, isinstance(cache, ReadableCache))
         # Nobody can use the lease any more; it need not run out.
         self.release(ABORTED)
         if failed:
@@ -230,7 +261,7 @@ class _OneFetch:
 
     def release(self, outcome: str) -> None:
         """End the lease, and wait for the answer."""
-        lease, readers = self.request.lease, self.request.readers
+        lease, readers = LeaseName(self.request.lease), self.request.readers
         _release(self.connection, lease, outcome, self.job.deadline, readers)
 
     def _usable(self) -> Iterator[RemoteCache]:
@@ -265,7 +296,8 @@ class _OneFetch:
     def _release_fetched(self) -> None:
         lease, readers = self.request.lease, self.request.readers
         try:
-            _release(self.connection, lease, FETCHED, Deadline.after(_RELEASE_S), readers)
+            name, deadline = LeaseName(lease), Deadline.after(_RELEASE_S)
+            _release(self.connection, name, FETCHED, deadline, readers)
         except TransferError as error:
             self.peers.forget(self.request.endpoint)
             logger.warning(
@@ -274,7 +306,9 @@ class _OneFetch:
 
 
 def _release(
-    connection: Connection, lease: int, outcome: str, deadline: Deadline, readers: int = 1
+    connection: Connection, lease: LeaseName, outcome: str, deadline: Deadline, readers: int = 1
 ) -> None:
-    request = p.Release(connection.endpoint.generation, lease, outcome, readers)
+    request = p.Release(
+        connection.endpoint.generation, lease.number, outcome, readers, lease.stream
+    )
     connection.ask(request, p.Done, deadline)

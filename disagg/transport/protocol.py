@@ -1,8 +1,8 @@
 """The messages of the control channel; one struct each.
 
-Consumer -> producer: Hello, Acquire, Fetch, Release, Renew. Producer -> consumer: Welcome,
-Acquired, Fetched, Done, Failed. Every request gets exactly one answer, in order. Encoded as
-msgpack by msgspec; unknown types and wrong fields are refused by the decoder.
+Consumer -> producer: Hello, Acquire, Follow, Proceed, Fetch, Release, Renew. Producer -> consumer:
+Welcome, Acquired, Grown, Fetched, Done, Failed. Every request gets exactly one answer, in order.
+Encoded as msgpack by msgspec; unknown types and wrong fields are refused by the decoder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ REASONS = frozenset(
         "corrupt", "deadline", "device", "forged", "lease_gone", "malformed", "nccl", "nccl_chunk",
         "nccl_closed", "nccl_full", "nccl_gone", "nccl_paused", "nccl_size", "nccl_stalled",
         "nixl", "nixl_closed", "nixl_paused", "nixl_stalled",
-        "no_transport", "peer_lost", "process_memory", "process_memory_denied", "protocol", "range",
-        "refused", "secret", "storage_checksum", "storage_full", "storage_header", "storage_name",
+        "no_transport", "peer_lost", "process_memory", "process_memory_denied", "prompt_mismatch",
+        "protocol", "range", "refused",
+        "secret", "storage_checksum", "storage_full", "storage_header", "storage_name",
         "storage_read", "storage_size", "storage_write", "tcp_checksum", "tcp_full",
         "tcp_gone", "tcp_size", "too_large", "transfer", "window",
     }
@@ -51,6 +52,24 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
 
     generation: str
     lease: int
+
+
+class Follow(msgspec.Struct, frozen=True, tag="follow"):
+    """Take the lease of a stream into use, as soon as its prompt's first step has begun. Answered
+    by Grown. prompt: a digest of the prompt, which must be the lease's."""
+
+    generation: str
+    stream: bytes
+    prompt: bytes
+
+
+class Proceed(msgspec.Struct, frozen=True, tag="proceed"):
+    """Say how far the lease that is followed has grown, as soon as it is further than this, or
+    after `seconds`. What was fetched of it before is right if the epoch is still the same."""
+
+    epoch: int
+    tokens: int
+    seconds: float
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -76,22 +95,26 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     """End a lease, acquired or not. outcome: fetched or aborted.
 
     readers: how many of the consumer's ranks read this lease; it ends when all have fetched it.
+    stream: instead of the lease's number, before its consumer knows that.
     """
 
     generation: str
     lease: int
     outcome: str
     readers: int = 1
+    stream: bytes = b""
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """The requests of these leases still wait in the consumer's queue."""
+    """The requests of these leases still wait in the consumer's queue. streams: those whose number
+    it does not know."""
 
     generation: str
     leases: list[int]
+    streams: list[bytes] = []
 
 
-Request = Hello | Acquire | Fetch | Release | Renew
+Request = Hello | Acquire | Follow | Proceed | Fetch | Release | Renew
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -112,6 +135,16 @@ class Acquired(msgspec.Struct, frozen=True, tag="acquired"):
     num_blocks: int
 
 
+class Grown(msgspec.Struct, frozen=True, tag="grown"):
+    """The lease is in use. tokens: of its prompt that are final, in epoch `epoch` (`Growth`).
+    is_whole: all of it can be fetched."""
+
+    lease: int
+    epoch: int
+    tokens: int
+    is_whole: bool
+
+
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
     """The sender's answer, for `RemoteCache.receive`."""
 
@@ -129,7 +162,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Answer = Welcome | Acquired | Fetched | Done | Failed
+Answer = Welcome | Acquired | Grown | Fetched | Done | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

@@ -95,6 +95,7 @@ class DisaggConnector(LoadConnector[SchedulerHalf, WorkerHalf]):
         super().bind_kv_cache_manager(kv_cache_manager)
         room = has_room(kv_cache_manager, self._vllm_config, self._kv_cache_config)
         self.scheduler.watch(StallWatch(str(self._kv_transfer_config.engine_id), room))
+        self.scheduler.set_blocks(kv_cache_manager.get_block_ids)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -116,7 +117,7 @@ class DisaggConnector(LoadConnector[SchedulerHalf, WorkerHalf]):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._loads_end(scheduler_output.num_scheduled_tokens)
-        return self.scheduler.step_work(scheduler_output.total_num_scheduled_tokens)
+        return self.scheduler.step_work(scheduler_output.num_scheduled_tokens)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,19 @@ from disagg.connector import recurrent_state
 from disagg.connector.handoff import block_digests, sharding
 from disagg.connector.handoff.engine_facts import EngineFacts
 from disagg.connector.handoff.kv_transfer_params import Requested
-from disagg.connector.handoff.messages import HandoffLoad, LeaseMessage, LoadReport, StepWork
+from disagg.connector.handoff.messages import (
+    HandoffLoad,
+    LeaseMessage,
+    LoadReport,
+    SpanGrowth,
+    StepWork,
+)
 from disagg.connector.handoff.metrics import ConnectorStats
 from disagg.connector.handoff.settings import ConnectorSettings
 from disagg.connector.handoff.spans import HandoffSpan, open_tracer
 from disagg.connector.kv_cache_layout import NULL_BLOCK
 from disagg.safe_logging import foreign
-from disagg.transport.control.ticket import Handoff
+from disagg.transport.control.ticket import Handoff, Invitation
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -92,18 +98,24 @@ class ConsumerScheduler:
 
     def on_new_request(self, request: Request, asked: Requested) -> None:
         """Check a request's params once; unusable ones are counted and dropped."""
-        if asked.handoff is None:
+        handoff = asked.handoff
+        if asked.invitation is not None:
+            if not block_digests.hashable(request):
+                self._refuse(request, "prompt_embeds", None)
+                return
+            handoff = self._followed(request, asked.invitation, asked.stream)
+        if handoff is None:
             if asked.problem is not None:
                 self._refuse(request, asked.problem, None)
             return
         if request.abort_immediately:
             # vLLM reports so that a request with these params was refused, or aborted before it
             # was scheduled; its prompt is made up. It is finished next, which releases the lease.
-            self._loads[request.request_id] = PendingLoad(asked.handoff, 0)
+            self._loads[request.request_id] = PendingLoad(handoff, 0)
             return
-        tokens, problem = self._servable(request, asked.handoff)
+        tokens, problem = self._servable(request, handoff)
         if problem is not None:
-            self._refuse(request, problem, asked.handoff)
+            self._refuse(request, problem, handoff)
             return
         if self._engine.windows:
             # vLLM computes the last token again. If all tokens counted as loaded, it would allocate
@@ -113,8 +125,25 @@ class ConsumerScheduler:
             # Where one token is left, vLLM adds empty guesses to it, and samples the next token by
             # its rejection sampler: not as an engine does that computed the whole prompt.
             tokens = min(tokens, request.num_prompt_tokens - 2)
-        load = PendingLoad(asked.handoff, tokens, renewed=self._clock())
+        load = PendingLoad(handoff, tokens, renewed=self._clock())
         self._loads[request.request_id] = load
+
+    def _followed(self, request: Request, invitation: Invitation, stream: bytes) -> Handoff:
+        """The lease of this request's own prompt, as its producer will grant it."""
+        tokens = request.num_prompt_tokens - bool(self._engine.state_groups)
+        digests = b""
+        if tokens > 0:
+            digests = self._engine.digests.of(request, invitation.block_size, tokens)
+        return Handoff(
+            invitation.engine,
+            -1,
+            invitation.endpoints,
+            invitation.layers,
+            max(tokens, 1),
+            invitation.block_size,
+            digests,
+            stream,
+        )
 
     def _servable(self, request: Request, handoff: Handoff) -> tuple[int, str | None]:
         """How many leading tokens the lease can serve, or the reason why it can serve none."""
@@ -221,7 +250,7 @@ class ConsumerScheduler:
         handoff, engine = load.handoff, self._engine
         unit = min(engine.block_size, handoff.block_size)
         per_block = engine.block_size // unit
-        spans, ours, before = [], list[int](), 0
+        spans, growth, ours, before = [], list[SpanGrowth](), list[int](), 0
         for group, ids in enumerate(blocks.get_block_ids()):
             # Tokens that one unit stands for: with blocks of several sizes, a unit is a block.
             tokens = engine.tokens_of(group) // per_block
@@ -234,7 +263,10 @@ class ConsumerScheduler:
             while engine.windows and filled and filled[0] == NULL_BLOCK:
                 begin, filled = begin + 1, filled[1:]  # with windows, a unit is a block
             if filled:
-                spans.append((before + begin, before + stop))
+                grows = SpanGrowth(before, tokens, max(tokens, handoff.block_size))
+                for first, last, is_late in self._split(group, begin, stop, handoff):
+                    spans.append((before + first, before + last))
+                    growth.append(grows._replace(block=0) if is_late else grows)
                 ours += filled
             before += theirs * max(1, handoff.block_size // tokens)
         return HandoffLoad(
@@ -247,7 +279,24 @@ class ConsumerScheduler:
             (load.tokens - external) // unit % per_block,
             ours,
             load.problem,
+            handoff.stream,
+            handoff.prompt(),
+            per_block,
+            tuple(growth),
         )
+
+    def _split(
+        self, group: int, begin: int, stop: int, handoff: Handoff
+    ) -> Iterator[tuple[int, int, bool]]:
+        """Units [begin, stop) of a group in parts, each with whether it goes last, if followed."""
+        engine, earliest = self._engine, 0 if not handoff.stream else None
+        if handoff.stream and group not in engine.state_groups:
+            earliest = engine.final_from(group, handoff.num_tokens)
+        middle = stop if earliest is None else min(stop, max(begin, earliest))
+        if begin < middle:
+            yield begin, middle, True
+        if middle < stop:
+            yield middle, stop, False
 
     def is_loading(self) -> bool:
         """Whether a load is under way. It ends at its deadline at the latest."""
@@ -274,7 +323,8 @@ class ConsumerScheduler:
     def _release(self, handoff: Handoff) -> None:
         # A pure producer has no connections to other producers; there the lease expires.
         if handoff.endpoints and self.consumes:
-            self._work.releases.append(LeaseMessage(handoff.lease, handoff.endpoints))
+            name = handoff.lease, handoff.endpoints, handoff.stream
+            self._work.releases.append(LeaseMessage(*name))
 
     def reset(self) -> None:
         """Compute all pending prompts locally: the weights may have changed."""
@@ -300,8 +350,9 @@ class ConsumerScheduler:
             if load.state is PendingLoadState.QUEUED and now - load.renewed > every:
                 load.renewed = now
                 if load.problem is None:
-                    renewal = LeaseMessage(load.handoff.lease, load.handoff.endpoints)
-                    self._work.renewals.append(renewal)
+                    handoff = load.handoff
+                    name = handoff.lease, handoff.endpoints, handoff.stream
+                    self._work.renewals.append(LeaseMessage(*name))
 
     def update(self, reports: Iterable[LoadReport], received: Iterable[str]) -> None:
         """reports: of single ranks. received: request ids whose load ended on all ranks."""
@@ -337,6 +388,9 @@ class ConsumerScheduler:
             self._stats.count("handoffs", f"{worst.transport}|{worst.outcome}")
         if worst.outcome == "loaded":
             self._stats.count("bytes", worst.transport, size)
+            hidden = sum(r.hidden_bytes for r in reports)
+            if hidden:
+                self._stats.count("hidden", worst.transport, hidden)
             self._stats.observe_seconds(max(r.seconds for r in reports))
         elif worst.outcome == "failed" and load.problem is None:
             self._stats.count("failures", worst.reason or "transfer")

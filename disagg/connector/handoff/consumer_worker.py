@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from disagg.connector.handoff import sharding
+from disagg.connector.handoff.growing_load import Chunk, GrowingLoad, Leases, whole
 from disagg.connector.handoff.messages import HandoffLoad, LeaseMessage, LoadReport, StepWork
 from disagg.connector.handoff.per_peer_threads import PerPeerThreads
 from disagg.connector.handoff.rank import RankCache, WorkerRank
@@ -26,11 +27,15 @@ from disagg.transport.base import FetchJob, Receiver
 from disagg.transport.blocks import Selection
 from disagg.transport.control.client import Endpoint, Peers
 from disagg.transport.deadline import Deadline, Event
+from disagg.transport.fetch import LeaseName, Moved
+from disagg.transport.follow import Stream, followed
 from disagg.transport.protocol import Part
 
 logger = logging.getLogger(__name__)
 
 _LEASE_MESSAGE_S, _LEASE_MESSAGES_AT_ONCE = 5.0, 2
+# How often a load that waits for news looks whether its request has ended.
+_NEWS_S = 0.1
 
 Fence = Event | TransferError | None
 """When the model's stream has finished all steps launched so far, or why that is unknown."""
@@ -119,14 +124,16 @@ class ConsumerWorker:
     def _load_and_report(
         self, load: HandoffLoad, deadline: Deadline, after: Fence, fetched: contextlib.ExitStack
     ) -> None:
-        outcome, reason, moved = "failed", load.problem, None
+        outcome, reason, moved, hidden = "failed", load.problem, None, 0
         try:
             if self._cancelled[load.request_id].is_set():
                 outcome = "aborted"
-                self._release(load.endpoints, load.lease)
+                self._release(load.endpoints, _name(load))
             elif load.problem is None:
-                moved = self._fetch(load, deadline, after, fetched)
+                moved, hidden = self._fetch(load, deadline, after, fetched)
                 outcome = "loaded"
+        except _Cancelled:
+            outcome = "aborted"
         except TransferError as error:
             reason = error.reason
             logger.warning(
@@ -147,19 +154,23 @@ class ConsumerWorker:
                     moved.num_bytes if moved else 0,
                     moved.seconds if moved else 0.0,
                     reason,
+                    hidden,
                 )
             )
 
     def _fetch(
         self, load: HandoffLoad, deadline: Deadline, after: Fence, fetched: contextlib.ExitStack
-    ) -> handoff.Moved:
-        """Fetch this rank's heads from every producer rank that holds some of them."""
+    ) -> tuple[handoff.Moved, int]:
+        """Fetch this rank's heads from every producer rank that holds some of them. Returns also
+        how many bytes came while the prompt was being computed."""
         problem = after if isinstance(after, TransferError) else self._unsliceable(load)
         if problem is not None:
-            self._release(load.endpoints, load.lease)
+            self._release(load.endpoints, _name(load))
             raise problem
         assert not isinstance(after, TransferError)
-        fetches = list(self._fetches(load))
+        if load.stream:
+            return self._follow(load, after, fetched)
+        fetches = list(self._fetches(load, whole(load)))
         moved: list[handoff.Moved] = []
         try:
             for source, blocks in fetches:
@@ -168,14 +179,87 @@ class ConsumerWorker:
                 moved.append(fetched.enter_context(fetch))
         except TransferError:
             # The remaining ranks' blocks are useless now; their leases need not run out.
-            self._release([source.endpoint for source, _ in fetches[len(moved) + 1 :]], load.lease)
+            rest = [source.endpoint for source, _ in fetches[len(moved) + 1 :]]
+            self._release(rest, _name(load))
             raise
+        return self._total(load, moved), 0
+
+    def _follow(
+        self, load: HandoffLoad, after: Event | None, fetched: contextlib.ExitStack
+    ) -> tuple[handoff.Moved, int]:
+        """Fetch a lease while it grows."""
+        limit_s, rest, moved = self._settings.load_deadline_s, GrowingLoad(load), list[Moved]()
+        requests = [source for source, _ in self._fetches(load, whole(load))]
+        hidden = 0
+        with contextlib.ExitStack() as until_reported:
+            try:
+                leases = self._begin_to_follow(load, requests, until_reported)
+                while True:
+                    is_whole = leases.is_whole
+                    chunk = rest.take(leases.tokens, is_whole=is_whole)
+                    if chunk is not None:
+                        moved += self._fetch_chunk(load, leases, chunk, after)
+                    if is_whole:
+                        break
+                    hidden = sum(one.num_bytes for one in moved)
+                    if not self._proceed(load, leases, Deadline.after(limit_s)):
+                        rest.begin_anew()
+                        moved.clear()
+                # The connections are needed until the leases are released.
+                fetched.push(until_reported.pop_all())
+                for one in leases.followed:
+                    one.end(Deadline.after(limit_s), fetched)
+            except (TransferError, _Cancelled):
+                self._release([one.endpoint for one in requests], _name(load))
+                raise
+        return self._total(load, moved), hidden
+
+    def _begin_to_follow(
+        self,
+        load: HandoffLoad,
+        requests: Sequence[handoff.FetchRequest],
+        until_reported: contextlib.ExitStack,
+    ) -> Leases:
+        stream, receivers = Stream(load.stream, load.prompt), self._receivers
+        deadline = Deadline.after(self._settings.load_deadline_s)
+        return Leases(
+            [
+                until_reported.enter_context(
+                    followed(self._peers, request, stream, receivers, deadline)
+                )
+                for request in requests
+            ]
+        )
+
+    def _fetch_chunk(
+        self, load: HandoffLoad, leases: Leases, chunk: Chunk, after: Event | None
+    ) -> list[Moved]:
+        deadline = Deadline.after(self._settings.load_deadline_s)
+        fetches = zip(leases.followed, self._fetches(load, chunk), strict=True)
+        return [
+            one.fetch(request.part, FetchJob(blocks, deadline, after))
+            for one, (request, blocks) in fetches
+        ]
+
+    def _proceed(self, load: HandoffLoad, leases: Leases, deadline: Deadline) -> bool:
+        """Wait for news of the leases. Returns whether all that was fetched is right."""
+        before, is_right = leases.state, True
+        while is_right and leases.state == before:
+            if self._cancelled[load.request_id].is_set():
+                raise _Cancelled
+            deadline.left()
+            for one in leases.behind():
+                limit = Deadline.after(_NEWS_S + _LEASE_MESSAGE_S)
+                is_right &= one.proceed(_NEWS_S, limit)
+        return is_right
+
+    def _total(self, load: HandoffLoad, moved: Sequence[Moved]) -> Moved:
         for one in moved:
             for name in one.failed_over:
                 logger.warning(
                     "request %s: transport %s failed over", foreign(load.request_id), name
                 )
-        self._release(self._unread(load), load.lease)
+        self._release(self._unread(load), _name(load))
         return handoff.total(moved)
 
     def _unsliceable(self, load: HandoffLoad) -> TransferError | None:
@@ -187,10 +271,11 @@ class ConsumerWorker:
             return PeerRefused("these layers cannot be sliced by heads", "tensor_parallel_size")
         return None
 
-    def _fetches(self, load: HandoffLoad) -> Iterator[tuple[handoff.FetchRequest, Selection]]:
+    def _fetches(
+        self, load: HandoffLoad, chunk: Chunk
+    ) -> Iterator[tuple[handoff.FetchRequest, Selection]]:
         """One fetch per producer rank and stage; together each of our layers and heads once."""
         producers, slices, rank = _producers(load), self._slices(_producers(load)), self._rank
-        count = sum(stop - start for start, stop in load.spans)
         readers = sharding.readers(producers, rank.world_size, rank.kv_heads)
         sources = sharding.sources(producers, rank.world_size, rank.rank, rank.kv_heads)
         for stage in sharding.stages(*load.layers, rank.stage):
@@ -199,7 +284,7 @@ class ConsumerWorker:
             for source in sources:
                 # Ranks of equal size hold the same heads, so blocks are moved whole.
                 theirs, ours = (source.theirs, source.ours) if slices else (None, None)
-                part = Part(load.unit, load.spans, theirs, stage.theirs)
+                part = Part(load.unit, chunk.spans, theirs, stage.theirs)
                 yield (
                     handoff.FetchRequest(
                         load.endpoints[stage.number * producers + source.rank],
@@ -208,7 +293,9 @@ class ConsumerWorker:
                         layers,
                         readers[source.rank] * stages,
                     ),
-                    Selection(load.block_ids, load.unit, load.first, count, ours, stage.ours),
+                    Selection(
+                        chunk.block_ids, load.unit, chunk.first, chunk.units, ours, stage.ours
+                    ),
                 )
 
     def _slices(self, producers: int) -> bool:
@@ -230,24 +317,32 @@ class ConsumerWorker:
         return endpoints[self._rank.number :: self._rank.count]
 
     def _release_share(self, message: LeaseMessage) -> None:
-        self._release(self._share(message.endpoints), message.lease)
+        self._release(self._share(message.endpoints), message.name)
 
     def _renew_share(self, message: LeaseMessage) -> None:
         try:
             for endpoint in self._share(message.endpoints):
                 deadline = Deadline.after(_LEASE_MESSAGE_S)
-                handoff.renew(self._peers, endpoint, [message.lease], deadline)
+                handoff.renew(self._peers, endpoint, message.name, deadline)
         except TransferError as error:
             logger.info("lease %d is not renewed: %s", message.lease, foreign(error))
 
-    def _release(self, endpoints: Sequence[Endpoint], lease: int) -> None:
+    def _release(self, endpoints: Sequence[Endpoint], lease: LeaseName) -> None:
         """Never raises: no load depends on it, and leases expire anyway."""
         try:
             handoff.release_all(self._peers, endpoints, lease, Deadline.after(_LEASE_MESSAGE_S))
         except PeerLost as error:
-            logger.info("lease %d was not released and will expire: %s", lease, foreign(error))
+            logger.info("lease %s was not released and will expire: %s", lease, foreign(error))
         except TransferError as error:
-            logger.warning("lease %d was not released: %s", lease, foreign(error))
+            logger.warning("lease %s was not released: %s", lease, foreign(error))
+
+
+class _Cancelled(Exception):
+    """The request has ended while its load waited for news."""
+
+
+def _name(load: HandoffLoad) -> LeaseName:
+    return LeaseName(load.lease, load.stream)
 
 
 def _producer_of(work: HandoffLoad | LeaseMessage) -> Hashable:

@@ -6,6 +6,7 @@ Pickled by vLLM between its own processes, so these are plain dataclasses.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from disagg.transport.control.client import Endpoint
+from disagg.transport.fetch import LeaseName
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,50 @@ class Grant:
 
 
 @dataclass(frozen=True)
+class Growing:
+    """Scheduler -> worker: this request's prompt is begun. A lease of so many blocks grows."""
+
+    lease: int
+    request_id: str
+    stream: bytes
+    prompt: bytes
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Grown:
+    """Scheduler -> worker: once all earlier steps are done, so many of a growing lease's tokens are
+    final. epoch: how often its request has lost its blocks and begun anew. blocks: those added, as
+    (position of the first, ids); none if it just began anew."""
+
+    lease: int
+    epoch: int
+    tokens: int
+    blocks: list[tuple[int, list[int]]]
+
+
+class SpanGrowth(NamedTuple):
+    """How a span of a load grows. before: the unit with which its KV cache group begins. unit,
+    block: tokens of a unit, and of the producer's block; the block is 0 if the span goes last."""
+
+    before: int
+    unit: int
+    block: int
+
+    def final(self, tokens: int) -> int:
+        """The unit up to which it is final, when so many tokens are."""
+        return self.before + tokens // self.block * (self.block // self.unit) if self.block else 0
+
+
+@dataclass(frozen=True)
 class HandoffLoad:
     """Scheduler -> worker: fill `block_ids` with the lease's `spans`, counted in units.
 
     unit: tokens per unit. first: the unit of `block_ids` that takes the first one. endpoints: one
     per producer rank, one pipeline stage after the other. layers: how many regions each stage has,
     the producer's and then ours. problem: the load was refused before; the worker only reports it
-    as failed (strict mode).
+    as failed (strict mode). stream: of a lease that is to be followed; prompt: that prompt's
+    digest; per_block: the units of one of our blocks; growth: of each span.
     """
 
     request_id: str
@@ -45,6 +84,10 @@ class HandoffLoad:
     first: int
     block_ids: list[int]
     problem: str | None = None
+    stream: bytes = b""
+    prompt: bytes = b""
+    per_block: int = 1
+    growth: tuple[SpanGrowth, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,13 +96,24 @@ class LeaseMessage:
 
     lease: int
     endpoints: list[Endpoint]
+    stream: bytes = b""
+
+    @property
+    def name(self) -> LeaseName:
+        """What its producer knows it by."""
+        return LeaseName(self.lease, self.stream)
 
 
 @dataclass
 class StepWork(KVConnectorMetadata):
     """Scheduler -> worker: everything to do in this step. cancels: request ids. revoked: end all
-    leases with a lower number, even if a consumer still wants them. taken_back: end these."""
+    leases with a lower number, even if a consumer still wants them. taken_back: end these. stopped:
+    these no longer grow, and will not be granted. unwanted: streams that will never begin."""
 
+    growing: list[Growing] = field(default_factory=list)
+    grown: list[Grown] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)
+    unwanted: list[bytes] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     loads: list[HandoffLoad] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
@@ -71,7 +125,8 @@ class StepWork(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Worker -> scheduler: one rank's load ended. outcome: loaded, failed or aborted."""
+    """Worker -> scheduler: one rank's load ended. outcome: loaded, failed or aborted. hidden_bytes:
+    those that came while prefill still computed the prompt."""
 
     request_id: str
     outcome: str
@@ -79,6 +134,7 @@ class LoadReport:
     num_bytes: int
     seconds: float
     reason: str | None = None
+    hidden_bytes: int = 0
 
 
 @dataclass(frozen=True)

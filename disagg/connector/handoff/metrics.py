@@ -17,7 +17,7 @@ from disagg.connector.prom_metrics import SECONDS, PromMetrics
 class ConnectorStats(KVConnectorStats):
     """Counts since the last step. `data` is plain and serializable; empty if nothing happened.
 
-    handoffs: "transport|outcome" -> count; bytes: transport -> count; seconds: list;
+    handoffs: "transport|outcome" -> count; bytes, hidden: transport -> count; seconds: list;
     failures: reason -> count; leases: outcome -> count; leases_held: gauge.
     """
 
@@ -50,7 +50,7 @@ class ConnectorStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """One line for vLLM's periodic log."""
         shown: dict[str, int | float] = {}
-        for family in ("handoffs", "bytes", "failures", "leases"):
+        for family in ("handoffs", "bytes", "hidden", "failures", "leases"):
             for label, count in self.data.get(family, {}).items():
                 shown[f"{family} {label}"] = count
         if seconds := self.data.get("seconds"):
@@ -71,6 +71,11 @@ class ConnectorPromMetrics(PromMetrics):
             "disagg_handoffs", "Handoffs by how they ended on the consumer.", "transport", "outcome"
         )
         self._bytes = self.counter("disagg_handoff_bytes", "KV bytes received.", "transport")
+        self._hidden = self.counter(
+            "disagg_handoff_hidden_bytes",
+            "KV bytes received while prefill still computed the prompt.",
+            "transport",
+        )
         self._failures = self.counter(
             "disagg_kv_load_failures", "Prompts computed locally instead, by reason.", "reason"
         )
@@ -93,6 +98,7 @@ class ConnectorPromMetrics(PromMetrics):
             self._handoffs.labels(*engine, *label.split("|")).inc(count)
         for metric, family in (
             (self._bytes, "bytes"),
+            (self._hidden, "hidden"),
             (self._failures, "failures"),
             (self._leases, "leases"),
         ):

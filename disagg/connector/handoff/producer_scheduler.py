@@ -1,11 +1,11 @@
-"""The scheduler's producer part: which finished prefills keep their blocks under a lease.
+"""The scheduler's producer part: which prefills keep their blocks under a lease.
 
 Runs inside vLLM's scheduler, so it never waits and never does I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -14,6 +14,7 @@ from disagg.connector import recurrent_state
 from disagg.connector.handoff import block_digests
 from disagg.connector.handoff import kv_transfer_params as wire
 from disagg.connector.handoff.engine_facts import EngineFacts
+from disagg.connector.handoff.growing_leases import BlockIds, GrowingLeases
 from disagg.connector.handoff.messages import Grant, LeaseReport, StepWork
 from disagg.connector.handoff.metrics import ConnectorStats
 from disagg.connector.kv_cache_layout import NULL_BLOCK
@@ -30,8 +31,13 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 class ProducerScheduler:
     """Grants leases, and counts how they end."""
 
-    def __init__(self, engine: EngineFacts, secret: bytes, lease_s: float) -> None:
+    def __init__(
+        self, engine: EngineFacts, secret: bytes, lease_s: float, *, streams: bool = True
+    ) -> None:
         self._engine, self._secret, self._lease_s = engine, secret, lease_s
+        self._step_tokens = engine.step_tokens if streams else None
+        self._growing = GrowingLeases(engine)
+        self._blocks: BlockIds | None = None
         self._endpoints: list[Endpoint] = []
         self._layers: list[int] = []
         self._without_last_token: set[str] = set()  # request ids, see `recurrent_state`
@@ -47,17 +53,38 @@ class ProducerScheduler:
         """As `SchedulerHalf.set_workers`."""
         self._endpoints, self._layers = endpoints, layers
 
-    def on_prefill(self, request: Request) -> None:
-        """A prefill leg arrives: with recurrent state, leave out the prompt's last token."""
-        if not self._engine.state_groups:
-            return
-        if recurrent_state.leave_last_token(request, self._engine.hash_block_size):
-            self._without_last_token.add(request.request_id)
+    def set_blocks(self, blocks: BlockIds) -> None:
+        """How to look up a running request's blocks."""
+        self._blocks = blocks
+
+    def on_prefill(self, request: Request, stream: bytes = b"") -> None:
+        """A prefill leg arrives: with recurrent state, leave out the prompt's last token.
+
+        stream: of the consumer that follows this prefill.
+        """
+        hands_off = True
+        if self._engine.state_groups:
+            hands_off = recurrent_state.leave_last_token(request, self._engine.hash_block_size)
+            if hands_off:
+                self._without_last_token.add(request.request_id)
+        if stream and hands_off and self._step_tokens is not None:
+            self._growing.asked(request, stream)
+        elif stream:
+            self._growing.will_not_grow(stream)
 
     def request_finished(
         self, request: Request, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keep the blocks of a finished prefill. block_ids: per KV cache group, in prompt order."""
+        lease = self._growing.ends(request.request_id)
+        keeps, params = self._finished(request, block_ids, lease)
+        if lease is not None and not keeps:
+            self._growing.stop(lease)
+        return keeps, params
+
+    def _finished(
+        self, request: Request, block_ids: Sequence[list[int]], lease: int | None
+    ) -> tuple[bool, dict[str, Any] | None]:
         params = request.kv_transfer_params
         shortened = request.request_id in self._without_last_token
         self._without_last_token.discard(request.request_id)
@@ -71,13 +98,17 @@ class ProducerScheduler:
             return False, None
         if has_states and request.num_computed_tokens > tokens:
             return False, None  # the state has advanced past the prompt
-        return True, self._grant(request, block_ids, tokens)
+        number = self._number() if lease is None else lease
+        return True, self._grant(request, block_ids, tokens, number)
+
+    def _number(self) -> int:
+        lease, self._next_lease = self._next_lease, self._next_lease + 1
+        return lease
 
     def _grant(
-        self, request: Request, block_ids: Sequence[list[int]], tokens: int
+        self, request: Request, block_ids: Sequence[list[int]], tokens: int, lease: int
     ) -> dict[str, Any]:
         engine = self._engine
-        lease, self._next_lease = self._next_lease, self._next_lease + 1
         count = -(-tokens // engine.block_size)
         groups = [
             ids[: -(-tokens // engine.tokens_of(group))] for group, ids in enumerate(block_ids)
@@ -101,11 +132,14 @@ class ProducerScheduler:
             engine.block_size,
             engine.digests.of(request, engine.block_size, request.num_prompt_tokens),
         )
-        return wire.answer(handoff, self._secret, request.request_id, groups)
+        return wire.answer(
+            handoff, self._secret, request.request_id, groups, step_tokens=self._step_tokens
+        )
 
     def revoke_all(self) -> None:
-        """End every lease granted so far: the weights may have changed."""
+        """End every lease so far: the weights may have changed."""
         self._revoked = self._next_lease
+        self._growing.forget()
 
     def take_back_oldest(self) -> None:
         """End the lease that was granted first, as this engine needs its blocks itself."""
@@ -113,8 +147,14 @@ class ProducerScheduler:
         if oldest is not None:
             self._taken_back.append(self._numbers.pop(oldest))
 
-    def add_step_work(self, work: StepWork) -> None:
-        """Add the grants of this step, and what it revokes or takes back."""
+    def add_step_work(self, work: StepWork, scheduled: Collection[str] = ()) -> None:
+        """Add the grants of this step, what it revokes or takes back, and how leases grow.
+
+        scheduled: the requests that it computes.
+        """
+        if self._blocks is not None:
+            self._growing.step(scheduled, self._blocks, self._number)
+        self._growing.add_work(work)
         work.grants, self._grants = self._grants, []
         work.revoked, self._revoked = self._revoked, 0
         work.taken_back, self._taken_back = self._taken_back, []

@@ -6,6 +6,7 @@ import logging
 import secrets as random
 from dataclasses import replace
 
+from disagg.connector.handoff.lease_growth import LeaseGrowth
 from disagg.connector.handoff.messages import StepWork
 from disagg.connector.handoff.rank import RankCache, WorkerRank
 from disagg.connector.handoff.settings import ConnectorSettings
@@ -51,11 +52,21 @@ class ProducerWorker:
         except BaseException:
             self._close_senders()
             raise
+        self._growth = LeaseGrowth(self._leases, cache.staging)
         self.endpoint = Endpoint(self._server.host, self._server.port, welcome.generation)
         logger.info("%s rank %d: control channel on %s", rank.name, rank.number, self.endpoint)
 
     def start(self, work: StepWork) -> None:
-        """Keep the leases that were granted; end those that were revoked or taken back."""
+        """Keep the leases that were granted, and let others grow; end those that were revoked,
+        taken back or stopped."""
+        for new in work.growing:
+            self._leases.grow(new.lease, new.request_id, new.stream, new.prompt, new.blocks)
+        if work.grown:
+            self._growth.add(work.grown)
+        for stream in work.unwanted:
+            self._leases.leave(stream)
+        for lease in work.stopped:
+            self._leases.stop(lease)
         for grant in work.grants:
             self._leases.grant(grant.lease, grant.request_id, grant.block_ids, grant.seconds)
         if work.revoked:
@@ -69,6 +80,7 @@ class ProducerWorker:
 
     def close(self) -> None:
         """Close every socket, and remove what the senders staged."""
+        self._growth.close()
         self._server.close()
         self._close_senders()
 

@@ -5,12 +5,13 @@ Only engines that prefill for others have a producer part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from disagg.connector.handoff import kv_transfer_params as wire
 from disagg.connector.handoff.consumer_scheduler import ConsumerScheduler
 from disagg.connector.handoff.engine_facts import EngineFacts
+from disagg.connector.handoff.growing_leases import BlockIds
 from disagg.connector.handoff.messages import StepReport, StepWork
 from disagg.connector.handoff.metrics import ConnectorStats
 from disagg.connector.handoff.producer_scheduler import ProducerScheduler
@@ -41,7 +42,9 @@ class SchedulerHalf:
         self.consumer = ConsumerScheduler(engine, settings, consumes=consumes)
         self.producer: ProducerScheduler | None = None
         if produces:
-            self.producer = ProducerScheduler(engine, secret, settings.lease_s)
+            self.producer = ProducerScheduler(
+                engine, secret, settings.lease_s, streams=settings.stream
+            )
 
     def set_workers(self, endpoints: list[Endpoint], layers: list[int]) -> None:
         """endpoints: the workers' control channels, one pipeline stage after the other.
@@ -58,6 +61,11 @@ class SchedulerHalf:
         if self.producer is not None and self.consumer.consumes:
             self._stall = stall
 
+    def set_blocks(self, blocks: BlockIds) -> None:
+        """How to look up a running request's blocks."""
+        if self.producer is not None:
+            self.producer.set_blocks(blocks)
+
     def on_new_request(self, request: Request) -> None:
         """Read the params of a request, once."""
         if self._stall is not None:
@@ -67,7 +75,7 @@ class SchedulerHalf:
             # Clients may send any JSON here, and vLLM's scheduler calls .get() on it.
             request.kv_transfer_params = None
         if asked.prefill and self.producer is not None:
-            self.producer.on_prefill(request)
+            self.producer.on_prefill(request, asked.stream)
         self.consumer.on_new_request(request, asked)
 
     def num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
@@ -104,14 +112,15 @@ class SchedulerHalf:
         self.consumer.reset()
         return True
 
-    def step_work(self, scheduled_tokens: int) -> StepWork:
-        """What the workers have to do in this step, which computes so many tokens."""
+    def step_work(self, scheduled: Mapping[str, int]) -> StepWork:
+        """What the workers have to do in this step. scheduled: tokens that it computes, by request
+        id."""
         work = self.consumer.step_work()
         if self.producer is not None:
-            works = scheduled_tokens > 0 or self.consumer.is_loading()
+            works = bool(scheduled) or self.consumer.is_loading()
             if self._stall is not None and self._stall.stands_still(works=works):
                 self.producer.take_back_oldest()
-            self.producer.add_step_work(work)
+            self.producer.add_step_work(work, scheduled.keys())
         return work
 
     def update(self, output: KVConnectorOutput) -> None:

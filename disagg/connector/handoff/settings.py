@@ -51,6 +51,9 @@ class ConnectorSettings(BaseModel):
     load_deadline_s: float = Field(30.0, gt=0)
     load_threads: int = Field(8, ge=1, le=256, description="Loads at once from one producer")
     strict: bool = False
+    stream: bool = Field(
+        True, description="Decode may fetch a prompt's blocks while prefill still computes it"
+    )
 
     @property
     def device_bytes(self) -> int:

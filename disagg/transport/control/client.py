@@ -25,7 +25,7 @@ from disagg.transport.base import ReadableCache, Receiver, RemoteCache
 from disagg.transport.control.channel import FIRST_FRAME, Channel, open_channel
 from disagg.transport.deadline import Deadline
 
-A = TypeVar("A", p.Welcome, p.Acquired, p.Fetched, p.Done)
+A = TypeVar("A", p.Welcome, p.Acquired, p.Grown, p.Fetched, p.Done)
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +141,9 @@ class Connection:
         answers = _exchange(self.channel, requests, deadline, meanwhile)
         for pair in zip(requests, answers, strict=True):
             match pair:
-                case p.Acquire(), p.Acquired():
+                case (p.Acquire(), p.Acquired()) | (p.Follow() | p.Proceed(), p.Grown()):
                     self.in_use = True
-                case p.Release(), p.Done():
+                case (p.Release(), p.Done()) | (p.Follow() | p.Proceed(), p.Failed()):
                     self.in_use = False
         self.settled = not self.in_use
         return answers

@@ -1,10 +1,14 @@
-"""Leases: the producer's promise to keep a finished request's blocks.
+"""Leases: the producer's promise to keep a request's blocks.
 
 The scheduler half grants a lease, and each worker rank keeps it here. It ends once: its consumer
 releases it, its own engine takes it back, or its deadline passes while no connection uses it. A
 consumer may renew it, up to a total life: no wait for blocks is without an end. vLLM gets the
 blocks back only through `take_ended`, and never while the lease is in use. Lease numbers ascend
 within one life of the worker, so a lease that is not granted yet differs from one that is gone.
+
+A lease may grow: it begins with the first step of its prompt, and each step adds the blocks that
+are final. Until it is granted it keeps no blocks, as they are the running request's. What was read
+of it counts only if it is still there afterwards, in the same epoch (`Growth`).
 
 All leases that can be acquired are also on the lease board (`one_sided/lease_board.py`), where
 consumers on this host read them without asking. Such a reader names the lease in its hazard slot,
@@ -21,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from disagg.errors import LeaseGone
+from disagg.errors import LeaseGone, TransferError
 from disagg.transport.deadline import Deadline
 from disagg.transport.one_sided.lease_board import LeaseBoard
 
@@ -29,12 +33,35 @@ logger = logging.getLogger(__name__)
 
 FETCHED, ABORTED, TAKEN_BACK = "fetched", "aborted", "taken_back"
 _AFTER_LOSS_S = 2.0
+_PAST_STREAMS = 4096
+
+
+@dataclass
+class Growth:
+    """How far the prompt of a growing lease is. stream: the name that its consumer knows it by.
+    prompt: a digest of the whole prompt. epoch: how often its request began anew, after it had lost
+    its blocks. tokens: those whose blocks are final. is_whole: the lease is granted."""
+
+    stream: bytes
+    prompt: bytes
+    epoch: int = 0
+    tokens: int = 0
+    is_whole: bool = False
+
+
+class Progress(NamedTuple):
+    """A growing lease at one moment; see `Growth`."""
+
+    epoch: int
+    tokens: int
+    is_whole: bool
 
 
 @dataclass
 class Lease:
-    """Blocks of one finished request, group by group in prompt order; -1 for one that was freed
-    while the request ran (a sliding window passed it). last: the latest deadline it may have."""
+    """Blocks of one request, group by group in prompt order; -1 for one that was freed while the
+    request ran (a sliding window passed it), or that is not final yet. last: the latest deadline it
+    may have."""
 
     id: int
     request_id: str
@@ -46,6 +73,12 @@ class Lease:
     fetched: int = 0
     outcome: str | None = None
     kept_until: float | None = None  # set when it has ended and is still being read
+    growth: Growth | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether it keeps no blocks yet, as its request runs."""
+        return self.growth is not None and not self.growth.is_whole
 
 
 class EndedLease(NamedTuple):
@@ -69,23 +102,38 @@ class LeaseTable:
         self._read_limit_s, self._limit_s, self._clock = read_limit_s, limit_s, clock
         self.board = LeaseBoard()
         self._leases: dict[int, Lease] = {}
+        self._streams: dict[bytes, Lease] = {}
+        self._past: dict[bytes, None] = {}  # streams that ended, or that nobody wants
         self._highest = -1
         self._changed = threading.Condition()
 
     def grant(self, lease: int, request_id: str, block_ids: Sequence[int], seconds: float) -> None:
-        """Keep these blocks for `seconds` from now, or until released."""
+        """Keep these blocks for `seconds` from now, or until released. Ends a lease's growth."""
         with self._changed:
             now = self._clock()
             last = now + max(seconds, self._limit_s)
-            self._leases[lease] = Lease(lease, request_id, block_ids, seconds, now + seconds, last)
+            held = self._leases.get(lease)
+            if held is None:
+                held = Lease(lease, request_id, block_ids, seconds, now + seconds, last)
+                self._leases[lease] = held
+            else:
+                assert held.growth is not None
+                held.block_ids, held.seconds = block_ids, seconds
+                held.deadline, held.last = now + seconds, last
+                held.growth.is_whole = True
             self._highest = max(self._highest, lease)
-            self.board.post(lease, block_ids)
+            if held.outcome is None:
+                self.board.post(lease, block_ids)
             self._changed.notify_all()
 
     def was_granted(self, lease: int, seconds: float = 0.0) -> bool:
         """Whether this lease or a later one was granted; waits at most `seconds` for it."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._highest >= lease, seconds)
+            return self._changed.wait_for(lambda: self._is_granted(lease), seconds)
+
+    def _is_granted(self, lease: int) -> bool:
+        held = self._leases.get(lease)
+        return self._highest >= lease and (held is None or not held.grows)
 
     def is_far_ahead(self, lease: int, most: int) -> bool:
         """Whether more than `most` leases will be granted before this one."""
@@ -97,7 +145,7 @@ class LeaseTable:
         with self._changed:
             # The prefill engine's answer may reach the consumer before the grant reaches the
             # workers: by about one engine step, which may be long.
-            self._changed.wait_for(lambda: self._highest >= lease, timeout=deadline.left())
+            self._changed.wait_for(lambda: self._is_granted(lease), timeout=deadline.left())
             held = self._leases.get(lease)
             if held is None or held.outcome or self._is_over(held):
                 raise LeaseGone(f"lease {lease} has ended or never existed")
@@ -111,7 +159,9 @@ class LeaseTable:
         2 s at most, in case the request is retried.
         """
         with self._changed:
-            held = self._leases[lease]
+            held = self._leases.get(lease)
+            if held is None:
+                return  # it grew, and its request has ended
             held.users -= 1
             if left:
                 self._lost(held)
@@ -132,6 +182,8 @@ class LeaseTable:
             held = self._leases.get(lease)
             if held is None or held.outcome is not None:
                 return
+            if held.grows:
+                outcome = ABORTED  # what is not whole cannot have been fetched
             held.fetched += outcome == FETCHED
             if outcome != FETCHED or held.fetched >= readers:
                 self._end(held, outcome)
@@ -142,6 +194,7 @@ class LeaseTable:
             for held in self._leases.values():
                 if held.id < below and held.outcome is None:
                     self._end(held, ABORTED)
+            self._drop_ungranted([held for held in self._leases.values() if held.id < below])
 
     def take_back(self, leases: Sequence[int]) -> None:
         """End these leases for the good of their own engine. Who reads one now may finish."""
@@ -151,13 +204,15 @@ class LeaseTable:
                 if held is not None and held.outcome is None:
                     self._end(held, TAKEN_BACK)
 
-    def renew(self, leases: Sequence[int]) -> None:
+    def renew(self, leases: Sequence[int], streams: Sequence[bytes] = ()) -> None:
         """Restart the leases' time, up to their total life; ended ones stay ended."""
-        asked = set(leases)
+        asked, named = set(leases), set(streams)
         with self._changed:
             now = self._clock()
             # Few are held, however many a peer names.
-            for held in [held for held in self._leases.values() if held.id in asked]:
+            for held in self._leases.values():
+                if held.grows or not (held.id in asked or _stream(held) in named):
+                    continue
                 if not held.outcome and now < held.last and not self._is_over(held):
                     held.deadline = min(now + held.seconds, held.last)
                     held.kept_until = None
@@ -167,7 +222,7 @@ class LeaseTable:
         with self._changed:
             ended = []
             for held in list(self._leases.values()):
-                if not self._is_over(held):
+                if held.grows or not self._is_over(held):
                     continue
                 self.board.remove(held.id)
                 if not self._is_over(held):
@@ -180,29 +235,148 @@ class LeaseTable:
                         self._read_limit_s,
                     )
                 ended.append(EndedLease(held.request_id, held.outcome or "expired"))
-                del self._leases[held.id]
+                self._drop(held)
             return ended
+
+    # ---- while a prompt is computed ------------------------------------------------------------
+
+    def grow(self, lease: int, request_id: str, stream: bytes, prompt: bytes, blocks: int) -> None:
+        """Begin a lease of so many blocks, none of them final. `grant` or `stop` must follow."""
+        with self._changed:
+            growth, none = Growth(stream, prompt), [-1] * blocks
+            held = Lease(lease, request_id, none, math.inf, math.inf, math.inf, growth=growth)
+            self._leases[lease] = self._streams[stream] = held
+            if stream in self._past:
+                held.outcome = ABORTED
+            self._changed.notify_all()
+
+    def extend(
+        self, lease: int, epoch: int, blocks: Sequence[tuple[int, Sequence[int]]], tokens: int
+    ) -> None:
+        """More of a growing lease is final. blocks: (position of the first, ids). tokens: in all.
+        Does nothing if the lease has begun anew since that epoch."""
+        with self._changed:
+            held = self._leases.get(lease)
+            if held is None or not held.grows:
+                return
+            assert held.growth is not None
+            assert isinstance(held.block_ids, list)
+            if held.growth.epoch != epoch:
+                return
+            for first, ids in blocks:
+                held.block_ids[first : first + len(ids)] = ids
+            held.growth.tokens = tokens
+            self._changed.notify_all()
+
+    def begin_anew(self, lease: int, epoch: int) -> None:
+        """The request of a growing lease has lost its blocks, and will compute its prompt again."""
+        with self._changed:
+            held = self._leases.get(lease)
+            if held is None or not held.grows:
+                return
+            assert held.growth is not None
+            held.block_ids = [-1] * len(held.block_ids)
+            held.growth.epoch, held.growth.tokens = epoch, 0
+            self._changed.notify_all()
+
+    def stop(self, lease: int) -> None:
+        """The request of a growing lease ends without a grant."""
+        with self._changed:
+            held = self._leases.get(lease)
+            if held is None or not held.grows:
+                return
+            if held.outcome is None:
+                self._end(held, ABORTED)
+            self._drop_ungranted([held])
+
+    def has_begun(self, stream: bytes, seconds: float = 0.0) -> bool:
+        """Whether this stream's lease has begun, or never will; waits at most `seconds` for it."""
+        with self._changed:
+            known = self._streams, self._past
+            return self._changed.wait_for(lambda: any(stream in one for one in known), seconds)
+
+    def follow(self, stream: bytes, prompt: bytes) -> Lease:
+        """Take the lease of a stream that has begun into use, as `acquire`. Raises `LeaseGone`, and
+        `TransferError` if it is another prompt's."""
+        with self._changed:
+            held = self._streams.get(stream)
+            if held is None or held.outcome or self._is_over(held):
+                raise LeaseGone("the stream has ended or never existed")
+            assert held.growth is not None
+            if held.growth.prompt != prompt:
+                raise TransferError("the stream is another prompt's", reason="prompt_mismatch")
+            held.users += 1
+            return held
+
+    def progress(self, held: Lease, epoch: int, tokens: int, seconds: float) -> Progress:
+        """How far a lease in use is, as soon as it is further than so many tokens of this epoch;
+        waits at most `seconds` for that. Raises `LeaseGone` if its request has ended."""
+        growth = held.growth
+        assert growth is not None
+
+        def is_news() -> bool:
+            known = (growth.epoch, growth.tokens) == (epoch, tokens)
+            return held.outcome is not None or growth.is_whole or not known
+
+        with self._changed:
+            self._changed.wait_for(is_news, seconds)
+            if held.outcome is not None:
+                raise LeaseGone("the prompt's request has ended, or its lease was given up")
+            return Progress(growth.epoch, growth.tokens, growth.is_whole)
+
+    def leave(self, stream: bytes) -> None:
+        """Nobody will fetch this stream, whether it has begun or not."""
+        with self._changed:
+            held = self._streams.get(stream)
+            if held is None:
+                self._is_past(stream)
+            elif held.outcome is None:
+                self._end(held, ABORTED)
+
+    def _drop_ungranted(self, leases: Sequence[Lease]) -> None:
+        for held in leases:
+            if held.grows:
+                self._drop(held)
+
+    def _drop(self, held: Lease) -> None:
+        del self._leases[held.id]
+        stream = _stream(held)
+        if stream is not None:
+            self._streams.pop(stream, None)
+            self._is_past(stream)
+
+    def _is_past(self, stream: bytes) -> None:
+        self._past[stream] = None
+        if len(self._past) > _PAST_STREAMS:
+            del self._past[next(iter(self._past))]
+        self._changed.notify_all()
+
+    # ---- all leases ----------------------------------------------------------------------------
 
     def held(self) -> int:
         """How many leases keep blocks now."""
         with self._changed:
-            return len(self._leases)
+            return sum(not held.grows for held in self._leases.values())
 
     def check_integrity(self) -> None:
         """Assert the invariants."""
         with self._changed:
             for number, held in self._leases.items():
-                assert number == held.id <= self._highest
+                assert number == held.id
+                assert held.grows or number <= self._highest
                 assert held.users >= 0
+                assert held.growth is None or self._streams[held.growth.stream] is held
             kept = {held.id for held in self._leases.values() if held.outcome is None}
             assert self.board.posted() <= kept
 
     def _end(self, held: Lease, outcome: str) -> None:
         held.outcome = outcome
         self.board.remove(held.id)
+        self._changed.notify_all()
 
     def _lost(self, held: Lease) -> None:
-        held.deadline = min(held.deadline, self._clock() + _AFTER_LOSS_S)
+        if not held.grows:
+            held.deadline = min(held.deadline, self._clock() + _AFTER_LOSS_S)
 
     def _is_over(self, held: Lease) -> bool:
         """Whether it ended or expired, and is not in use."""
@@ -214,3 +388,7 @@ class LeaseTable:
         if held.kept_until is None:
             held.kept_until = now + self._read_limit_s
         return now > held.kept_until
+
+
+def _stream(held: Lease) -> bytes | None:
+    return None if held.growth is None else held.growth.stream

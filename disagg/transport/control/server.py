@@ -36,6 +36,7 @@ _MAX_LEASES_AHEAD = 1 << 16
 _MORE_SPANS = 256
 # How often it looks whether the peer still waits for a lease that is not granted yet.
 _LOOK_S = 0.25
+_LONGEST_STREAM = 64
 
 
 class ControlServer:
@@ -153,26 +154,36 @@ class _Session:
             match request:
                 case p.Acquire():
                     return self._acquire(request)
+                case p.Follow():
+                    return self._follow(request)
+                case p.Proceed():
+                    return self._proceed(request)
                 case p.Fetch():
                     return self._fetch(request)
                 case p.Release():
                     return self._release(request)
                 case p.Renew():
                     if request.generation == self._server._welcome.generation:
-                        self._server._leases.renew(request.leases)
+                        self._server._leases.renew(request.leases, request.streams)
                     return p.Done()
                 case p.Hello():
                     return p.Failed("protocol", "Hello was sent before")
         except TransferError as error:
             return p.Failed(error.reason, str(error))
 
-    def _acquire(self, request: p.Acquire) -> p.Answer:
+    def _may_begin(self, generation: str) -> p.Failed | None:
+        """Why no lease can be taken into use on this connection; None if one can."""
         if not self._may_fetch:
             return p.Failed("protocol", "a peer without a cache may only release leases")
         if self._lease is not None:
             return p.Failed("protocol", "this connection has a lease in use")
-        if request.generation != self._server._welcome.generation:
+        if generation != self._server._welcome.generation:
             return p.Failed("lease_gone", "the lease was granted by an earlier life of this engine")
+        return None
+
+    def _acquire(self, request: p.Acquire) -> p.Answer:
+        if problem := self._may_begin(request.generation):
+            return problem
         deadline = Deadline.after(self._server._use_limit_s)
         self._wait_for_grant(request.lease, deadline)
         self._lease = self._server._leases.acquire(request.lease, deadline)
@@ -187,6 +198,44 @@ class _Session:
                 raise PeerLost("the peer left while it waited for a lease")
             if leases.is_far_ahead(lease, _MAX_LEASES_AHEAD) or time.monotonic() > deadline.at:
                 raise LeaseGone(f"lease {lease} was not granted")
+
+    def _follow(self, request: p.Follow) -> p.Answer:
+        if problem := self._may_begin(request.generation):
+            return problem
+        leases, deadline = self._server._leases, time.monotonic() + self._server._use_limit_s
+        while not leases.has_begun(request.stream, _LOOK_S):
+            if self._channel.has_ended():
+                raise PeerLost("the peer left while it waited for a stream")
+            if time.monotonic() > deadline:
+                raise LeaseGone("the stream has not begun")
+        self._lease = leases.follow(request.stream, request.prompt)
+        return self._grown(-1, 0, 0.0)
+
+    def _proceed(self, request: p.Proceed) -> p.Answer:
+        if self._lease is None or self._lease.growth is None:
+            return p.Failed("protocol", "no stream is followed on this connection")
+        # The consumer has what it fetched before.
+        self._finish_staged()
+        return self._grown(request.epoch, request.tokens, request.seconds)
+
+    def _grown(self, epoch: int, tokens: int, seconds: float) -> p.Grown:
+        """How far the lease in use is, as soon as that is news, or after `seconds`."""
+        assert self._lease is not None
+        leases, until = self._server._leases, min(seconds, self._server._use_limit_s)
+        until += time.monotonic()
+        try:
+            while True:
+                left = max(0.0, until - time.monotonic())
+                now = leases.progress(self._lease, epoch, tokens, min(left, _LOOK_S))
+                if now.is_whole or (now.epoch, now.tokens) != (epoch, tokens) or left <= _LOOK_S:
+                    break
+                if self._channel.has_ended():
+                    raise PeerLost("the peer left while it followed a stream")
+        except LeaseGone:
+            self._give_back()
+            raise
+        self._until = Deadline.after(self._server._use_limit_s)
+        return p.Grown(self._lease.id, now.epoch, now.tokens, now.is_whole)
 
     def _fetch(self, request: p.Fetch) -> p.Answer:
         if self._lease is None:
@@ -217,6 +266,11 @@ class _Session:
             return p.Done()
         if request.outcome not in (FETCHED, ABORTED):
             return p.Failed("protocol", f"no outcome of a lease: {foreign(request.outcome)}")
+        if request.stream:
+            if len(request.stream) > _LONGEST_STREAM:
+                return p.Failed("protocol", f"a stream's name of {len(request.stream)} bytes")
+            self._server._leases.leave(request.stream)
+            return p.Done()
         self._server._leases.release(request.lease, request.outcome, request.readers)
         if self._lease is not None and self._lease.id == request.lease:
             self._give_back()
@@ -231,9 +285,12 @@ class _Session:
             self._server._leases.lost_reader(reading)
 
     def _give_back(self, *, left: bool = False) -> None:
-        staged, self._staged = self._staged, []
-        for sender, answer in staged:
-            sender.finish(answer)
+        self._finish_staged()
         lease, self._lease, self._until = self._lease, None, None
         if lease is not None:
             self._server._leases.done_using(lease.id, left=left)
+
+    def _finish_staged(self) -> None:
+        staged, self._staged = self._staged, []
+        for sender, answer in staged:
+            sender.finish(answer)

@@ -7,7 +7,7 @@ from unit.transport.test_fetch import Pair, ask, hello, pair, same
 from disagg.transport import protocol as p
 from disagg.transport.control.lease import FETCHED
 from disagg.transport.deadline import Deadline
-from disagg.transport.fetch import renew
+from disagg.transport.fetch import LeaseName, renew
 
 __all__ = ["pair"]
 
@@ -27,7 +27,7 @@ def test_a_lease_is_renewed_over_the_channel(pair: Pair) -> None:
     pair.grant(1, [6], seconds=30)
     for _ in range(4):
         pair.clock.later += 20
-        renew(pair.peers, pair.endpoint, [0], Deadline.after(5))
+        renew(pair.peers, pair.endpoint, LeaseName(0), Deadline.after(5))
     assert [ended.request_id for ended in pair.leases.take_ended()] == ["request-1"]
     pair.fetch(0, [1])
     assert same(pair, [5], [1])

@@ -38,7 +38,7 @@ def test_signed_but_of_another_version() -> None:
     from disagg.transport.control import ticket
 
     body = msgspec.msgpack.encode(["too", "short"])
-    token = base64.b64encode(ticket._mac(body, b"secret") + body).decode()
+    token = base64.b64encode(ticket._mac(body, b"secret", ticket.Handoff) + body).decode()
     with pytest.raises(TransferError) as error:
         verify(token, b"secret")
     assert error.value.reason == "malformed"
