@@ -131,13 +131,14 @@ class DecodeLeg:
         *,
         partner: EngineEndpoint | None = None,
         attempts: int = _ATTEMPTS,
+        limit_s: float | None = None,
     ) -> Opened:
         """The answer of the seat's engine, or of another one; never a 5xx. Gives the seat up if
         there is none. Raises `ApiError`, an engine's own words among them.
 
         `attempts`: how often the request may be sent; a request may be what ends an engine. `call`
         gives an answer whose head has come, in time, or raises `ApiError`. `partner`: the prefill
-        engine that holds the prompt's KV, if any.
+        engine that holds the prompt's KV, if any. `limit_s`: until the first bytes come.
         """
         tried: list[EngineEndpoint] = []
         sent, gives_up_at = 0, time.monotonic() + self._limits.queue_timeout_s
@@ -147,7 +148,7 @@ class DecodeLeg:
             opened: Opened | None = None
             failure: ApiError | None = None
             try:
-                opened = await self._on(call, seat)
+                opened = await self._on(call, seat, limit_s or self._limits.first_byte_timeout_s)
                 if opened.answer.status < 500:
                     return opened
             except ApiError as error:
@@ -206,9 +207,8 @@ class DecodeLeg:
             opened.close()
         return EngineRefusal.of(opened.answer.status, content)
 
-    async def _on(self, call: Call, seat: Seat) -> Opened:
+    async def _on(self, call: Call, seat: Seat, limit: float) -> Opened:
         began = time.monotonic()
-        limit = self._limits.first_byte_timeout_s
         try:
             answer = await call(seat.engine)
         except BaseException as error:

@@ -7,6 +7,7 @@ lease that nobody will fetch is released.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from starlette.responses import Response
 from disagg.config import ConnectorName, RouterSection
 from disagg.router.api import bodies
 from disagg.router.api.bodies import NOTHING_MORE
+from disagg.router.api.errors import ApiError
 from disagg.router.engines.health import Health
 from disagg.router.engines.lease_releases import LeaseReleases, Prefilled
 from disagg.router.pairing.admission import Admission
@@ -25,7 +27,8 @@ from disagg.router.pairing.in_flight import InFlight, Seat
 from disagg.router.pairing.local_prefill import LocalPrefill
 from disagg.router.pairing.policies import Pairer
 from disagg.router.pairing.prefix_memory import PrefixMemory
-from disagg.router.request.decode_leg import DecodeLeg, Opened
+from disagg.router.request.decode_leg import Call, DecodeLeg, Opened
+from disagg.router.request.follow import EarlyDecode, Invitations
 from disagg.router.request.plan import RequestPlan
 from disagg.router.request.prefill_leg import PrefillLeg
 from disagg.router.telemetry.access_log import Record
@@ -55,7 +58,7 @@ class Legs:
         connector: ConnectorName,
     ) -> None:
         self._client, self._metrics = client, metrics
-        self._pairer, self._in_flight = pairer, in_flight
+        self._pairer, self._in_flight, self._admission = pairer, in_flight, admission
         self._limits, self._pairing = settings.limits, settings.pairing
         self._prefill = PrefillLeg(
             client,
@@ -70,6 +73,9 @@ class Legs:
         self._releases = LeaseReleases(session, metrics)
         self.answered = PrefixMemory()
         """Which decode engines answered which prompts."""
+        self.invitations = Invitations()
+        """To follow the leases of prefill engines."""
+        self._may_follow = connector == "disagg"
         self._idle_prefill = IdlePrefill(metrics)
         share = settings.pairing.prefill_wait_share
         self._local_prefill = None if share is None else LocalPrefill(share)
@@ -87,10 +93,78 @@ class Legs:
         `more`: fields to add to decode's body. Gives the seat up if decode gives no answer. Raises
         `ApiError`.
         """
+        if self._may_follow and self.invitations.any_for_prompt(plan.tokens):
+            return await self._at_once(plan, seat, header, record, more)
         prefilled = await self.prefill(plan, seat, header, record)
         if isinstance(prefilled, Response):
             return prefilled
         return await self.decode(plan, seat, prefilled, header, record, more)
+
+    async def _at_once(
+        self,
+        plan: RequestPlan,
+        seat: Seat,
+        header: bytes,
+        record: Record,
+        more: Mapping[str, Any],
+    ) -> Opened | Response:
+        """As `open`, where decode's leg may be sent before prefill has answered."""
+        limit_s = self._limits.prefill_timeout_s + self._limits.first_byte_timeout_s
+
+        async def open_early(prefill: EngineEndpoint, params: dict[str, Any]) -> Opened:
+            call = self._call(plan, params, header, more, limit_s)
+            return await self.decode_leg.open(
+                call, seat, plan, record, partner=prefill, attempts=1, limit_s=limit_s
+            )
+
+        early = EarlyDecode(plan, self.invitations, self._in_flight, open_early)
+        prefill = asyncio.create_task(self.prefill(plan, seat, header, record, early=early))
+        try:
+            opened = await early.first_of(prefill)
+            if opened is not None:
+                prefill.cancel()
+                self._metrics.followed.labels("computed").inc()
+                self._decode_began(plan, None, opened, record, record.elapsed())
+                return opened
+            prefilled = prefill.result()
+            if prefilled is None or isinstance(prefilled, Response):
+                early.cancel()
+        except BaseException:
+            prefill.cancel()
+            early.cancel()
+            seat.leave()
+            raise
+        if isinstance(prefilled, Response):
+            return prefilled
+        prefilled_s = record.elapsed()
+        try:
+            opened = await early.opened()
+        except BaseException:
+            self._releases.give_back(prefilled)
+            raise
+        if opened is not None and prefilled is not None:
+            self._metrics.followed.labels("followed").inc()
+            self._decode_began(plan, prefilled, opened, record, prefilled_s)
+            return opened
+        if early.was_sent:
+            self._metrics.followed.labels("failed").inc()
+            seat = await self._other_seat(plan, seat, prefilled)
+        else:
+            self._metrics.followed.labels("not_sent").inc()
+        return await self.decode(plan, seat, prefilled, header, record, more)
+
+    async def _other_seat(self, plan: RequestPlan, seat: Seat, prefilled: Prefilled | None) -> Seat:
+        """For a decode leg that did not begin at this seat. Raises `ApiError`."""
+        partner = prefilled.prefill if prefilled else None
+        try:
+            for tried in ([seat.engine], []):
+                other = await self._admission.seat("decode", plan, tried, partner, is_admitted=True)
+                if other is not None:
+                    return other
+            raise ApiError(503, "no decode engine is up")
+        except BaseException:
+            self._releases.give_back(prefilled)
+            raise
 
     async def prefill(
         self,
@@ -99,12 +173,13 @@ class Legs:
         header: bytes,
         record: Record,
         more: Mapping[str, Any] = NOTHING_MORE,
+        early: EarlyDecode | None = None,
     ) -> Prefilled | Response | None:
         """The prefill leg: what decode fetches, an answer that is final, or None if decode
         computes the prompt.
 
         `seat`: at the decode engine; given up if the answer is final, or at an error. `more`:
-        fields to add to the leg's body.
+        fields to add to the leg's body. `early`: the decode leg, if it may begin meanwhile.
         """
         try:
             reason = self._why_local(plan, seat)
@@ -113,7 +188,7 @@ class Legs:
                 self._prefill.skip(reason, record)
                 seat.reads(self._unknown_tokens(plan, seat))
                 return None
-            prefilled = await self._prefill.run(plan, seat.engine, header, record, more)
+            prefilled = await self._prefill.run(plan, seat.engine, header, record, more, early)
         except BaseException:
             seat.leave()
             raise
@@ -121,6 +196,8 @@ class Legs:
             seat.leave()
         elif prefilled is not None:
             self._releases.hold(prefilled)
+            if self._may_follow:
+                self.invitations.note(prefilled.prefill, prefilled.params)
         return prefilled
 
     async def decode(
@@ -143,33 +220,53 @@ class Legs:
         prefilled_s = record.elapsed()
         params = prefilled.params if prefilled else None
         try:
-            data = bodies.encoded(bodies.decode_body(plan.body, params, more))
+            call = self._call(plan, params, header, more, self._limits.first_byte_timeout_s)
         except BaseException:
             seat.leave()
             self._releases.give_back(prefilled)
             raise
-
-        limit = self._limits.first_byte_timeout_s
-
-        def call(engine: EngineEndpoint) -> Awaitable[UpstreamResponse]:
-            return upstream.post_leg(self._client, engine, plan.path, data, header, limit)
-
         partner = prefilled.prefill if prefilled else None
         try:
             opened = await self.decode_leg.open(call, seat, plan, record, partner=partner)
         except BaseException:
             self._releases.give_back(prefilled)
             raise
+        self._decode_began(prompt or plan, prefilled, opened, record, prefilled_s)
+        return opened
+
+    def _call(
+        self,
+        plan: RequestPlan,
+        params: dict[str, Any] | None,
+        header: bytes,
+        more: Mapping[str, Any],
+        limit_s: float,
+    ) -> Call:
+        data = bodies.encoded(bodies.decode_body(plan.body, params, more))
+
+        def call(engine: EngineEndpoint) -> Awaitable[UpstreamResponse]:
+            return upstream.post_leg(self._client, engine, plan.path, data, header, limit_s)
+
+        return call
+
+    def _decode_began(
+        self,
+        prompt: RequestPlan,
+        prefilled: Prefilled | None,
+        opened: Opened,
+        record: Record,
+        prefilled_s: float,
+    ) -> None:
+        """Decode answers, and has what it needs of prefill. `prompt`: has the client's prompt."""
         if opened.status >= 400:
             self._releases.give_back(prefilled)
         else:
             if self._pairing.local_prefill_tokens:
-                self.answered.sent((prompt or plan).prefix_keys, opened.engine.name)
+                self.answered.sent(prompt.prefix_keys, opened.engine.name)
             self._releases.fetched(prefilled)
             if prefilled is not None:
                 self._metrics.paired(prefilled.prefill.name, opened.engine.name)
                 self._metrics.handoff_time.observe(record.elapsed() - prefilled_s)
-        return opened
 
     def give_back(self, prefilled: Prefilled) -> None:
         """Release the lease: nobody will fetch it."""

@@ -16,6 +16,7 @@ from disagg.router.engines.health import Health
 from disagg.router.engines.lease_releases import Prefilled
 from disagg.router.pairing.admission import Admission
 from disagg.router.pairing.in_flight import Seat
+from disagg.router.request.follow import EarlyDecode
 from disagg.router.request.plan import RequestPlan
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
@@ -55,10 +56,12 @@ class PrefillLeg:
         header: bytes,
         record: Record,
         more: Mapping[str, Any],
+        early: EarlyDecode | None = None,
     ) -> Prefilled | Response | None:
         """What decode fetches, None if decode computes the prompt, or an answer that is final.
 
-        `decode`: the engine that will fetch. `more`: see `bodies.prefill_body`. Raises `ApiError`.
+        `decode`: the engine that will fetch. `more`: see `bodies.prefill_body`. `early`: the decode
+        leg, if it may begin now. Raises `ApiError`.
         """
         gives = self._gives_params
         body = bodies.prefill_body(plan.body, plan.path, asks_params=gives, more=more)
@@ -67,10 +70,15 @@ class PrefillLeg:
         while seat is not None:
             tried.append(seat.engine)
             record.prefill = seat.engine.name
+            sent = data
+            if early is not None and (stream := early.begins(seat.engine)):
+                sent = bodies.encoded({**body, bodies.PARAMS: {**body[bodies.PARAMS], **stream}})
             try:
-                return await self._on(seat, plan, data, header, record)
+                return await self._on(seat, plan, sent, header, record)
             except _EngineFailed as failure:
                 logger.warning("prefill on %s failed: %s", seat.engine.name, failure)
+                if early is not None:
+                    early.failed(seat.engine)
             seat = None
             if len(tried) < _ATTEMPTS:
                 seat = self._admission.another("prefill", plan, tried, decode)

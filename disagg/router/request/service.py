@@ -281,6 +281,7 @@ class Service:
     def engine_gone(self, name: str) -> None:
         """Forget an engine that is neither up nor missing."""
         self._in_flight.forget(name)
+        self._legs.invitations.forget(name)
         self._metrics.forget(name)
 
     async def close(self) -> None:

@@ -78,6 +78,12 @@ class RouterMetrics:
             "Streams that began with the prefill engine's first token.",
             registry=self.registry,
         )
+        self.followed = Counter(
+            "disagg_router_followed",
+            "Requests whose decode leg could begin with their prefill leg, by what came of it.",
+            ("outcome",),
+            registry=self.registry,
+        )
         self._pairings = Counts(
             "disagg_router_pairings",
             "Requests that were handed off, by prefill engine and decode engine.",

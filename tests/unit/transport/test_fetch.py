@@ -609,7 +609,9 @@ def test_a_rank_that_is_gone_does_not_keep_the_others_from_hearing(pair: Pair) -
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         gone = Endpoint("127.0.0.1", taken.getsockname()[1], "life-0")
         with pytest.raises(PeerLost):
-            handoff.release_all(pair.peers, [gone, pair.endpoint], LeaseName(0), Deadline.after(5))
+            handoff.release_all(
+                pair.peers, [gone, pair.endpoint], handoff.LeaseName(0), Deadline.after(5)
+            )
     assert [ended.outcome for ended in pair.leases.take_ended()] == ["aborted"]
 
 
