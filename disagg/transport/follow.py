@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from disagg.errors import PeerLost, PeerRefused, TransferError
 from disagg.transport import protocol as p
 from disagg.transport.base import FetchJob, Receiver
-from disagg.transport.control.client import Connection, Peers
+from disagg.transport.control.client import Connection, Endpoint, Peers
 from disagg.transport.control.lease import ABORTED, FETCHED
 from disagg.transport.deadline import Deadline
 from disagg.transport.fetch import FetchRequest, Moved, OneFetch, misfit
@@ -97,10 +97,10 @@ def followed(
     receivers: Sequence[Receiver],
     deadline: Deadline,
 ) -> Iterator[Followed]:
-    """Follow a lease within the context, once its prompt's first step has begun.
+    """Follow a lease within the context. Its prompt's first step has begun.
 
     request: its part is the whole of what will be fetched, its lease number is not used. deadline:
-    for the beginning. Raises `TransferError`; a connection that is then in use is closed.
+    for its beginning. Raises `TransferError`; a connection that is then in use is closed.
     """
     endpoint = request.endpoint
     try:
@@ -119,3 +119,13 @@ def followed(
     except PeerLost:
         peers.forget(endpoint)
         raise
+
+
+def has_begun(
+    peers: Peers, endpoint: Endpoint, stream: Stream, seconds: float, deadline: Deadline
+) -> bool:
+    """Whether the prompt's first step has begun; waits at most `seconds` for it. Raises
+    `TransferError` if it never will."""
+    with peers.connection(endpoint, deadline) as connection:
+        message = p.Await(endpoint.generation, stream.name, stream.prompt, seconds)
+        return connection.ask(message, p.Awaited, deadline).has_begun

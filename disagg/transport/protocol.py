@@ -1,8 +1,9 @@
 """The messages of the control channel; one struct each.
 
-Consumer -> producer: Hello, Acquire, Follow, Proceed, Fetch, Release, Renew. Producer -> consumer:
-Welcome, Acquired, Grown, Fetched, Done, Failed. Every request gets exactly one answer, in order.
-Encoded as msgpack by msgspec; unknown types and wrong fields are refused by the decoder.
+Consumer -> producer: Hello, Acquire, Await, Follow, Proceed, Fetch, Release, Renew. Producer ->
+consumer: Welcome, Acquired, Awaited, Grown, Fetched, Done, Failed. Every request gets exactly one
+answer, in order. Encoded as msgpack by msgspec; unknown types and wrong fields are refused by the
+decoder.
 """
 
 from __future__ import annotations
@@ -54,9 +55,18 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     lease: int
 
 
+class Await(msgspec.Struct, frozen=True, tag="await"):
+    """Say whether a stream's lease has begun, with its prompt's first step, as soon as it has, or
+    after `seconds`. prompt: a digest of the prompt, which must be the lease's."""
+
+    generation: str
+    stream: bytes
+    prompt: bytes
+    seconds: float
+
+
 class Follow(msgspec.Struct, frozen=True, tag="follow"):
-    """Take the lease of a stream into use, as soon as its prompt's first step has begun. Answered
-    by Grown. prompt: a digest of the prompt, which must be the lease's."""
+    """Take the lease of a stream that has begun into use. Answered by Grown."""
 
     generation: str
     stream: bytes
@@ -114,7 +124,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     streams: list[bytes] = []
 
 
-Request = Hello | Acquire | Follow | Proceed | Fetch | Release | Renew
+Request = Hello | Acquire | Await | Follow | Proceed | Fetch | Release | Renew
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -133,6 +143,12 @@ class Acquired(msgspec.Struct, frozen=True, tag="acquired"):
     """The lease is in use until Release, or until this connection ends."""
 
     num_blocks: int
+
+
+class Awaited(msgspec.Struct, frozen=True, tag="awaited"):
+    """Answers Await."""
+
+    has_begun: bool
 
 
 class Grown(msgspec.Struct, frozen=True, tag="grown"):
@@ -162,7 +178,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Answer = Welcome | Acquired | Grown | Fetched | Done | Failed
+Answer = Welcome | Acquired | Awaited | Grown | Fetched | Done | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

@@ -22,15 +22,18 @@ from disagg.connector.handoff import block_digests, sharding
 from disagg.connector.handoff.engine_facts import EngineFacts
 from disagg.connector.handoff.kv_transfer_params import Requested
 from disagg.connector.handoff.messages import (
+    BegunReport,
     HandoffLoad,
     LeaseMessage,
     LoadReport,
     SpanGrowth,
     StepWork,
+    Watch,
 )
 from disagg.connector.handoff.metrics import ConnectorStats
 from disagg.connector.handoff.settings import ConnectorSettings
 from disagg.connector.handoff.spans import HandoffSpan, open_tracer
+from disagg.connector.handoff.stall import PATIENCE_S
 from disagg.connector.kv_cache_layout import NULL_BLOCK
 from disagg.safe_logging import foreign
 from disagg.transport.control.ticket import Handoff, Invitation
@@ -58,7 +61,9 @@ class PendingLoadState(enum.Enum):
 class PendingLoad:
     """One request's load. tokens: prompt tokens that are present when it has ended. problem: why it
     is refused (strict mode). renewed: when the lease was last renewed, monotonic seconds. cached:
-    prompt tokens that vLLM found in its prefix cache. span: of the load, if it is traced."""
+    prompt tokens that vLLM found in its prefix cache. span: of the load, if it is traced.
+    has_begun: prefill computes the prompt, or has; until then no blocks are allocated. moved: when
+    it last got on, monotonic seconds."""
 
     handoff: Handoff
     tokens: int
@@ -68,6 +73,8 @@ class PendingLoad:
     cached: int = 0
     cancelled: bool = False
     span: HandoffSpan | None = None
+    has_begun: bool = True
+    moved: float = 0.0
 
 
 class ConsumerScheduler:
@@ -127,6 +134,41 @@ class ConsumerScheduler:
             tokens = min(tokens, request.num_prompt_tokens - 2)
         load = PendingLoad(handoff, tokens, renewed=self._clock())
         self._loads[request.request_id] = load
+        if handoff.stream:
+            load.has_begun = False
+            watch = Watch(
+                request.request_id, handoff.endpoints[0], handoff.stream, handoff.prompt()
+            )
+            self._work.watches.append(watch)
+
+    def begun(self, reports: Iterable[BegunReport]) -> None:
+        """Streams have begun, or never will."""
+        for report in reports:
+            load = self._loads.get(report.request_id)
+            if load is None or load.state is not PendingLoadState.QUEUED or load.has_begun:
+                continue
+            load.has_begun = True
+            if report.problem is None:
+                continue
+            logger.warning(
+                "request %s computes its prompt here, prefill has not begun with it: %s",
+                foreign(report.request_id),
+                report.problem,
+            )
+            self._stats.count("failures", report.problem)
+            self._stats.count("handoffs", "none|failed")
+            self._release(load.handoff)
+            if self._settings.strict:
+                load.problem, load.handoff = report.problem, _nobodys(load.handoff.block_size)
+            else:
+                load.state = PendingLoadState.DONE
+
+    def moved(self, request_ids: Iterable[str]) -> None:
+        """These requests' loads got on."""
+        for request_id in request_ids:
+            load = self._loads.get(request_id)
+            if load is not None:
+                load.moved = self._clock()
 
     def _followed(self, request: Request, invitation: Invitation, stream: bytes) -> Handoff:
         """The lease of this request's own prompt, as its producer will grant it."""
@@ -189,7 +231,7 @@ class ConsumerScheduler:
         if handoff is not None and problem != "prompt_mismatch":
             self._release(handoff)
         if self._settings.strict:
-            handoff = handoff or Handoff("", -1, [], [], 0, self._engine.block_size, b"")
+            handoff = handoff or _nobodys(self._engine.block_size)
             load = PendingLoad(handoff, request.num_prompt_tokens, problem=problem)
             self._loads[request.request_id] = load
 
@@ -207,6 +249,8 @@ class ConsumerScheduler:
             return 0, False  # the last token is computed in any case
         if any(computed % size for size in self._engine.group_block_sizes):
             return 0, False  # a load writes whole blocks, and part of one is shared
+        if not load.has_begun:
+            return None, False  # no blocks before prefill has begun with the prompt
         if self._lease_is_loading(load):
             return None, False  # n > 1: the prefix cache will hold the other request's blocks
         return load.tokens - computed, True
@@ -231,7 +275,7 @@ class ConsumerScheduler:
             self._not_needed(request, load)
             self._release(load.handoff)
             return
-        load.state = PendingLoadState.LOADING
+        load.state, load.moved = PendingLoadState.LOADING, self._clock()
         if self._tracer is not None and request.trace_headers:
             load.span = HandoffSpan(self._tracer, request.trace_headers)
         self._work.loads.append(self._handoff_load(request.request_id, load, blocks, external))
@@ -299,8 +343,14 @@ class ConsumerScheduler:
             yield middle, stop, False
 
     def is_loading(self) -> bool:
-        """Whether a load is under way. It ends at its deadline at the latest."""
-        return any(load.state is PendingLoadState.LOADING for load in self._loads.values())
+        """Whether a load is under way. It ends at its deadline at the latest. A load that waits for
+        a prompt to be computed elsewhere counts only while it gets on."""
+        recently = self._clock() - PATIENCE_S
+        return any(
+            load.state is PendingLoadState.LOADING
+            and (not load.handoff.stream or load.moved > recently)
+            for load in self._loads.values()
+        )
 
     # ---- its end ---------------------------------------------------------------------------
 
@@ -318,6 +368,8 @@ class ConsumerScheduler:
             self._stats.count("handoffs", "none|aborted")
         if load.state is PendingLoadState.QUEUED:
             self._release(load.handoff)
+        if not load.has_begun:
+            self._work.unwatched.append(request_id)
         del self._loads[request_id]
 
     def _release(self, handoff: Handoff) -> None:
@@ -335,6 +387,8 @@ class ConsumerScheduler:
                 load.state = PendingLoadState.DONE
                 self._stats.count("handoffs", "none|aborted")
                 self._release(load.handoff)
+                if not load.has_begun:
+                    self._work.unwatched.append(request_id)
 
     # ---- each step -------------------------------------------------------------------------
 
@@ -347,7 +401,8 @@ class ConsumerScheduler:
     def _renew_queued(self) -> None:
         now, every = self._clock(), self._settings.lease_s / 3
         for load in self._loads.values():
-            if load.state is PendingLoadState.QUEUED and now - load.renewed > every:
+            waits = load.state is PendingLoadState.QUEUED and load.has_begun
+            if waits and now - load.renewed > every:
                 load.renewed = now
                 if load.problem is None:
                     handoff = load.handoff
@@ -399,3 +454,8 @@ class ConsumerScheduler:
         """Counts since the last call."""
         stats, self._stats = self._stats, ConnectorStats()
         return stats
+
+
+def _nobodys(block_size: int) -> Handoff:
+    """Of a load that only fails."""
+    return Handoff("", -1, [], [], 0, block_size, b"")

@@ -13,10 +13,18 @@ import queue
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from disagg.connector.handoff import sharding
 from disagg.connector.handoff.growing_load import Chunk, GrowingLoad, Leases, whole
-from disagg.connector.handoff.messages import HandoffLoad, LeaseMessage, LoadReport, StepWork
+from disagg.connector.handoff.messages import (
+    BegunReport,
+    HandoffLoad,
+    LeaseMessage,
+    LoadReport,
+    StepWork,
+    Watch,
+)
 from disagg.connector.handoff.per_peer_threads import PerPeerThreads
 from disagg.connector.handoff.rank import RankCache, WorkerRank
 from disagg.connector.handoff.settings import ConnectorSettings
@@ -28,7 +36,7 @@ from disagg.transport.blocks import Selection
 from disagg.transport.control.client import Endpoint, Peers
 from disagg.transport.deadline import Deadline, Event
 from disagg.transport.fetch import LeaseName, Moved
-from disagg.transport.follow import Stream, followed
+from disagg.transport.follow import Stream, followed, has_begun
 from disagg.transport.protocol import Part
 
 logger = logging.getLogger(__name__)
@@ -36,7 +44,11 @@ logger = logging.getLogger(__name__)
 _LEASE_MESSAGE_S, _LEASE_MESSAGES_AT_ONCE = 5.0, 2
 # How often a load that waits for news looks whether its request has ended.
 _NEWS_S = 0.1
+# How long a load waits for a prompt that began anew to get on.
+_ANEW_S = 2.0
+_FOLLOWS = 256
 
+T = TypeVar("T")
 Fence = Event | TransferError | None
 """When the model's stream has finished all steps launched so far, or why that is unknown."""
 
@@ -61,14 +73,25 @@ class ConsumerWorker:
         self._ended: queue.SimpleQueue[LoadReport] = queue.SimpleQueue()
         self._cancelled: dict[str, threading.Event] = {}
         self._loads = PerPeerThreads("disagg-load", settings.load_threads)
+        # These wait for prompts to be computed, and must not wait for each other.
+        self._follows = PerPeerThreads("disagg-follow", _FOLLOWS)
+        self._unwatched: dict[str, threading.Event] = {}
+        self._begun: queue.SimpleQueue[BegunReport] = queue.SimpleQueue()
+        self._moved: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._lease_messages = PerPeerThreads("disagg-lease", _LEASE_MESSAGES_AT_ONCE)
 
     # ---- in the model's thread -------------------------------------------------------------
 
     def start(self, work: StepWork) -> None:
         """Begin the loads, cancels, releases and renewals of this step."""
+        for watch in work.watches if self._rank.number == 0 else ():
+            cancelled = self._unwatched[watch.request_id] = threading.Event()
+            self._follows.submit((), functools.partial(self._watch, watch, cancelled))
         if work.loads:
             self._start_loads(work.loads)
+        for request_id in work.unwatched:
+            if request_id in self._unwatched:
+                self._unwatched[request_id].set()
         for request_id in work.cancels:
             if request_id in self._cancelled:
                 self._cancelled[request_id].set()
@@ -84,7 +107,10 @@ class ConsumerWorker:
         for load in loads:
             self._cancelled[load.request_id] = threading.Event()
             run = functools.partial(self._load, load, deadline, after)
-            self._loads.submit(_producer_of(load), run)
+            if load.stream and load.problem is None:
+                self._follows.submit((), run)
+            else:
+                self._loads.submit(_producer_of(load), run)
 
     def _fence(self) -> Fence:
         """Steps under way may still write to the blocks that vLLM gave to these loads. None on a
@@ -105,10 +131,22 @@ class ConsumerWorker:
             reports.append(report)
         return reports
 
+    def take_begun(self) -> list[BegunReport]:
+        """The streams that have begun since the last call, or never will."""
+        reports = list(_taken(self._begun))
+        for report in reports:
+            self._unwatched.pop(report.request_id, None)
+        return reports
+
+    def take_moved(self) -> list[str]:
+        """The requests whose loads got on since the last call."""
+        return list(dict.fromkeys(_taken(self._moved)))
+
     def close(self) -> None:
         """Close every connection; running loads then fail."""
-        for event in self._cancelled.values():
+        for event in [*self._cancelled.values(), *self._unwatched.values()]:
             event.set()
+        self._follows.close()
         self._peers.close()
         self._loads.close()
         self._lease_messages.close()
@@ -116,6 +154,24 @@ class ConsumerWorker:
             receiver.close()
 
     # ---- in threads per producer -----------------------------------------------------------
+
+    def _watch(self, watch: Watch, cancelled: threading.Event) -> None:
+        """Report when a stream begins. Nobody keeps blocks for it until then."""
+        stream, problem = Stream(watch.stream, watch.prompt), None
+        give_up = Deadline.after(self._settings.lease_limit_s)
+        try:
+            while not cancelled.is_set():
+                give_up.left()
+                limit = Deadline.after(_NEWS_S + _LEASE_MESSAGE_S)
+                if has_begun(self._peers, watch.endpoint, stream, _NEWS_S, limit):
+                    break
+        except TransferError as error:
+            problem = error.reason
+            logger.info("stream of %s: %s", foreign(watch.request_id), foreign(error))
+        except Exception:
+            problem = "internal"
+            logger.exception("the watch of %s failed", foreign(watch.request_id))
+        self._begun.put(BegunReport(watch.request_id, problem))
 
     def _load(self, load: HandoffLoad, deadline: Deadline, after: Fence) -> None:
         with contextlib.ExitStack() as fetched:  # the producer is informed after the report
@@ -199,10 +255,13 @@ class ConsumerWorker:
                     chunk = rest.take(leases.tokens, is_whole=is_whole)
                     if chunk is not None:
                         moved += self._fetch_chunk(load, leases, chunk, after)
+                        self._moved.put(load.request_id)
                     if is_whole:
                         break
                     hidden = sum(one.num_bytes for one in moved)
                     if not self._proceed(load, leases, Deadline.after(limit_s)):
+                        # Prefill lacks room, perhaps for as long as this load keeps its own.
+                        limit_s = min(limit_s, _ANEW_S)
                         rest.begin_anew()
                         moved.clear()
                 # The connections are needed until the leases are released.
@@ -339,6 +398,11 @@ class ConsumerWorker:
 
 class _Cancelled(Exception):
     """The request has ended while its load waited for news."""
+
+
+def _taken(reports: queue.SimpleQueue[T]) -> Iterator[T]:
+    while not reports.empty():
+        yield reports.get_nowait()
 
 
 def _name(load: HandoffLoad) -> LeaseName:

@@ -91,6 +91,17 @@ class HandoffLoad:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Scheduler -> worker: report when this request's stream begins. endpoint: the producer's first
+    rank."""
+
+    request_id: str
+    endpoint: Endpoint
+    stream: bytes
+    prompt: bytes
+
+
+@dataclass(frozen=True)
 class LeaseMessage:
     """Scheduler -> worker: release or renew a lease that another engine holds for us."""
 
@@ -108,7 +119,11 @@ class LeaseMessage:
 class StepWork(KVConnectorMetadata):
     """Scheduler -> worker: everything to do in this step. cancels: request ids. revoked: end all
     leases with a lower number, even if a consumer still wants them. taken_back: end these. stopped:
-    these no longer grow, and will not be granted. unwanted: streams that will never begin."""
+    these no longer grow, and will not be granted. unwanted: streams that will never begin.
+    watches: report when these streams begin. unwatched: request ids."""
+
+    watches: list[Watch] = field(default_factory=list)
+    unwatched: list[str] = field(default_factory=list)
 
     growing: list[Growing] = field(default_factory=list)
     grown: list[Grown] = field(default_factory=list)
@@ -145,16 +160,36 @@ class LeaseReport:
     outcome: str
 
 
+@dataclass(frozen=True)
+class BegunReport:
+    """Worker -> scheduler: a stream has begun, or never will."""
+
+    request_id: str
+    problem: str | None = None
+
+
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """What ended since the last step, over all ranks."""
+    """What came to be since the last step, over all ranks. moved: request ids whose loads got
+    on."""
 
     loads: list[LoadReport] = field(default_factory=list)
     leases: list[LeaseReport] = field(default_factory=list)
+    begun: list[BegunReport] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, StepReport)
-        return StepReport(self.loads + other.loads, self.leases + other.leases)
+        return StepReport(
+            self.loads + other.loads,
+            self.leases + other.leases,
+            self.begun + other.begun,
+            self.moved + other.moved,
+        )
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return not (self.loads or self.leases or self.begun or self.moved)
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,8 @@ class SchedulerHalf:
         report = output.kv_connector_worker_meta
         if not isinstance(report, StepReport):
             report = StepReport()
+        self.consumer.begun(report.begun)
+        self.consumer.moved(report.moved)
         self.consumer.update(report.loads, output.finished_recving or ())
         if self.producer is not None:
             self.producer.update(report.leases, output.finished_sending or ())

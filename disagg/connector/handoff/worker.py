@@ -137,6 +137,9 @@ class WorkerHalf:
         loads = self.consumer.take_ended() if self.consumer is not None else []
         self._report.leases += [LeaseReport(*lease) for lease in leases]
         self._report.loads += loads
+        if self.consumer is not None:
+            self._report.begun += self.consumer.take_begun()
+            self._report.moved += self.consumer.take_moved()
         return (
             {lease.request_id for lease in leases},
             {load.request_id for load in loads},
@@ -145,7 +148,7 @@ class WorkerHalf:
 
     def take_report(self) -> StepReport | None:
         """What ended since the last report; None if nothing did."""
-        if not self._report.loads and not self._report.leases:
+        if self._report.is_empty():
             return None
         report, self._report = self._report, StepReport()
         return report

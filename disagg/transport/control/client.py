@@ -25,7 +25,7 @@ from disagg.transport.base import ReadableCache, Receiver, RemoteCache
 from disagg.transport.control.channel import FIRST_FRAME, Channel, open_channel
 from disagg.transport.deadline import Deadline
 
-A = TypeVar("A", p.Welcome, p.Acquired, p.Grown, p.Fetched, p.Done)
+A = TypeVar("A", p.Welcome, p.Acquired, p.Awaited, p.Grown, p.Fetched, p.Done)
 
 logger = logging.getLogger(__name__)
 

@@ -295,9 +295,9 @@ class LeaseTable:
             known = self._streams, self._past
             return self._changed.wait_for(lambda: any(stream in one for one in known), seconds)
 
-    def follow(self, stream: bytes, prompt: bytes) -> Lease:
-        """Take the lease of a stream that has begun into use, as `acquire`. Raises `LeaseGone`, and
-        `TransferError` if it is another prompt's."""
+    def check_stream(self, stream: bytes, prompt: bytes) -> Lease:
+        """The lease of a stream that has begun. Raises `LeaseGone`, and `TransferError` if it is
+        another prompt's."""
         with self._changed:
             held = self._streams.get(stream)
             if held is None or held.outcome or self._is_over(held):
@@ -305,6 +305,12 @@ class LeaseTable:
             assert held.growth is not None
             if held.growth.prompt != prompt:
                 raise TransferError("the stream is another prompt's", reason="prompt_mismatch")
+            return held
+
+    def follow(self, stream: bytes, prompt: bytes) -> Lease:
+        """Take the lease of a stream into use, as `acquire`. Raises as `check_stream`."""
+        with self._changed:
+            held = self.check_stream(stream, prompt)
             held.users += 1
             return held
 

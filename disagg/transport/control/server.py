@@ -154,6 +154,8 @@ class _Session:
             match request:
                 case p.Acquire():
                     return self._acquire(request)
+                case p.Await():
+                    return self._await(request)
                 case p.Follow():
                     return self._follow(request)
                 case p.Proceed():
@@ -199,16 +201,20 @@ class _Session:
             if leases.is_far_ahead(lease, _MAX_LEASES_AHEAD) or time.monotonic() > deadline.at:
                 raise LeaseGone(f"lease {lease} was not granted")
 
+    def _await(self, request: p.Await) -> p.Answer:
+        if problem := self._may_begin(request.generation):
+            return problem
+        leases = self._server._leases
+        seconds = min(request.seconds, self._server._use_limit_s)
+        if leases.has_begun(request.stream, seconds):
+            leases.check_stream(request.stream, request.prompt)
+            return p.Awaited(has_begun=True)
+        return p.Awaited(has_begun=False)
+
     def _follow(self, request: p.Follow) -> p.Answer:
         if problem := self._may_begin(request.generation):
             return problem
-        leases, deadline = self._server._leases, time.monotonic() + self._server._use_limit_s
-        while not leases.has_begun(request.stream, _LOOK_S):
-            if self._channel.has_ended():
-                raise PeerLost("the peer left while it waited for a stream")
-            if time.monotonic() > deadline:
-                raise LeaseGone("the stream has not begun")
-        self._lease = leases.follow(request.stream, request.prompt)
+        self._lease = self._server._leases.follow(request.stream, request.prompt)
         return self._grown(-1, 0, 0.0)
 
     def _proceed(self, request: p.Proceed) -> p.Answer:

@@ -37,6 +37,7 @@ from unit.connector.handoff.places import (
 from unit.connector.handoff.points import Points
 from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, answer
 
+from disagg.connector.handoff.kv_transfer_params import INVITATION, STREAM
 from disagg.errors import TransferError
 from disagg.transport.control.ticket import Handoff, verify
 from disagg.transport.deadline import Deadline
@@ -93,6 +94,9 @@ class Episode:
         self.trace: deque[str] = deque(maxlen=_TRACED)
         self.tickets: list[Ticket] = []
         self.kept: list[Ticket] = []  # of all lives and weights, for clients who come late
+        self._invitations: dict[Life, Any] = {}
+        self._in_vain: list[tuple[Place, str]] = []
+        self._followed: set[tuple[Life, str]] = set()
         self._before = _of_transfers()
         ledger = Ledger()
         self.places = [
@@ -191,8 +195,11 @@ class Episode:
         self._check_answer(place, name, Asked(computed, 1, None, place.weights))
         params = place.engine.params.pop(name, None)
         if params is not None:  # None: a prompt of one token beside states
-            self.tickets.append(Ticket(prompt, params, place.life))
-            self.kept = [*self.kept[-_KEPT:], self.tickets[-1]]
+            ticket = Ticket(prompt, params, place.life)
+            if (place.life, name) not in self._followed or self.random.random() < 0.1:
+                self.tickets.append(ticket)
+            self.kept = [*self.kept[-_KEPT:], ticket]
+            self._invitations[place.life] = params[INVITATION]
 
     def _end_decode(self, place: Place, name: str, reason: str) -> None:
         asked, outcome = place.decoding.pop(name), place.outcome.pop(name, "not loaded")
@@ -205,6 +212,8 @@ class Episode:
             if outcome not in ("loaded", "not loaded"):
                 outcome = "computed: " + outcome
         self.tally.outcomes[outcome] += 1
+        if asked.is_followed:
+            self.tally.events[f"followed: {outcome}"] += 1
         self.note(f"{place} answers {name}: {outcome}")
 
     def _check_answer(self, place: Place, name: str, asked: Asked) -> None:
@@ -219,6 +228,8 @@ class Episode:
     def _settle(self) -> None:
         """All requests are answered, then all leases end; nothing is left of any."""
         self.points.end()
+        while self._in_vain:
+            self.client_waits_in_vain()
         for place in self.places:
             place.go_on()
         self._step_until(self._all_answered, "requests that nobody answers")
@@ -345,6 +356,53 @@ class Episode:
             self._ask_for(ticket, ticket.prompt, params, f"decodes, {how}")
             self.tally.events[f"params: {how}"] += 1
 
+    def follow(self) -> None:
+        """Both legs at once, sometimes one of them later, or never, or for another prompt."""
+        place = self._some(lambda place: place.plan.produces)
+        assert place is not None
+        lives = [life for life in self._invitations if life[0] == place.number]
+        if not lives or self._under_way() >= self.plan.at_once:
+            return
+        stream, prompt = f"{self.random.getrandbits(128):032x}", self._prompt()
+        wild = min(self.plan.wild, 1.0)
+        life = self.random.choice(lives) if self.random.random() < 0.05 * wild else lives[-1]
+        decodes = self._prompt() if self.random.random() < 0.05 * wild else prompt
+        legs: list[Callable[[], None]] = []
+        begins = self.random.random() > 0.02 * wild
+        if begins:
+            legs.append(lambda: self._begin_followed(place, prompt, stream))
+        if self.random.random() > 0.05 * wild or not begins:
+            legs.append(lambda: self._follow(life, decodes, stream, begins))
+        self.random.shuffle(legs)
+        for leg in legs:
+            leg()
+            if self.random.random() < 0.2:
+                self._step(place)
+
+    def _begin_followed(self, place: Place, prompt: list[int], stream: str) -> None:
+        name = place.engine.add(prompt, 1, {**PREFILL, STREAM: stream})
+        place.prefilling[name] = prompt
+        self._followed.add((place.life, name))
+        self.note(f"{place} computes {name}, {len(prompt)} tokens, stream {stream[:8]}")
+
+    def _follow(self, life: Life, prompt: list[int], stream: str, begins: bool) -> None:
+        invited = self._invitations[life]
+        params = {"do_remote_prefill": True, INVITATION: invited, STREAM: stream}
+        place = self._decoder()
+        tokens = len(prompt) - any(group.state for group in place.plan.groups)
+        lease = Handoff("", -1, [], [], max(1, tokens), BLOCK, b"")
+        for _ in range(self.random.choice((1, 1, 1, 1, 1, 1, 1, 2))):
+            name = self._ask(place, prompt, params, f"follows stream {stream[:8]}", life, lease)
+            if not begins:
+                self._in_vain.append((place, name))
+
+    def client_waits_in_vain(self) -> None:
+        """For a prefill that was never sent; the router has told decode by closing its leg."""
+        if self._in_vain:
+            place, name = self._in_vain.pop()
+            if name in place.decoding:
+                self._leave(place, name)
+
     def compute(self) -> None:
         """A request without a handoff takes blocks."""
         if self._under_way() < self.plan.at_once:
@@ -361,14 +419,21 @@ class Episode:
         self._ask(self._decoder(), prompt, params, how, ticket.life)
 
     def _ask(
-        self, place: Place, prompt: list[int], params: Any, how: str, life: Life | None = None
-    ) -> None:
+        self,
+        place: Place,
+        prompt: list[int],
+        params: Any,
+        how: str,
+        life: Life | None = None,
+        handoff: Handoff | None = None,
+    ) -> str:
         count = self.random.choice((1, 1, 1, 2, 40 if len(prompt) + 40 < self.plan.longest else 3))
-        handoff = _handoff(params)
+        handoff = handoff or _handoff(params)
         name = place.engine.add(prompt, count, params)
         place.decoding[name] = Asked(prompt, count, handoff, place.weights, life)
         lease = "" if handoff is None else f", lease {handoff.lease}"
         self.note(f"{place} {how}: {name}, {len(prompt)} tokens{lease}")
+        return name
 
     def client_leaves(self) -> None:
         place = self._some(lambda place: bool(place.decoding))
@@ -405,11 +470,13 @@ class Episode:
 EVENTS: dict[Callable[[Episode], None], tuple[float, bool]] = {
     Episode.prefill: (14, False),
     Episode.decode: (14, False),
+    Episode.follow: (10, False),
     Episode.compute: (0.5, False),
     Episode.decode_and_keep_the_ticket: (0.7, True),
     Episode.decode_another_prompt: (0.7, True),
     Episode.decode_with_spoiled_params: (0.7, True),
     Episode.late_clients_come: (0.3, True),
+    Episode.client_waits_in_vain: (1.0, True),
     Episode.client_leaves: (1.0, True),
     Episode.client_of_a_prefill_leaves: (0.3, True),
     Episode.router_releases: (0.2, True),

@@ -33,6 +33,8 @@ def all_get_new_weights(episode: Episode) -> None:
     before stay with the clients."""
     episode.note("all engines get new weights")
     episode.points.let_go(1.0)
+    while episode._in_vain:
+        episode.client_waits_in_vain()
     for place in episode.places:
         place.go_on()
     episode._step_until(episode._all_answered, "requests that nobody answers")

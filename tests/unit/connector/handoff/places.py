@@ -90,6 +90,11 @@ class Asked:
     weights: int
     life: Life | None = None
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether its leg did not wait for prefill's."""
+        return self.handoff is not None and self.handoff.lease < 0
+
 
 @dataclass(frozen=True)
 class Began:
