@@ -120,7 +120,7 @@ class SchedulerHalf:
             works = bool(scheduled) or self.consumer.is_loading()
             if self._stall is not None and self._stall.stands_still(works=works):
                 self.producer.take_back_oldest()
-            self.producer.add_step_work(work, scheduled.keys())
+            self.producer.add_step_work(work, scheduled)
         return work
 
     def update(self, output: KVConnectorOutput) -> None:

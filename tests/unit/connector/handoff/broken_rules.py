@@ -12,11 +12,15 @@ import pytest
 
 from disagg.connector.handoff import block_digests, producer_worker
 from disagg.connector.handoff.consumer_worker import ConsumerWorker
+from disagg.connector.handoff.growing_leases import GrowingLeases
 from disagg.connector.handoff.messages import LoadReport, StepWork
 from disagg.connector.handoff.stall import StallWatch
+from disagg.transport import protocol as p
 from disagg.transport import shared_storage
 from disagg.transport.control.lease import Lease, LeaseTable
 from disagg.transport.control.server import _Session
+from disagg.transport.deadline import Deadline
+from disagg.transport.follow import Followed
 from disagg.transport.one_sided.remote_lease_board import BoardCache
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -90,6 +94,35 @@ def _shares_everything(ours: bytes, theirs: bytes, num_tokens: int, block_size: 
     return num_tokens
 
 
+def _believes_what_it_has(self: Followed, seconds: float, deadline: Deadline) -> bool:
+    message = p.Proceed(self.grown.epoch, self.grown.tokens, seconds)
+    self.grown = self._connection.ask(message, p.Grown, deadline)
+    return True
+
+
+def _says_what_the_step_will_compute(patch: pytest.MonkeyPatch) -> None:
+    """Blocks count before the step that fills them has run."""
+    step = GrowingLeases.step
+
+    def hasty(self: GrowingLeases, scheduled: Any, blocks: Any, next_number: Any) -> None:
+        step(self, scheduled, blocks, next_number)
+        running = [one.request for one in self._leases.values()]
+        coming = {one.request_id: scheduled.get(one.request_id, 0) for one in running}
+        for request in running:
+            request.num_computed_tokens += coming[request.request_id]
+        step(self, scheduled, blocks, next_number)
+        for request in running:
+            request.num_computed_tokens -= coming[request.request_id]
+
+    patch.setattr(GrowingLeases, "step", hasty)
+
+
+def _forgets_that_it_began_anew(self: LeaseTable, lease: int, epoch: int) -> None:
+    held = self._leases.get(lease)
+    if held is not None and held.growth is not None:
+        held.growth.epoch = epoch  # and keeps its blocks
+
+
 @dataclass(frozen=True)
 class Rule:
     """broken_by: a patch. noticed: how random handoffs notice it, a regular expression. seeds: of
@@ -132,6 +165,15 @@ RULES = {
     ),
     "what was staged is dropped": Rule(
         _instead(_Session, "_give_back", _keeps_staged), "left behind: .*staged for"
+    ),
+    "what was fetched of a prompt that began anew counts for nothing": Rule(
+        _instead(Followed, "proceed", _believes_what_it_has), _WRONG
+    ),
+    "a lease that begins anew has no blocks": Rule(
+        _instead(LeaseTable, "begin_anew", _forgets_that_it_began_anew), _WRONG
+    ),
+    "blocks count when the step that fills them is over": Rule(
+        _says_what_the_step_will_compute, _WRONG
     ),
     "an engine that stands still takes a lease back": Rule(
         _instead(StallWatch, "stands_still", lambda self, *, works: False),
