@@ -139,7 +139,8 @@ class DisaggConnector(LoadConnector[SchedulerHalf, WorkerHalf]):
         self.worker.start(work)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        sent, received, failed = self.worker.finished()
+        sent, received, failed, invalid = self.worker.finished()
+        self.add_invalid_blocks(invalid)
         return KVConnectorTransferResults(sent, received, failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
