@@ -1,8 +1,9 @@
 """Every kind of KV cache on one GPU: what vLLM registers there, handoffs over CUDA IPC, and tiers.
 
 What an engine registers must be what `gpu_layouts` computes without a GPU (docs/gpu_layouts.md).
-All engines start together, and a kind whose engines do not start costs no other its tests. CI has
-no GPU; `make gpu` runs this where vLLM is installed.
+All engines start together, and pytest runs all tests of one kind before the next one's. So a kind
+whose engines are slow, or do not start, costs no other its tests. CI has no GPU; `make gpu` runs
+this where vLLM is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gpu_layouts.recorder import RECORD
+from gpu_layouts.description import RECORD
 
 from disagg.testing.checkpoint import make_model
 from disagg.testing.vllm_server import VllmServer, token_ids
@@ -70,12 +71,11 @@ KINDS = {
     "full": Kind(make_model, tiered=2),
     "windows": Kind(make_windows, tiered=2),
     "latent": Kind(partial(make_latent, layers=4)),
+    **({"nixl": Kind(make_model, tiered=0, transport="nixl")} if is_installed() else {}),
+    # vLLM tunes their kernels when it starts, for a minute and longer.
     "mamba": Kind(make_states, exact=False),
     "linear": Kind(make_dense_gated_deltas, exact=False, args=_TRITON if _NO_FLASHINFER else ()),
 }
-if is_installed():
-    KINDS["nixl"] = Kind(make_model, tiered=0, transport="nixl")
-NAMES = [name for name in KINDS if name != "nixl"]
 
 
 class Engines(NamedTuple):
@@ -104,7 +104,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
     """All of them, which may not be ready yet."""
     found: dict[str, Engines] = {}
     try:
-        for name, kind in KINDS.items():
+        for name, kind in reversed(KINDS.items()):  # the last ones take longest
             found[name] = _engines(name, kind, tmp_path_factory.mktemp(name))
             for server in (found[name].first, *found[name].others):
                 server.launch()
@@ -151,7 +151,7 @@ def recording(handoff: dict[str, object]) -> dict[str, object]:
     return {**handoff, "kv_connector": "RecordingConnector", **module}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engines(started: dict[str, Engines], request: pytest.FixtureRequest) -> Engines:
     """Of one kind, ready."""
     found = started[request.param]
@@ -166,7 +166,11 @@ def prompt(request: pytest.FixtureRequest) -> Prompt:
     return lambda length: draw.choices(range(300, 4000), k=length)
 
 
-of_each_kind = pytest.mark.parametrize("engines", NAMES, indirect=True)
+def of_kinds(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("engines", names, indirect=True, scope="module")
+
+
+of_each_kind = of_kinds(*KINDS)
 
 
 # ---- what is registered --------------------------------------------------------------------------
@@ -185,7 +189,7 @@ def computed(started: dict[str, Engines]) -> dict[str, Any]:
             "blocks": BLOCKS,
             "args": _of_engine(started[name].kind),
         }
-        for name in NAMES
+        for name in KINDS
     ]
     ran = subprocess.run(
         [sys.executable, "-m", "gpu_layouts.computed", gpu],
@@ -198,7 +202,7 @@ def computed(started: dict[str, Engines]) -> dict[str, Any]:
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-    return dict(zip(NAMES, map(json.loads, lines), strict=True))
+    return dict(zip(KINDS, map(json.loads, lines), strict=True))
 
 
 def _of_engine(kind: Kind) -> dict[str, Any]:
@@ -218,7 +222,7 @@ def test_registered_as_computed(engines: Engines, computed: dict[str, Any]) -> N
 # ---- handoffs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engines", list(KINDS), indirect=True)
+@of_each_kind
 def test_handed_over(engines: Engines, prompt: Prompt) -> None:
     """Of a prompt of whole blocks and a token, decode computes the last token, as an engine does
     that has the blocks in its own prefix cache: the same step over the same bytes."""
@@ -234,9 +238,7 @@ def test_handed_over(engines: Engines, prompt: Prompt) -> None:
     assert second.metric(HANDED, **loaded) - before == len(counts)
 
 
-@pytest.mark.parametrize(
-    "engines", [name for name, kind in KINDS.items() if kind.exact], indirect=True
-)
+@of_kinds(*(name for name, kind in KINDS.items() if kind.exact))
 def test_tokens_are_one_engines(engines: Engines, prompt: Prompt) -> None:
     """Of any length, and computed as a whole by the first engine."""
     first, second = engines.first, engines.second
@@ -251,7 +253,7 @@ def test_tokens_are_one_engines(engines: Engines, prompt: Prompt) -> None:
 # ---- tiers ---------------------------------------------------------------------------------------
 
 
-@of_each_kind
+@of_kinds(*(name for name, kind in KINDS.items() if kind.tiered))
 def test_tiers_bring_it_back(engines: Engines, prompt: Prompt) -> None:
     """From host memory and from files, as the engine's own prefix cache has it."""
     second, (block, size) = engines.second, engines.group()
@@ -287,19 +289,15 @@ def needed(blocks: int, size: int, windowed: int) -> int:
 
 
 @pytest.mark.parametrize("length", [129, 640, 3001])
-@pytest.mark.parametrize(
-    ("engines", "windowed"), [("full", 0), ("windows", 2)], indirect=["engines"]
-)
-def test_tiers_keep_and_load_what_is_needed(
-    engines: Engines, windowed: int, length: int, prompt: Prompt
-) -> None:
-    size = engines.group()[0]
+@of_kinds("full", "windows")
+def test_tiers_keep_and_load_what_is_needed(engines: Engines, length: int, prompt: Prompt) -> None:
+    size, windowed = engines.group()[0], 2 if engines.kind is KINDS["windows"] else 0
     full, all_full = (length - 1) // size, (length + ANSWER - 1) // size
     loads = needed(full, size, windowed), needed(all_full, size, windowed)
     kept = (1 + windowed) * all_full
     with_tiers(engines).check_what_is_loaded(prompt, length, full * size, kept, loads)
 
 
-@pytest.mark.parametrize("engines", ["full", "windows"], indirect=True)
+@of_kinds("full", "windows")
 def test_tiers_beside_handoffs_at_once(engines: Engines, prompt: Prompt) -> None:
     with_tiers(engines).check_under_pressure(prompt)

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+RECORD = "DISAGG_TEST_RECORD"
+"""The environment variable that names the file of a `RecordingConnector`."""
+
 Description = dict[str, Any]
 
 

@@ -1,7 +1,7 @@
 """A connector for real engines: `DisaggConnector`, which also writes down what it was given.
 
 In `--kv-transfer-config`: `RecordingConnector` of the module `gpu_layouts.recorder`. It writes the
-file that `DISAGG_TEST_RECORD` names.
+file that the environment's `RECORD` names.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import os
 from pathlib import Path
 
 import torch
-from gpu_layouts.description import described
+from gpu_layouts.description import RECORD, described
 
 from disagg.connector.handoff.connector import DisaggConnector
-
-RECORD = "DISAGG_TEST_RECORD"
 
 
 class RecordingConnector(DisaggConnector):
