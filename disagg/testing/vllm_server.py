@@ -69,7 +69,10 @@ def spawn(args: Sequence[str], env: dict[str, str], log: Path) -> Started:
 
 @dataclass
 class VllmServer:
-    """One `vllm.entrypoints.openai.api_server` process and its API."""
+    """One `vllm.entrypoints.openai.api_server` process and its API.
+
+    block_size: tokens; None: vLLM's own choice.
+    """
 
     name: str
     model: Path
@@ -79,6 +82,7 @@ class VllmServer:
     dtype: str = "float32"
     env: dict[str, str] = field(default_factory=dict)
     port: int = 0
+    block_size: int | None = 128
     process: Started | None = None
     start: Callable[[Sequence[str], dict[str, str], Path], Started] = spawn
     _folder: tempfile.TemporaryDirectory[str] | None = None
@@ -98,7 +102,8 @@ class VllmServer:
         self.port = free_port()
         args = ["--model", str(self.model), "--served-model-name", "tiny"]
         args += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
-        args += ["--block-size", "128", "--max-model-len", "16384"]
+        args += ["--block-size", str(self.block_size)] if self.block_size else []
+        args += ["--max-model-len", "16384"]
         args += ["--dtype", self.dtype, "--enable-prompt-tokens-details", *self.args]
         if self.transfer is not None:
             args += ["--kv-transfer-config", json.dumps(self.transfer)]
