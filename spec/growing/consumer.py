@@ -144,8 +144,8 @@ def ask_again(setup: Setup, state: State) -> Iterator[State]:
     """None of ours does this. It gains nothing by it."""
     consumer = state.consumer
     if is_linked(state) and consumer.using and consumer.is_whole and consumer.silent:
-        if setup.mutant == "each answer about a whole lease prolongs its use":
-            yield with_consumer(state, silent=False)
+        prolongs = setup.mutant == "each answer about a whole lease prolongs its use"
+        yield with_consumer(state, silent=not prolongs)
 
 
 # ---- what is fetched -----------------------------------------------------------------------------
