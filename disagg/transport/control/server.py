@@ -96,6 +96,7 @@ class _Session:
         self._consumer = ""
         self._lease: Lease | None = None
         self._until: Deadline | None = None  # the end of the lease's use
+        self._told_whole = False  # the peer knows that the lease that it follows is whole
         self._slot = NO_SLOT
         self._staged: list[tuple[Sender, bytes]] = []
 
@@ -214,6 +215,7 @@ class _Session:
         if problem := self._may_begin(request.generation):
             return problem
         self._lease = self._server._leases.follow(request.stream, request.prompt)
+        self._told_whole = False
         return self._grown(-1, 0, 0.0)
 
     def _proceed(self, request: p.Proceed) -> p.Answer:
@@ -238,7 +240,9 @@ class _Session:
         except LeaseGone:
             self._give_back()
             raise
-        self._until = Deadline.after(self._server._use_limit_s)
+        if not self._told_whole:  # a whole lease keeps blocks: no peer may use it for ever
+            self._until = Deadline.after(self._server._use_limit_s)
+        self._told_whole = now.is_whole
         return p.Grown(self._lease.id, now.epoch, now.tokens, now.is_whole)
 
     def _patience_s(self, asked: float) -> float:
