@@ -18,9 +18,12 @@ from types import TracebackType
 
 from disagg.errors import ConfigError, DisaggError
 
+OWN_SYSFS = ("unshare", "--mount", "sh", "-c", 'mount -t sysfs sysfs /sys && exec "$@"', "sh")
+"""Before the command of a program that looks for network devices in /sys (UCX does): it then finds
+those of its own network. The program keeps its process id."""
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _THIS = "/proc/thread-self/ns/net"
-_TOOLS = ("ip", "tc")
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
 _COMMAND_S = 10
 # With frames of 1500 bytes, headers would take 4 % of the link's bytes.
 _MTU = 9000
@@ -98,7 +101,10 @@ class Link:
 
     def __init__(self) -> None:
         if missing := [name for name in _TOOLS if shutil.which(name) is None]:
-            raise DisaggError(f"not installed: {', '.join(missing)}; apt install iproute2")
+            packages = sorted({_TOOLS[name] for name in missing})
+            raise DisaggError(
+                f"not installed: {', '.join(missing)}; apt install {' '.join(packages)}"
+            )
         with ExitStack() as undo:
             first, second = self.networks = (_open(undo), _open(undo))
             with first.inside():

@@ -58,9 +58,11 @@ class Started(Protocol):
         ...
 
 
-def spawn(args: Sequence[str], env: dict[str, str], log: Path) -> Started:
-    """Start vLLM's server with these arguments, as in its documentation."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *args]
+def spawn(
+    args: Sequence[str], env: dict[str, str], log: Path, before: Sequence[str] = ()
+) -> Started:
+    """Start vLLM's server with these arguments, as in its documentation. before: of its command."""
+    command = [*before, sys.executable, "-m", "vllm.entrypoints.openai.api_server", *args]
     with log.open("wb") as out:
         return subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True

@@ -4,19 +4,18 @@ The prefill engine computes a prompt in steps. Each engine is on a network of it
 between the two carries the KV cache at a given rate. The bench reaches both by loopback, which is
 not slowed. The ways, each with a fresh prompt in every repeat:
 
-- prefill alone: a plain request to the prefill engine, without a handoff.
+- prefill alone: a plain request to the prefill engine, without a handoff, before each handoff.
 - serial: the prefill leg, then the decode leg, which fetches the KV cache.
 - streamed: both legs at once; decode fetches each step's KV while the next one is computed.
 
-The time of a way runs from the prefill request to decode's first token. `--link auto` makes the
-transfer take as long as prefill alone, so `serial` takes twice that time, and `streamed` at best
-one step's share more than it. Two engines run at a time.
+The time of a way runs from the prefill request to decode's first token. With `--link auto` the
+transfer takes as long as the prefill alone just before, so `serial` takes at best twice that time,
+and `streamed` one step's share more than it. Two engines run at a time.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,10 +27,10 @@ from rich.console import Console
 
 from disagg.bench.first_token import link_report as report
 from disagg.bench.first_token.link_engines import BLOCK, Engines, running
-from disagg.bench.first_token.link_report import Case, Sample
+from disagg.bench.first_token.link_report import Sample
 from disagg.bench.first_token.pairs import SHOWN, Pair, example, nixl, ours, random_prompt
 from disagg.bench.results import Output
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, StartupError
 from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
 from disagg.testing.network import Link, bits_per_s
@@ -135,25 +134,17 @@ def run(plan: LinkPlan, output: Output) -> int:
         bench = Bench(plan, link, Path(stack.enter_context(own)), console)
         bench.measure()
     auto = plan.paced and plan.rate is None
-    rows = report.rows(bench.samples, bench.cases, auto=auto)
+    rows = report.rows(bench.samples, plan.bytes, auto=auto)
     wrong = sum(not sample.right for sample in bench.samples)
-    title = f"First token of {plan.tokens:,} tokens ({plan.bytes / 1e6:.0f} MB), medians"
-    if plan.paced:
-        rates = "; ".join(f"{one.steps} steps: {one.shown}" for one in bench.cases.values())
-        title += f", over a link ({rates})"
-    else:
-        title += f", over {plan.transport}"
+    way = "a slow link" if plan.paced else plan.transport
+    title = f"First token of {plan.tokens:,} tokens ({plan.bytes / 1e6:.0f} MB) over {way}, medians"
     show_table(report.table(rows, title), keys=3)
     for note in bench.notes:
         console.print(note)
     console.print(f"{len(bench.samples)} answers, {wrong} with other tokens than prefill's own")
     output.write(
         "handoff-link" if plan.paced else f"handoff-steps-{plan.transport}",
-        {
-            "rows": rows,
-            "samples": [asdict(sample) for sample in bench.samples],
-            "bits_per_s": {str(steps): case.rate for steps, case in bench.cases.items()},
-        },
+        {"rows": rows, "samples": [asdict(sample) for sample in bench.samples]},
         report.tables(rows, title),
         report.targets(rows, wrong, paced=plan.paced),
     )
@@ -166,8 +157,6 @@ class Bench:
     def __init__(self, plan: LinkPlan, link: Link | None, folder: Path, console: Console) -> None:
         self.plan, self.link, self.folder, self.console = plan, link, folder, console
         self.samples: list[Sample] = []
-        self.cases: dict[int, Case] = {}
-        """By number of steps."""
         self.notes: list[str] = []
         self._generator = random.Random(1)
 
@@ -178,14 +167,23 @@ class Bench:
             self._one(ours(self.plan.transport, self.folder), steps)
             for pair in peers.values():
                 if pair.hands_params:
-                    self._one(pair, steps)
+                    self._peer(pair, steps)
         for pair in peers.values():
             if not pair.hands_params:
                 # It stores only a part of a prompt that is computed in steps, and its reader dies.
-                self._one(pair, 1)
+                self._peer(pair, 1)
+
+    def _peer(self, pair: Pair, steps: int) -> None:
+        """A peer that does not run here costs no other's figures."""
+        try:
+            self._one(pair, steps)
+        except StartupError as error:
+            self.notes.append(f"{_label(pair, steps)}: not measured: {error}")
+            self.console.print(self.notes[-1])
+            self.console.print(error.log_tail, markup=False)
 
     def _one(self, pair: Pair, steps: int) -> None:
-        label = f"{SHOWN[pair.name]}, {steps} {'step' if steps == 1 else 'steps'}"
+        label = _label(pair, steps)
         args = ("--max-num-batched-tokens", str(self.plan.tokens // steps), "--max-num-seqs", "16")
         began = time.monotonic()
         self.console.print(f"{label}: starting its two engines")
@@ -194,10 +192,9 @@ class Bench:
             for length in (_BARELY, self.plan.tokens):  # first passes and handoffs include set-up
                 engines.alone(self._prompt(length))
                 engines.serial(self._prompt(length))
-            if pair.name == "ours":
-                self._pace(engines, steps, label)
-                if engines.invitation is None:
-                    self.notes.append(f"{label}: {_NO_STREAM}")
+            if pair.name == "ours" and engines.invitation is None:
+                self.notes.append(f"{label}: {_NO_STREAM}")
+                self.console.print(self.notes[-1])
             for number in range(self.plan.repeats + 1):
                 taken = self._round(engines, steps)
                 if number:  # the first round warms the link
@@ -205,24 +202,13 @@ class Bench:
                 shown = ", ".join(str(sample) for sample in taken)
                 self.console.print(f"{label}, {number}/{self.plan.repeats}: {shown}")
 
-    def _pace(self, engines: Engines, steps: int, label: str) -> None:
-        """Give the link its rate, also for the peers that follow with as many steps."""
-        case = self.cases[steps] = Case(steps, self.plan.bytes, None)
-        if self.link is None:
-            return
-        rate = self.plan.rate
-        if rate is None:
-            alone = [engines.alone(self._prompt(self.plan.tokens)) for _ in range(3)]
-            rate = round(self.plan.bytes * 8 / statistics.median(alone))
+    def _paced(self, pair: Pair, alone_s: float) -> int | None:
+        """Give the link its rate for the next handoff, as fast as prefill was just before."""
+        if self.link is None or not pair.hands_params:
+            return None
+        rate = self.plan.rate or round(self.plan.bytes * 8 / min(alone_s, _MOST_TRANSFER_S))
         self.link.pace(rate)
-        case.rate = rate
-        if case.transfer_s > _MOST_TRANSFER_S:
-            text = f"prefill takes {case.transfer_s:.0f} s; at most {_MOST_TRANSFER_S:.0f} s"
-            raise ConfigError(f"--lengths: {self.plan.tokens} — {text}")
-        self.console.print(
-            f"{label}: link of {case.shown}; {self.plan.bytes / 1e6:.0f} MB take "
-            f"{case.transfer_s:.2f} s"
-        )
+        return rate
 
     def _round(self, engines: Engines, steps: int) -> list[Sample]:
         """Each way once, with its answer compared with that of the prefill engine."""
@@ -232,11 +218,12 @@ class Bench:
             ways["streamed"] = engines.streamed
         taken = []
         for way, hand in ways.items():
-            alone = engines.alone(self._prompt(self.plan.tokens))  # each time, since machines drift
+            alone = engines.alone(self._prompt(self.plan.tokens))  # each time: machines drift
+            rate = self._paced(engines.pair, alone)
             prompt = self._prompt(self.plan.tokens)
             got = hand(prompt)
             right = got.tokens == engines.computed(prompt, len(got.tokens))
-            taken.append(Sample(name, way, steps, alone, got.first_s, got.prefilled_s, right))
+            taken.append(Sample(name, way, steps, alone, got.first_s, got.prefilled_s, right, rate))
         engines.require_no_failure()
         for file in (self.folder / "example").glob("*/*"):
             file.unlink()  # ExampleConnector never removes its files, and /dev/shm is memory
@@ -244,3 +231,7 @@ class Bench:
 
     def _prompt(self, length: int) -> list[int]:
         return random_prompt(self._generator, length)
+
+
+def _label(pair: Pair, steps: int) -> str:
+    return f"{SHOWN[pair.name]}, {steps} {'step' if steps == 1 else 'steps'}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ import httpx
 
 from disagg.bench.first_token.pairs import Pair
 from disagg.errors import StartupError
-from disagg.testing.network import Link
+from disagg.testing.network import OWN_SYSFS, Link
 from disagg.testing.openai_stream import stream
-from disagg.testing.vllm_server import VllmServer, completion, free_port, token_ids
+from disagg.testing.vllm_server import VllmServer, completion, free_port, spawn, token_ids
 
 BLOCK = 128
 """Tokens; `VllmServer`'s."""
@@ -63,14 +64,19 @@ class Engines:
         """Of the last serial way: what streamed needs. None: this connector has none."""
 
     def alone(self, prompt: list[int]) -> float:
-        """Seconds of a plain request to the prefill engine."""
-        began = time.monotonic()
-        self.computed(prompt, 1)
-        return time.monotonic() - began
+        """Seconds of a plain request to the prefill engine. Decode's is stopped meanwhile, since
+        peers poll, and would take the cores."""
+        self.decode.pause()
+        try:
+            began = time.monotonic()
+            self.computed(prompt, 1)
+            return time.monotonic() - began
+        finally:
+            self.decode.resume()
 
     def computed(self, prompt: list[int], tokens: int) -> list[int]:
         """The prefill engine's own answer."""
-        with self._places[0].inside():
+        with self._places[0].inside(), _explained(self.prefill):
             return token_ids(self.prefill.complete(prompt, max_tokens=tokens))[0]
 
     def serial(self, prompt: list[int]) -> Answer:
@@ -97,7 +103,7 @@ class Engines:
         self, prompt: list[int], more: dict[str, Any], headers: dict[str, str] | None
     ) -> tuple[dict[str, Any] | None, float]:
         """The prefill leg: decode's params, and when it answered."""
-        with self._places[0].inside():
+        with self._places[0].inside(), _explained(self.prefill):
             if not self.pair.hands_params:
                 self.prefill.complete(prompt, max_tokens=1)
                 return None, time.monotonic()
@@ -115,15 +121,14 @@ class Engines:
             own = {name: value for name, value in params.items() if name != _REMOTE_COUNT}
             body["kv_transfer_params"] = own
         first, tokens, usage = 0.0, list[int](), dict[str, Any]()
-        try:
-            with self._places[1].inside():
-                for event in stream(f"{self.decode.url}/v1/completions", body, headers):
-                    for choice in event.get("choices", ()):
-                        first = first or time.monotonic()
-                        tokens += choice.get("token_ids") or ()
-                    usage = event.get("usage") or usage
-        except (RuntimeError, httpx.HTTPError) as error:
-            raise StartupError(f"{self.decode.name}: {error}", self.decode.tail()) from error
+        with self._places[1].inside(), _explained(self.decode):
+            for event in stream(f"{self.decode.url}/v1/completions", body, headers):
+                for choice in event.get("choices", ()):
+                    first = first or time.monotonic()
+                    tokens += choice.get("token_ids") or ()
+                usage = event.get("usage") or usage
+            if not tokens:
+                raise RuntimeError("its answer has no tokens")
         self._require_handed(len(prompt), usage)
         return first, tokens
 
@@ -140,6 +145,15 @@ class Engines:
             failures = self.decode.metrics("disagg_kv_load_failures_total")
         if problems := [name for name, count in failures.items() if count]:
             raise StartupError(f"{self.decode.name}: {', '.join(problems)}", self.decode.tail())
+
+
+@contextmanager
+def _explained(server: VllmServer) -> Iterator[None]:
+    """A request that fails is a StartupError with the end of the engine's log."""
+    try:
+        yield
+    except (RuntimeError, httpx.HTTPError) as error:
+        raise StartupError(f"{server.name}: {error!r}", server.tail()) from error
 
 
 def _same_id(pair: Pair) -> dict[str, str] | None:
@@ -169,7 +183,12 @@ def running(pair: Pair, model: Path, args: Sequence[str], link: Link | None) -> 
             env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = place.address
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
             name = f"{pair.name} {side}"
-            server = VllmServer(name, model.absolute(), None, config, args, "float32", env)
+            if link is not None:
+                env["UCX_NET_DEVICES"] = link.device
+            start = partial(spawn, before=() if link is None else OWN_SYSFS)
+            server = VllmServer(
+                name, model.absolute(), None, config, args, "float32", env, start=start
+            )
             with place.inside():  # so its program starts there
                 servers.append(stack.enter_context(server))
         for server, place in zip(servers, where, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -17,29 +17,13 @@ AIMS = {4: 1.30, 16: 1.10}
 _RATIO, _AFTER = "over prefill alone", "after prefill, ms"
 
 
-@dataclass
-class Case:
-    """One number of steps. rate: of the link in bits per second; None: there is no link."""
-
-    steps: int
-    bytes: int
-    rate: int | None
-
-    @property
-    def transfer_s(self) -> float:
-        """How long the link takes for a prompt's KV cache."""
-        return self.bytes * 8 / self.rate if self.rate else 0.0
-
-    @property
-    def shown(self) -> str:
-        """The link's rate, for people."""
-        return f"{self.rate / 1e6:,.0f} Mbit/s" if self.rate else "no link"
-
-
 @dataclass(frozen=True)
 class Sample:
-    """One handoff, and a plain request to the same prefill engine just before. In seconds from the
-    start: first_s to decode's first token, prefilled_s to the prefill engine's answer."""
+    """One handoff, and a plain request to the same prefill engine just before.
+
+    In seconds from the start: first_s to decode's first token, prefilled_s to the prefill engine's
+    answer. rate: of the link, in bits per second; None: there was none.
+    """
 
     connector: str
     way: str
@@ -48,6 +32,7 @@ class Sample:
     first_s: float
     prefilled_s: float
     right: bool
+    rate: int | None
 
     @property
     def ratio(self) -> float:
@@ -62,26 +47,27 @@ class Sample:
         )
 
 
-def rows(samples: Sequence[Sample], cases: Mapping[int, Case], *, auto: bool) -> list[Row]:
-    """Medians by steps, connector and way, in the order of the samples. auto: whether the transfer
-    takes as long as prefill, for which there are aims."""
+def rows(samples: Sequence[Sample], kv_bytes: int, *, auto: bool) -> list[Row]:
+    """Medians by steps, connector and way, in the order of the samples. kv_bytes: of one prompt.
+    auto: whether the link was as fast as prefill, for which there are aims."""
     groups: dict[tuple[int, str, str], list[Sample]] = {}
     for one in samples:
         groups.setdefault((one.steps, one.connector, one.way), []).append(one)
     found: list[Row] = []
     for (steps, connector, way), ones in groups.items():
-        alone = statistics.median(one.alone_s for one in ones)
-        case = cases.get(steps)
         row: Row = {"steps": steps, "connector": SHOWN[connector], "way": way}
         row["first token, ms"] = _ms([one.first_s for one in ones])
         row[_RATIO] = round(statistics.median(one.ratio for one in ones), 3)
-        if case is not None and case.rate is not None:
-            row["ideal"] = round(ideal(way, steps, case.transfer_s / alone), 2)
+        transfers = [kv_bytes * 8 / one.rate / one.alone_s for one in ones if one.rate]
+        if transfers:
+            row["ideal"] = round(ideal(way, steps, statistics.median(transfers)), 2)
         if auto and way == "streamed" and steps in AIMS:
             row["aim"] = AIMS[steps]
         row["prefill alone, ms"] = _ms([one.alone_s for one in ones])
         row["prefill leg, ms"] = _ms([one.prefilled_s for one in ones])
         row[_AFTER] = _ms([one.first_s - one.prefilled_s for one in ones])
+        if rates := [one.rate for one in ones if one.rate]:
+            row["link, Mbit/s"] = round(statistics.median(rates) / 1e6, 1)
         found.append(row)
     return found
 
