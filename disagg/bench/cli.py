@@ -82,8 +82,8 @@ def handoff(
     steps: Annotated[
         str | None,
         typer.Option(
-            help="Prefill steps of a prompt, comma-separated; with --link by default 4,16. Alone, "
-            "--link auto is meant for tcp, and no link for other transports."
+            help="Prefill steps of a prompt, comma-separated; with --link by default 4,16. Without "
+            "--link: over tcp the same as --link auto, over other transports there is no link."
         ),
     ] = None,
     json: Json = None,
