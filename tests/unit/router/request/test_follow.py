@@ -228,7 +228,7 @@ def test_the_invitation_of_an_engine_that_failed_is_forgotten(
 
 
 def test_a_router_may_be_told_not_to_follow(invited: Callable[..., Setup]) -> None:
-    setup = invited(pairing={"follow": False, "local_prefill_tokens": 0})
+    setup = invited(section={"pairing": {"follow": False, "local_prefill_tokens": 0}})
     assert setup.prefill.gate is not None
     setup.prefill.gate.set()
     assert post(setup, LONG).content == WHOLE
