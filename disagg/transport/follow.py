@@ -1,9 +1,9 @@
 """Following a lease that grows: its final part is fetched while the rest of the prompt is computed.
 
-What was fetched counts only when the producer says that the lease is whole, in the same epoch: then
-the request has kept the blocks in between. An answer before that proves nothing: vLLM may run a
-step that overwrites the blocks before it passes on that the request has lost them. So all that was
-fetched in another epoch is discarded. Once whole, it is a lease like any other.
+What was fetched counts only when the producer's next answer says that the lease is still there, in
+the same epoch: then the request has kept the blocks in between, as the producer hears of a loss
+before the step that could overwrite them. What was fetched in another epoch is discarded. Its last
+answer says that the lease is whole. From then on it is a lease like any other.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ class Followed:
         self._needs_proof = False
 
     def proceed(self, seconds: float, deadline: Deadline) -> bool:
-        """Ask for news, and wait at most `seconds` for them. Returns False if the request began
-        anew: nothing that was fetched counts. Else all of it is right if the lease is whole now.
-        Raises `TransferError`."""
+        """Ask for news, and wait at most `seconds` for them. Returns whether all that was fetched
+        so far is right; if not, the request began anew. Raises `TransferError`."""
         before = self.grown
         message = p.Proceed(before.epoch, before.tokens, seconds)
         self.grown = self._connection.ask(message, p.Grown, deadline)

@@ -316,7 +316,7 @@ class ConsumerWorker:
         ]
 
     def _proceed(self, load: HandoffLoad, leases: Leases, deadline: Deadline) -> bool:
-        """Wait for news of the leases. Returns False if nothing that was fetched counts."""
+        """Wait for news of the leases. Returns whether what was fetched counts."""
         before, is_right = leases.state, True
         while is_right and leases.state == before:
             if self._cancelled[load.request_id].is_set():

@@ -33,8 +33,8 @@ class LeaseGrowth:
         self._thread: threading.Thread | None = None
 
     def add(self, grown: Sequence[Grown]) -> None:
-        """In the model's thread, with the work of a step: before the step is launched or after it,
-        which vLLM decides. So blocks may be overwritten before a new beginning is known."""
+        """In the model's thread, before it launches a step: so before any block that a request has
+        lost can be overwritten."""
         for one in grown:
             if not one.blocks:
                 self._leases.begin_anew(one.lease, one.epoch)
