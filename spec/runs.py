@@ -16,6 +16,7 @@ from spec.handoff import model as handoff
 from spec.handoff import state as handoff_state
 
 CONTENT = "a believed fetch holds its own prompt's content"
+PART = "what is kept of a load that breaks off holds its own prompt's content"
 UNREAD = "no direct read overlaps a free, within the limit"
 UNUSED = "no block is freed while a connection has its lease in use"
 RESET = "after a reset nothing from before is believed"
@@ -98,18 +99,18 @@ MUTANTS = (
     _handoff(handoff.DIRECT, "direct reads have no limit", LEASE_ENDS),
     _handoff(handoff.ASKED, "the use of a lease has no limit", LEASE_ENDS),
     _handoff(handoff.ASKED, "a fetch has no deadline", FETCH_ENDS),
-    _growing(growing.READ, "a new beginning is not noticed", CONTENT),
-    _growing(
-        growing.READ, "a new beginning leaves what was fetched before the last answer", CONTENT
-    ),
+    _growing(growing.HYBRID, "a new beginning is not noticed", CONTENT),
+    _growing(growing.HYBRID, "a hybrid model keeps a part of a load", PART),
+    _growing(growing.READ, "the worker hears of the work after the step", PART),
+    _growing(growing.READ, "what was fetched after the last answer is kept", PART),
     _growing(growing.SHARED, "what is final is believed before the lease is whole", CONTENT),
     _growing(growing.READ, "the last chunk is believed without the producer's answer", CONTENT),
-    _growing(growing.SENT, "a step's own blocks are final", CONTENT),
-    _growing(growing.SHARED, "the first step's blocks are final", CONTENT),
-    _growing(growing.DEVICE, "growth does not wait for the device", CONTENT),
-    _growing(growing.DEVICE, "stale growth counts", CONTENT),
-    _growing(growing.DEVICE, "a new beginning waits for the device", CONTENT),
-    _growing(growing.READ, "an aborted prompt's lease is not ended", LEASE_ENDS),
+    _growing(growing.HYBRID, "a step's own blocks are final", CONTENT),
+    _growing(growing.SHARED, "the first step's blocks are final", PART),
+    _growing(growing.DEVICE, "growth does not wait for the device", PART),
+    _growing(growing.DEVICE, "stale growth counts", PART),
+    _growing(growing.DEVICE, "a new beginning waits for the device", PART),
+    _growing(growing.HYBRID, "an aborted prompt's lease is not ended", LEASE_ENDS),
     _growing(growing.READ, "each answer about a whole lease prolongs its use", LEASE_ENDS),
     _growing(growing.READ, "a follower has no deadline", FETCH_ENDS),
     _engines(engines.SMALL, "no lease is taken back", ANSWERED),

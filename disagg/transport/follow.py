@@ -2,8 +2,11 @@
 
 What was fetched counts only when the producer's next answer says that the lease is still there, in
 the same epoch: then the request has kept the blocks in between, as the producer hears of a loss
-before the step that could overwrite them. What was fetched in another epoch is discarded. Its last
-answer says that the lease is whole. From then on it is a lease like any other.
+before it runs the step that could overwrite them. What was fetched in another epoch is discarded.
+Its last answer says that the lease is whole. From then on it is a lease like any other.
+
+With several KV cache groups vLLM may write to a step's blocks before the producer hears of the step
+(`LeaseGrowth.add`). Then only the answer that the lease is whole counts, as a loss comes before it.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class Followed:
 
     def proceed(self, seconds: float, deadline: Deadline) -> bool:
         """Ask for news, and wait at most `seconds` for them. Returns whether all that was fetched
-        so far is right; if not, the request began anew. Raises `TransferError`."""
+        so far counts; if not, the request began anew. Raises `TransferError`: then what was fetched
+        since the last answer does not count."""
         before = self.grown
         message = p.Proceed(before.epoch, before.tokens, seconds)
         self.grown = self._connection.ask(message, p.Grown, deadline)

@@ -60,11 +60,11 @@ def await_(setup: Setup, state: State) -> Iterator[State]:
         return
     lease = in_table(state)
     if not state.producer.alive:
-        yield computes_locally(state)
+        yield computes_locally(setup, state)
     elif lease is None and not state.producer.past:
         return  # the consumer asks again
     elif lease is None or lease.outcome or is_over(state):
-        yield computes_locally(state)
+        yield computes_locally(setup, state)
     else:
         yield with_consumer(state, phase=ASKING)
 
@@ -83,7 +83,7 @@ def follow(setup: Setup, state: State) -> Iterator[State]:
         return
     lease = in_table(state)
     if lease is None or lease.outcome or is_over(state):
-        yield computes_locally(state)  # also if the producer is dead
+        yield computes_locally(setup, state)  # also if the producer is dead
     else:
         after = with_consumer(state, phase=FOLLOWING, connected=True, session=True, using=True)
         yield _answered(after, keep=False)
@@ -96,28 +96,28 @@ def follow(setup: Setup, state: State) -> Iterator[State]:
     f"{_SESSION}._proceed",
     f"{_SESSION}._grown",
     f"{_LEASES}.progress",
+    f"{_LOAD}.right",
     f"{_LOAD}.begin_anew",
     f"{_WORKER}._proceed",
+    f"{_WORKER}._follow",
 )
 def proceed(setup: Setup, state: State) -> Iterator[State]:
-    """What was fetched counts only in the same epoch."""
+    """What was fetched before counts from now on, if the epoch is the same."""
     consumer, lease = state.consumer, state.producer.lease
     if consumer.phase != FOLLOWING or consumer.is_whole or _is_news(setup, state):
         return
     if not is_linked(state):
-        yield computes_locally(state)
+        yield computes_locally(setup, state)
         return
     assert lease is not None
     if lease.outcome:
-        yield computes_locally(with_consumer(state, using=False))
+        yield computes_locally(setup, with_consumer(state, using=False))
         return
     same = lease.epoch == consumer.epoch or setup.mutant == "a new beginning is not noticed"
     after = _answered(state, keep=same)
-    if setup.mutant == "a new beginning leaves what was fetched before the last answer":
-        proven = len(consumer.seen) if same else consumer.proven
-        after = with_consumer(after, seen=consumer.seen[:proven], proven=proven)
     if after != state:
-        yield after
+        keeps = not setup.hybrid or setup.mutant == "a hybrid model keeps a part of a load"
+        yield with_consumer(after, right=len(after.consumer.seen) if keeps else 0)
 
 
 def _answered(state: State, *, keep: bool) -> State:
@@ -173,12 +173,12 @@ def fetch(setup: Setup, state: State) -> Iterator[State]:
     if consumer.phase != FOLLOWING or not _is_news(setup, state):
         return
     if not is_linked(state):
-        yield computes_locally(state)
+        yield computes_locally(setup, state)
         return
     assert lease is not None
     rows = lease.blocks[len(consumer.seen) : _final(state)]
     if NONE in rows:  # it has begun anew meanwhile
-        yield computes_locally(released(state, ABORTED))
+        yield computes_locally(setup, released(state, ABORTED))
     else:
         yield with_consumer(state, phase=COPYING, rows=rows)
 
@@ -193,7 +193,7 @@ def fetch(setup: Setup, state: State) -> Iterator[State]:
 def copy(setup: Setup, state: State) -> Iterator[State]:
     """It does not notice that its connection has ended, or that the blocks are another's."""
     if state.consumer.phase == COPYING and setup.transport == "read":
-        yield _copied(setup, state) if state.producer.alive else computes_locally(state)
+        yield _copied(setup, state) if state.producer.alive else computes_locally(setup, state)
 
 
 @ACTIONS.add(
@@ -204,7 +204,7 @@ def copy(setup: Setup, state: State) -> Iterator[State]:
 )
 def send(setup: Setup, state: State) -> Iterator[State]:
     if state.consumer.phase == COPYING and setup.transport == "sent":
-        yield _copied(setup, state) if is_linked(state) else computes_locally(state)
+        yield _copied(setup, state) if is_linked(state) else computes_locally(setup, state)
 
 
 def _copied(setup: Setup, state: State) -> State:
@@ -243,7 +243,7 @@ def believes(state: State) -> State:
         wrong = "a believed fetch holds its own prompt's content"
     elif weights != {state.producer.weights}:
         wrong = "after a reset nothing from before is believed"
-    return with_consumer(state, phase=BELIEVED, result="loaded")._replace(wrong=wrong)
+    return with_consumer(state, phase=BELIEVED, right=0, result="loaded")._replace(wrong=wrong)
 
 
 # ---- how it ends ---------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def believes(state: State) -> State:
 def release(setup: Setup, state: State) -> Iterator[State]:
     phase = state.consumer.phase
     if phase == COPIED and not is_linked(state):
-        yield computes_locally(state)
+        yield computes_locally(setup, state)
     elif phase == COPIED:
         after = believes(released(state, FETCHED))
         yield with_consumer(after, phase=DONE, connected=False, session=False)
@@ -273,6 +273,7 @@ def release(setup: Setup, state: State) -> Iterator[State]:
     "time",
     f"{_WORKER}._watch",
     f"{_WORKER}._proceed",
+    f"{_WORKER}._not_right",
     f"{_FOLLOW}.Followed.give_up",
 )
 def give_up(setup: Setup, state: State) -> Iterator[State]:
@@ -281,19 +282,32 @@ def give_up(setup: Setup, state: State) -> Iterator[State]:
     if setup.mutant == "a follower has no deadline" or phase not in _WAITS:
         if phase != COPYING or setup.transport == "read":
             return
-    yield computes_locally(state)
+    yield computes_locally(setup, state)
     if is_linked(state) and state.consumer.using and phase != COPYING:
-        yield computes_locally(released(state, ABORTED))
+        yield computes_locally(setup, released(state, ABORTED))
 
 
-def computes_locally(state: State) -> State:
+def computes_locally(setup: Setup, state: State) -> State:
+    """The whole prompt, or what is not known to be right if a load breaks off."""
+    consumer, wrong = state.consumer, state.wrong
+    right = consumer.right
+    if setup.mutant == "what was fetched after the last answer is kept":
+        right = len(consumer.seen)
+    kept = consumer.seen[:right]
+    weights = {one for one, _ in kept}
+    if [chunk for _, chunk in kept] != list(range(len(kept))) or len(weights) > 1:
+        wrong = "what is kept of a load that breaks off holds its own prompt's content"
+    return _left_behind(state, "local")._replace(wrong=wrong)
+
+
+def _left_behind(state: State, result: str) -> State:
     """The release by the stream's name is sent. It may never arrive."""
     lease, past = state.producer.lease, state.producer.past
     changes_something = not past and (lease is None or not lease.outcome)
     return with_consumer(
         state,
         phase=DONE,
-        result="local",
+        result=result,
         connected=False,
         leaving=changes_something,
         epoch=0,
@@ -301,6 +315,7 @@ def computes_locally(state: State) -> State:
         is_whole=False,
         rows=(),
         seen=(),
+        right=0,
     )
 
 
@@ -321,5 +336,5 @@ def leave(setup: Setup, state: State) -> Iterator[State]:
 def consumer_dies(setup: Setup, state: State) -> Iterator[State]:
     consumer = state.consumer
     if "consumer dies" in setup.can and consumer.alive and consumer.phase not in (IDLE, DONE):
-        gone = computes_locally(state)
-        yield with_consumer(gone, alive=False, leaving=False, result="dead")
+        gone = _left_behind(state, "dead")
+        yield with_consumer(gone, alive=False, leaving=False)

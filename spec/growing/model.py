@@ -24,7 +24,8 @@ DEVICE_SENT = Setup(
 SHARED = Setup("a followed prompt shares a block", frozenset({"share", "abort"}), blocks=3)
 RESET = Setup("a followed prompt and a reset", frozenset({"reset", "cut"}))
 AGAIN = Setup("a followed prompt begins anew twice", frozenset({"cut"}), preemptions=2)
-SETUPS = (READ, SENT, DEVICE, DEVICE_SENT, SHARED, RESET, AGAIN)
+HYBRID = Setup("a followed prompt of a hybrid model", _ALL, hybrid=True)
+SETUPS = (READ, SENT, DEVICE, DEVICE_SENT, SHARED, RESET, AGAIN, HYBRID)
 
 
 def _holds_lease(state: State) -> bool:
@@ -92,5 +93,6 @@ def show(state: State) -> list[str]:
     facts += [f"epoch {one.epoch}, {one.tokens} final"] + ["whole"] * one.is_whole
     facts += [f"copies blocks {one.rows}"] * bool(one.rows)
     facts += [f"has read {one.seen}"] * bool(one.seen)
+    facts += [f"{one.right} confirmed"] * bool(one.right)
     lines.append(f"consumer: {', '.join(filter(None, facts))}")
     return lines

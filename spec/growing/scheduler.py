@@ -8,9 +8,12 @@ from spec.growing.state import (
     ACTIONS,
     CHUNKS,
     ENDED,
+    HEAR,
     OTHER,
+    RUN,
     RUNNING,
     WAITING,
+    ZERO,
     Follows,
     Message,
     Producer,
@@ -89,15 +92,24 @@ def _sent(setup: Setup, state: State, after: Producer, writes: Writes) -> Iterat
     counts = is_scheduled and setup.mutant != "a step's own blocks are final"
     follows, work = _told(setup, after, after.request.computed - counts, is_scheduled)
     work = (*work, *after.pending)
-    for early in (False, True) if writes and work else (False,):
-        yield with_producer(
-            state,
-            request=after.request,
-            follows=follows,
-            is_asked=after.is_asked and not is_scheduled,
-            pending=(),
-            step=Step(early, writes, work),
-        )
+    yield with_producer(
+        state,
+        request=after.request,
+        follows=follows,
+        is_asked=after.is_asked and not is_scheduled,
+        pending=(),
+        step=_step(setup, writes, work),
+    )
+
+
+def _step(setup: Setup, writes: Writes, work: tuple[Message, ...]) -> Step:
+    """vLLM passes the work on (`bind_connector_metadata`) before it runs the step."""
+    parts: tuple[str, ...] = (HEAR, RUN) if writes else (HEAR,)
+    if setup.mutant == "the worker hears of the work after the step":
+        parts = parts[::-1]
+    if setup.hybrid and writes:
+        parts = (ZERO, *parts)
+    return Step(writes, work, parts)
 
 
 def _told(
@@ -129,7 +141,7 @@ def _told(
 def tell(setup: Setup, state: State) -> Iterator[State]:
     producer = state.producer
     if producer.alive and producer.step is None and producer.pending:
-        yield with_producer(state, pending=(), step=Step(False, (), producer.pending))
+        yield with_producer(state, pending=(), step=_step(setup, (), producer.pending))
 
 
 @ACTIONS.add(

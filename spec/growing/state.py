@@ -29,14 +29,17 @@ class Setup:
     """Bounds of one run, and the rule that is missing from it.
 
     transport: read (the consumer reads the blocks itself) or sent. device: a step is launched, and
-    runs later. preemptions: of the prompt, at most. can: faults and events that may happen. mutant:
-    the missing rule, "" for the protocol as it is.
+    runs later. hybrid: with KV cache groups of several kinds, vLLM zeroes and copies a step's new
+    blocks before it passes the step's work on, and keeps no part of a load. preemptions: of the
+    prompt, at most. can: faults and events that may happen. mutant: the missing rule, "" for the
+    protocol as it is.
     """
 
     name: str
     can: frozenset[str]
     transport: str = "read"
     device: bool = False
+    hybrid: bool = False
     preemptions: int = 1
     blocks: int = 2
     mutant: str = ""
@@ -75,15 +78,17 @@ class Message(NamedTuple):
 Writes = tuple[tuple[int, Content], ...]
 
 
-class Step(NamedTuple):
-    """An engine step on its way to the worker. early: vLLM passes the work on before it launches
-    the step (it does so if another connector loads in this step), and not after it. part: how many
-    of both are done."""
+ZERO, HEAR, RUN = "zero", "hear", "run"
 
-    early: bool
+
+class Step(NamedTuple):
+    """An engine step at the worker. left: what it still does of zero (it zeroes and copies the
+    step's blocks), hear (it passes the step's work on) and run (it runs or launches the step), in
+    this order."""
+
     writes: Writes
     work: tuple[Message, ...]
-    part: int = 0
+    left: tuple[str, ...]
 
 
 class Lease(NamedTuple):
@@ -124,8 +129,8 @@ class Consumer(NamedTuple):
     """connected: its end of the connection exists; session: the producer's end does. using: the
     session has the lease in use; silent: it has heard nothing for as long as it waits. epoch,
     tokens, is_whole: of the producer's last answer. rows: blocks that are still to be copied. seen:
-    the chunks that were taken; proven: how many of them a mutant takes for proven. leaving: the
-    release by the stream's name is under way."""
+    the chunks that were taken; right: how many of them an answer has confirmed, so that they are
+    kept if the load breaks off. leaving: the release by the stream's name is under way."""
 
     alive: bool = True
     phase: str = IDLE
@@ -137,8 +142,8 @@ class Consumer(NamedTuple):
     tokens: int = 0
     is_whole: bool = False
     rows: tuple[int, ...] = ()
-    proven: int = 0
     seen: tuple[Content, ...] = ()
+    right: int = 0
     leaving: bool = False
     result: str = ""
 

@@ -8,7 +8,11 @@ from spec.growing.state import (
     ABORTED,
     ACTIONS,
     CHUNKS,
+    HEAR,
     NONE,
+    OTHER,
+    RUN,
+    ZERO,
     Lease,
     Message,
     Producer,
@@ -31,28 +35,36 @@ _NO_BLOCKS = (NONE,) * CHUNKS
 
 
 @ACTIONS.add(
+    "the worker zeroes and copies a step's blocks before it hears of the step's work",
+    "producer",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states",
+)
+def zero(setup: Setup, state: State) -> Iterator[State]:
+    if _does_next(state, ZERO):
+        step = state.producer.step
+        assert step is not None
+        zeros = tuple((block, OTHER) for block, _ in step.writes)
+        yield _writes(setup, _step_goes_on(state), zeros)
+
+
+@ACTIONS.add(
     "the worker runs or launches a step",
     "producer",
     "vllm.v1.worker.gpu_worker.Worker.execute_model",
 )
 def run(setup: Setup, state: State) -> Iterator[State]:
     """On a CPU, a step is done when it returns."""
-    producer = state.producer
-    step = producer.step
-    if not producer.alive or step is None or step.part != int(step.early):
-        return
-    after = _step_goes_on(state)
-    if not step.writes:
-        yield after
-    elif setup.device:
-        yield with_producer(after, device=(*producer.device, step.writes))
-    else:
-        yield with_producer(after, contents=_written(producer, step.writes))
+    if _does_next(state, RUN):
+        step = state.producer.step
+        assert step is not None
+        yield _writes(setup, _step_goes_on(state), step.writes)
 
 
 @ACTIONS.add(
     "the worker of a followed prompt takes a step's work",
     "producer",
+    "disagg.connector.handoff.connector.DisaggConnector.bind_connector_metadata",
+    "disagg.connector.handoff.worker.WorkerHalf.before_step",
     f"{_WORKER}.start",
     f"{_GROWTH}.add",
     f"{_LEASES}.grow",
@@ -62,11 +74,10 @@ def run(setup: Setup, state: State) -> Iterator[State]:
     f"{_LEASES}.revoke",
 )
 def start(setup: Setup, state: State) -> Iterator[State]:
-    producer = state.producer
-    step = producer.step
-    if not producer.alive or step is None or step.part != int(not step.early):
+    if not _does_next(state, HEAR):
         return
-    after = _step_goes_on(state)
+    step, after = state.producer.step, _step_goes_on(state)
+    assert step is not None
     for message in step.work:
         waits = message.kind == "grown" or (
             message.kind == "anew" and setup.mutant == "a new beginning waits for the device"
@@ -79,10 +90,24 @@ def start(setup: Setup, state: State) -> Iterator[State]:
     yield after
 
 
+def _does_next(state: State, part: str) -> bool:
+    step = state.producer.step
+    return state.producer.alive and step is not None and step.left[0] == part
+
+
 def _step_goes_on(state: State) -> State:
     step = state.producer.step
     assert step is not None
-    return with_producer(state, step=step._replace(part=1) if step.part == 0 else None)
+    left = step.left[1:]
+    return with_producer(state, step=step._replace(left=left) if left else None)
+
+
+def _writes(setup: Setup, state: State, writes: Writes) -> State:
+    """At once, or when the device has done what was launched before."""
+    producer = state.producer
+    if setup.device:
+        return with_producer(state, device=(*producer.device, writes))
+    return with_producer(state, contents=_written(producer, writes))
 
 
 def _written(producer: Producer, writes: Writes) -> tuple[tuple[int, int], ...]:

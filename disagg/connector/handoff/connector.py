@@ -134,8 +134,8 @@ class DisaggConnector(LoadConnector[SchedulerHalf, WorkerHalf]):
         return self.worker.address()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        # Before the step runs. `start_load_kv` comes after it: too late to say that its blocks are
-        # no longer another request's, and a step late to say that those before are final.
+        # Before the step runs. `start_load_kv` comes after its launch: too late to say that a lease
+        # has lost its blocks, which the step may overwrite, and a step late to say which are final.
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepWork):
             self.worker.before_step(connector_metadata)

@@ -127,8 +127,9 @@ class ConsumerWorker:
         reports = []
         while not self._ended.empty():
             report = self._ended.get_nowait()
-            if self._cancelled.pop(report.request_id).is_set() and report.outcome == "loaded":
-                report = replace(report, outcome="aborted")  # cancelled while it was loading
+            if self._cancelled.pop(report.request_id).is_set():  # while it was loading
+                outcome = "aborted" if report.outcome == "loaded" else report.outcome
+                report = replace(report, outcome=outcome, invalid=())
             reports.append(report)
         return reports
 
@@ -218,7 +219,8 @@ class ConsumerWorker:
             )
 
     def _not_right(self, load: HandoffLoad) -> tuple[int, ...]:
-        """The blocks of a failed load that have to be computed; none if that is all of them."""
+        """The blocks of a failed load that have to be computed, if an answer of the producer has
+        confirmed those before them; none if all have to be."""
         right = self._right.pop(load.request_id, 0)
         return tuple(load.block_ids[right:]) if right and not self._settings.strict else ()
 
@@ -268,8 +270,9 @@ class ConsumerWorker:
                         break
                     hidden = sum(one.num_bytes for one in moved)
                     if self._proceed(load, leases, Deadline.after(limit_s)):
-                        # vLLM keeps a part of a load with one KV cache group only. With several
-                        # ranks, one may not have been asked.
+                        # vLLM keeps a part of a load with one KV cache group only. With several, it
+                        # may also write to blocks before the producer hears of the step
+                        # (`LeaseGrowth.add`). With several ranks, one may not have been asked.
                         if len(load.spans) == len(leases.followed) == 1:
                             self._right[load.request_id] = rest.right()
                     else:
@@ -316,7 +319,7 @@ class ConsumerWorker:
         ]
 
     def _proceed(self, load: HandoffLoad, leases: Leases, deadline: Deadline) -> bool:
-        """Wait for news of the leases. Returns whether what was fetched counts."""
+        """Wait for news of the leases. Returns whether what was fetched before counts."""
         before, is_right = leases.state, True
         while is_right and leases.state == before:
             if self._cancelled[load.request_id].is_set():

@@ -33,8 +33,12 @@ class LeaseGrowth:
         self._thread: threading.Thread | None = None
 
     def add(self, grown: Sequence[Grown]) -> None:
-        """In the model's thread, before it launches a step: so before any block that a request has
-        lost can be overwritten."""
+        """In the model's thread, before it runs or launches a step: so before the step can
+        overwrite blocks that a request has lost.
+
+        With recurrent state, or caches of several precisions, vLLM zeroes and copies new blocks
+        even before this. A consumer keeps no part of such a load.
+        """
         for one in grown:
             if not one.blocks:
                 self._leases.begin_anew(one.lease, one.epoch)

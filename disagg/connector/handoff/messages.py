@@ -142,7 +142,7 @@ class StepWork(KVConnectorMetadata):
 class LoadReport:
     """Worker -> scheduler: one rank's load ended. outcome: loaded, failed or aborted. hidden_bytes:
     those that came while prefill still computed the prompt. invalid: of a load that failed, the
-    blocks that are not right, if those before them are."""
+    blocks that have to be computed, if those before them are right; none if all have to be."""
 
     request_id: str
     outcome: str

@@ -1,7 +1,9 @@
 """Random walks through the model of leases that grow, beside the code's scheduler half and table.
 
-After each step both must agree: what the workers are told, what the lease table has, and what it
-answers a consumer that follows.
+After each step both must agree: what the workers are told and when, what the lease table has, what
+it answers a consumer that follows, and what that consumer keeps if its load breaks off. The code
+hears of a step's work as it does in vLLM: the connector is bound to it before the step, and starts
+its loads after it.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ import pytest
 from unit.connector.handoff.test_block_digests import BLOCK, request
 from unit.connector.handoff.test_consumer_scheduler import FACTS
 from unit.connector.modelless import PREFILL
+from vllm.forward_context import ForwardContext
 from vllm.v1.request import RequestStatus
 
+from disagg.connector.handoff.connector import DisaggConnector
+from disagg.connector.handoff.growing_load import GrowingLoad
 from disagg.connector.handoff.lease_growth import LeaseGrowth
-from disagg.connector.handoff.messages import Grown, StepWork
+from disagg.connector.handoff.messages import Grown, HandoffLoad, SpanGrowth, StepWork
 from disagg.connector.handoff.producer_scheduler import ProducerScheduler
 from disagg.connector.handoff.producer_worker import ProducerWorker
+from disagg.connector.handoff.worker import WorkerHalf
 from disagg.errors import LeaseGone
 from disagg.transport.control.client import Endpoint
 from disagg.transport.control.lease import Lease, LeaseTable
@@ -29,6 +35,7 @@ from spec.growing.state import (
     ABORTED,
     ASKING,
     CHUNKS,
+    COPIED,
     COPYING,
     DONE,
     FETCHED,
@@ -42,6 +49,9 @@ from spec.growing.state import (
 from spec.growing.worker import in_table, is_over
 
 STREAM = b"stream"
+OURS = list(range(70, 70 + CHUNKS))  # the consumer's blocks
+GROWTH = (SpanGrowth(before=0, unit=BLOCK, block=BLOCK),)
+LOAD = HandoffLoad("r", -1, [], ([1], [1]), BLOCK, ((0, CHUNKS),), 0, OURS, growth=GROWTH)
 _CAN = frozenset({"abort", "cut", "consumer dies"})
 SETUPS = [
     Setup("read", _CAN),
@@ -50,6 +60,7 @@ SETUPS = [
     Setup("shared", _CAN | {"share"}, blocks=3),
     Setup("reset", frozenset({"cut", "reset"})),
     Setup("again", _CAN, preemptions=3, device=True),
+    Setup("hybrid", _CAN, hybrid=True),
 ]
 
 
@@ -83,6 +94,9 @@ class Code:
         self.growth = Late(self.table) if setup.device else LeaseGrowth(self.table, None)
         self.worker = ProducerWorker.__new__(ProducerWorker)  # without a port
         self.worker._leases, self.worker._growth = self.table, self.growth
+        self.connector = DisaggConnector.__new__(DisaggConnector)  # without a model
+        self.connector._worker = WorkerHalf.__new__(WorkerHalf)
+        self.connector._worker.producer, self.connector._worker.consumer = self.worker, None
         facts = replace(FACTS, step_tokens=BLOCK)
         self.half = ProducerScheduler(facts, b"a secret", 1e6)
         self.half.set_workers([Endpoint("127.0.0.1", 1, "life-1")], [1])
@@ -93,13 +107,16 @@ class Code:
         self.blocks: tuple[int, ...] = ()
         self.work, self.prompt = StepWork(), b""
         self.held: Lease | None = None
+        self.keeps_part = not setup.hybrid
+        self.load, self.right = GrowingLoad(LOAD), 0
         self.steps: dict[str, Callable[[State, State], None]] = {
             "vLLM schedules a step of the prompt, or of others": self.schedule,
             "a step without the prompt tells the workers how it ended": self.tell,
             "the prefill that is followed ends and is granted its lease": self.finish,
             "the prefill that is followed is aborted": self.abort,
             "the producer of a followed prompt is reset": self.reset,
-            "the worker of a followed prompt takes a step's work": self.start,
+            "the worker of a followed prompt takes a step's work": self.hear,
+            "the worker runs or launches a step": self.run,
             "a thread that waited for the device lets a lease grow": self.grow_late,
             "the producer gives the blocks of a lease that grew back": self.take_ended,
             "the deadline of a lease that grew passes": self.deadline_passes,
@@ -157,8 +174,13 @@ class Code:
 
     # ---- its worker ------------------------------------------------------------------------
 
-    def start(self, before: State, after: State) -> None:
-        self.worker.start(self.work)
+    def hear(self, before: State, after: State) -> None:
+        self.connector.bind_connector_metadata(self.work)
+
+    def run(self, before: State, after: State) -> None:
+        self.connector.start_load_kv(
+            ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
+        )
 
     def grow_late(self, before: State, after: State) -> None:
         assert isinstance(self.growth, Late)
@@ -191,6 +213,7 @@ class Code:
                 self.table.follow(STREAM, self.prompt)
             return
         self.held = self.table.follow(STREAM, self.prompt)
+        self.load, self.right = GrowingLoad(LOAD), 0
         self._is_answered(NONE, 0, after)
 
     def proceed(self, before: State, after: State) -> None:
@@ -200,6 +223,11 @@ class Code:
         assert held is not None
         if after.consumer.phase != DONE:
             self._is_answered(consumer.epoch, consumer.tokens, after)
+            if after.consumer.epoch == consumer.epoch:
+                self.right = self.load.right() if self.keeps_part else 0
+            else:
+                self.load.begin_anew()
+                self.right = 0
             return
         with pytest.raises(LeaseGone):
             self.table.progress(held, consumer.epoch, consumer.tokens * BLOCK, 0)
@@ -218,6 +246,9 @@ class Code:
         assert held is not None
         final = CHUNKS if consumer.is_whole else consumer.tokens
         rows = held.block_ids[len(consumer.seen) : final]
+        chunk = self.load.take(consumer.tokens * BLOCK, is_whole=consumer.is_whole)
+        assert chunk is not None
+        assert chunk.block_ids == OURS[len(consumer.seen) : final]
         assert (NONE in rows) == (after.consumer.phase != COPYING)
         if NONE in rows:
             self._release(ABORTED)
@@ -242,6 +273,8 @@ class Code:
     # ---- what must agree -------------------------------------------------------------------
 
     def agrees(self, state: State) -> None:
+        if state.consumer.phase in (FOLLOWING, COPYING, COPIED):
+            assert self.right == state.consumer.right
         self.table.check_integrity()
         assert (STREAM in self.table._past) == state.producer.past
         held, lease = self.table._leases.get(0), in_table(state)

@@ -20,6 +20,7 @@ from disagg.connector.handoff.messages import (
     HandoffLoad,
     LeaseMessage,
     LoadReport,
+    SpanGrowth,
     StepWork,
 )
 from disagg.connector.handoff.producer_worker import ProducerWorker
@@ -228,6 +229,39 @@ def test_loads_that_are_cancelled(engines: Engines) -> None:
     assert consumer.report("waits") == LoadReport("waits", "aborted", "none", 0, 0.0)
     assert consumer.worker._cancelled == {}
     until(lambda: producer.ended == ["fetched", "aborted"])
+
+
+def breaks_off(engines: Engines, producer: Producer, consumer: Consumer) -> None:
+    """A load of a prompt that ends while it is computed. An answer has confirmed its first block;
+    the second came after the last answer."""
+    leases, growth = producer.worker._leases, (SpanGrowth(0, TOKENS, TOKENS),)
+    leases.grow(1, "followed", b"stream", b"prompt", len(THEIRS))
+    leases.extend(1, 0, [(0, THEIRS[:1])], TOKENS)
+    grows = load([producer], lease=-1, stream=b"stream", prompt=b"prompt", growth=growth)
+    consumer.loads(grows)
+    until(consumer.worker.take_moved)
+    leases.extend(1, 0, [(1, THEIRS[1:])], 2 * TOKENS)
+    until(consumer.worker.take_moved)
+    leases.stop(1)
+    until(lambda: not consumer.worker._ended.empty())
+    for region, layer in zip(consumer.cache.blocks.regions, engines.whole, strict=True):
+        assert region.memory[OURS].equal(layer[THEIRS])
+
+
+def test_a_load_that_breaks_off_keeps_what_an_answer_has_confirmed(engines: Engines) -> None:
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    breaks_off(engines, producer, consumer)
+    report = consumer.report()
+    assert (report.outcome, report.reason, report.invalid) == ("failed", "lease_gone", (OURS[1],))
+
+
+def test_a_load_that_breaks_off_keeps_nothing_if_it_is_cancelled(engines: Engines) -> None:
+    """Perhaps by a reset, after it ended and before that was reported."""
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    breaks_off(engines, producer, consumer)
+    consumer.worker.start(StepWork(cancels=["r"]))
+    report = consumer.report()
+    assert (report.outcome, report.invalid) == ("failed", ())
 
 
 def test_a_load_that_was_refused_is_reported_as_failed(engines: Engines) -> None:
