@@ -28,7 +28,7 @@ from disagg.connector.handoff.messages import (
 from disagg.connector.handoff.per_peer_threads import PerPeerThreads
 from disagg.connector.handoff.rank import RankCache, WorkerRank
 from disagg.connector.handoff.settings import ConnectorSettings
-from disagg.errors import PeerLost, PeerRefused, TransferError
+from disagg.errors import LeaseGone, PeerLost, PeerRefused, TransferError
 from disagg.safe_logging import foreign
 from disagg.transport import fetch as handoff
 from disagg.transport.base import FetchJob, Receiver
@@ -286,7 +286,9 @@ class ConsumerWorker:
                 for one in leases.followed:
                     one.end(Deadline.after(limit_s), fetched)
                 self._right.pop(load.request_id, None)
-            except (TransferError, _Cancelled):
+            except (TransferError, _Cancelled) as error:
+                if isinstance(error, LeaseGone):
+                    self._right.pop(load.request_id, None)  # prefill may have new weights
                 self._release([one.endpoint for one in requests], _name(load))
                 raise
         return self._total(load, moved), hidden

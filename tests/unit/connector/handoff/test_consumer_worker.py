@@ -231,9 +231,11 @@ def test_loads_that_are_cancelled(engines: Engines) -> None:
     until(lambda: producer.ended == ["fetched", "aborted"])
 
 
-def breaks_off(engines: Engines, producer: Producer, consumer: Consumer) -> None:
-    """A load of a prompt that ends while it is computed. An answer has confirmed its first block;
-    the second came after the last answer."""
+def breaks_off(
+    engines: Engines, producer: Producer, consumer: Consumer, *, dies: bool = True
+) -> None:
+    """A load of a prompt whose producer dies while it is computed, or whose lease ends. An answer
+    has confirmed its first block; the second came after the last answer."""
     leases, growth = producer.worker._leases, (SpanGrowth(0, TOKENS, TOKENS),)
     leases.grow(1, "followed", b"stream", b"prompt", len(THEIRS))
     leases.extend(1, 0, [(0, THEIRS[:1])], TOKENS)
@@ -242,7 +244,10 @@ def breaks_off(engines: Engines, producer: Producer, consumer: Consumer) -> None
     until(consumer.worker.take_moved)
     leases.extend(1, 0, [(1, THEIRS[1:])], 2 * TOKENS)
     until(consumer.worker.take_moved)
-    leases.stop(1)
+    if dies:
+        producer.worker.close()
+    else:
+        leases.stop(1)
     until(lambda: not consumer.worker._ended.empty())
     for region, layer in zip(consumer.cache.blocks.regions, engines.whole, strict=True):
         assert region.memory[OURS].equal(layer[THEIRS])
@@ -252,7 +257,15 @@ def test_a_load_that_breaks_off_keeps_what_an_answer_has_confirmed(engines: Engi
     (producer,), (consumer,) = engines.produces(), engines.consumes()
     breaks_off(engines, producer, consumer)
     report = consumer.report()
-    assert (report.outcome, report.reason, report.invalid) == ("failed", "lease_gone", (OURS[1],))
+    assert (report.outcome, report.reason, report.invalid) == ("failed", "peer_lost", (OURS[1],))
+
+
+def test_a_load_whose_lease_ends_keeps_nothing(engines: Engines) -> None:
+    """The producer may have been reset, for new weights."""
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    breaks_off(engines, producer, consumer, dies=False)
+    report = consumer.report()
+    assert (report.outcome, report.reason, report.invalid) == ("failed", "lease_gone", ())
 
 
 def test_a_load_that_breaks_off_keeps_nothing_if_it_is_cancelled(engines: Engines) -> None:
