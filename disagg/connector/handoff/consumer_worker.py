@@ -264,6 +264,7 @@ class ConsumerWorker:
                         limit_s = min(limit_s, _ANEW_S)
                         rest.begin_anew()
                         moved.clear()
+                        hidden = 0
                 # The connections are needed until the leases are released.
                 fetched.push(until_reported.pop_all())
                 for one in leases.followed:
