@@ -6,6 +6,7 @@ reference: vLLM 0.32 alone answers otherwise on a CPU (disagg/engine/vllm_patche
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from transformers.models.deepseek_v2 import DeepseekV2Config
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import running, transfer
+from engine.followed import check_followed
 from engine.windows import SIZES, make
 
 LAYERS, BLOCK = 2, 16  # vLLM's CPU_MLA has blocks of 16 tokens alone
@@ -65,6 +67,7 @@ def engines(
     make(config, folder / "model")
     args: tuple[str, ...] = ("--max-model-len", "4096", "--attention-backend", "CPU_MLA")
     args += ("--num-gpu-blocks-override", "1024")
+    args += ("--max-num-batched-tokens", "256", "--max-num-seqs", "16")
     env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp"))}
 
     def server(ranks: int) -> VllmServer:
@@ -101,6 +104,16 @@ def test_exact_between_sizes(engines: Engines, prompt: Prompt, way: str, length:
         if moved:
             break  # or it came too late and was computed, which is right as well
     assert moved == -(-length // BLOCK) * BLOCK_BYTES * ranks
+
+
+@pytest.mark.parametrize("way", ["1-to-2", "2-to-1"])
+def test_followed(engines: Engines, prompt: Prompt, way: str) -> None:
+    source, target = engines.one, engines.two
+    if way == "2-to-1":
+        source, target = target, source
+    for length in (17, 1500):
+        ask = functools.partial(prompt, length)
+        check_followed(source, target, ask, lambda ids: [engines.right(ids)], may_fail=True)
 
 
 def test_the_next_turn(engines: Engines, prompt: Prompt) -> None:
