@@ -71,20 +71,23 @@ def handed_off(
 
 def loads(decode: VllmServer) -> float:
     """How many handoffs brought blocks."""
-    samples = decode.metrics("disagg_handoffs")
-    return sum(value for name, value in samples.items() if "outcome=loaded" in name)
+    return _total(decode, "disagg_handoffs", "outcome=loaded")
 
 
 def failures(decode: VllmServer) -> float:
     """How many prompts it computed itself, as their blocks did not come."""
-    samples = decode.metrics("disagg_kv_load_failures")
-    return sum(value for name, value in samples.items() if "_total" in name)
+    return _total(decode, "disagg_kv_load_failures")
 
 
 def hidden(decode: VllmServer) -> float:
     """Bytes that came while their prompts were being computed."""
-    samples = decode.metrics("disagg_handoff_hidden_bytes")
-    return sum(value for name, value in samples.items() if "_total" in name)
+    return _total(decode, "disagg_handoff_hidden_bytes")
+
+
+def _total(decode: VllmServer, family: str, label: str = "") -> float:
+    """Over all labels, or those with this one."""
+    samples = decode.metrics(family).items()
+    return sum(value for name, value in samples if "_total{" in name and label in name)
 
 
 def check_followed(

@@ -41,10 +41,11 @@ from engine.waiting import eventually
 
 ENGINES = ("consumer", "single")
 Prompt = Callable[[int], list[int]]
-N, STEP, BLOCKS = 128, 192, 128
-LONG = 4000
-EARLY, MIDDLE, LATE = 200 / N / BLOCKS, 2000 / N / BLOCKS, 3400 / N / BLOCKS
+N, STEP, BLOCKS = 128, 192, 160
+LONG = 2400
+EARLY, MIDDLE, LATE = (tokens / N / BLOCKS for tokens in (200, 1200, 1900))
 """Shares of the prefill engine's cache that so many tokens of a prompt have."""
+AT = pytest.mark.parametrize("at", [EARLY, MIDDLE, LATE], ids=["early", "middle", "late"])
 STEPS = ("--max-num-batched-tokens", str(STEP), "--max-num-seqs", "16")
 SIZE = ("--num-gpu-blocks-override", str(BLOCKS))
 
@@ -123,7 +124,7 @@ def is_alive(server: VllmServer) -> bool:
 # ---- answers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [2, 127, 128, 129, 192, 193, 1000, 3000])
+@pytest.mark.parametrize("length", [2, 127, 128, 129, 193, 2000])
 @pytest.mark.parametrize("way", WAYS)
 def test_any_length(
     fleet: Fleet, prefill: VllmServer, prompt: Prompt, way: str, length: int
@@ -167,11 +168,11 @@ def test_one_token_is_computed(scene: Scene, prompt: Prompt) -> None:
 
 
 def test_what_either_has_cached_is_used(scene: Scene, prompt: Prompt) -> None:
-    ids, before = prompt(1500), loads(scene.decode)
-    for more in (ids, ids, [*ids, *prompt(900)]):
+    ids, before = prompt(700), loads(scene.decode)
+    for more in (ids, ids, [*ids, *prompt(600)]):
         answer = handed_off(scene.prefill, scene.decode, more, scene.invited)
         assert token_ids(answer) == scene.right(more)
-    known = prompt(1500)
+    known = prompt(700)
     scene.prefill.complete(known)
     longer = [*known, *prompt(600)]
     answer = handed_off(scene.prefill, scene.decode, longer, scene.invited)
@@ -181,20 +182,20 @@ def test_what_either_has_cached_is_used(scene: Scene, prompt: Prompt) -> None:
 
 def test_many_at_once(scene: Scene, prompt: Prompt) -> None:
     """Their steps are shared, and the cache has room for some of them only."""
-    prompts = [prompt(200 + 171 * number) for number in range(12)]
+    prompts = [prompt(200 + 117 * number) for number in range(10)]
     before = loads(scene.decode), failures(scene.decode)
-    with ThreadPoolExecutor(12) as pool:
+    with ThreadPoolExecutor(10) as pool:
         ask = partial(handed_off, scene.prefill, scene.decode, invited=scene.invited)
         answers = [token_ids(answer) for answer in pool.map(ask, prompts)]
     assert answers == [scene.right(ids) for ids in prompts]
-    assert loads(scene.decode) == before[0] + 12
+    assert loads(scene.decode) == before[0] + 10
     assert failures(scene.decode) == before[1]
 
 
 # ---- faults ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [EARLY, MIDDLE, LATE])
+@AT
 def test_prefills_client_leaves(scene: Scene, prompt: Prompt, at: float) -> None:
     ids, before = prompt(LONG), failures(scene.decode)
     first, second = scene.legs(ids)
@@ -205,7 +206,7 @@ def test_prefills_client_leaves(scene: Scene, prompt: Prompt, at: float) -> None
     assert failures(scene.decode) == before + 1
 
 
-@pytest.mark.parametrize("at", [EARLY, MIDDLE, LATE])
+@AT
 def test_decodes_client_leaves(scene: Scene, prompt: Prompt, at: float) -> None:
     """The lease ends with the prompt, and nobody else can fetch it."""
     ids, outcome = prompt(LONG), {"outcome": "aborted"}
@@ -233,12 +234,11 @@ def test_decodes_client_leaves_before_the_prompt_begins(scene: Scene, prompt: Pr
     assert scene.classic(scene.decode, ids, params) == scene.right(ids)
 
 
-@pytest.mark.parametrize("at", [EARLY, MIDDLE, LATE])
-def test_prefill_pauses(scene: Scene, prompt: Prompt, at: float) -> None:
+def test_prefill_pauses(scene: Scene, prompt: Prompt) -> None:
     """For as long as decode answers somebody else."""
     ids, other = prompt(LONG), prompt(300)
     first, second = scene.legs(ids)
-    with held_at(scene.prefill, at):
+    with held_at(scene.prefill, MIDDLE):
         scene.prefill.pause()
         try:
             assert token_ids(scene.decode.complete(other)) == scene.right(other)
@@ -263,9 +263,12 @@ def test_prefill_pauses_for_long(scene: Scene, prompt: Prompt) -> None:
     scene.end(ids, first)
 
 
-@pytest.mark.parametrize("at", [EARLY, MIDDLE, LATE])
-@pytest.mark.parametrize("anew", [False, True], ids=["goes-on", "begins-anew"])
-def test_prefills_cache_is_reset(scene: Scene, prompt: Prompt, at: float, anew: bool) -> None:
+@pytest.mark.parametrize(
+    ("anew", "at"),
+    [(False, MIDDLE), (True, EARLY), (True, LATE)],
+    ids=["goes-on-middle", "anew-early", "anew-late"],
+)
+def test_prefills_cache_is_reset(scene: Scene, prompt: Prompt, anew: bool, at: float) -> None:
     ids = prompt(LONG)
     first, second = scene.legs(ids)
     asked = f"/reset_prefix_cache?reset_external=true&reset_running_requests={anew}"
@@ -306,7 +309,7 @@ def test_decode_is_asked_first(scene: Scene, prompt: Prompt) -> None:
 
 def test_the_stream_of_another_prompt(scene: Scene, prompt: Prompt) -> None:
     ids, stream = prompt(LONG), secrets.token_hex(16)
-    other = [*ids[:2000], *prompt(2000)]
+    other = [*ids[:1200], *prompt(1200)]
     reason = partial(scene.decode.metric, "disagg_kv_load_failures_total", reason="prompt_mismatch")
     before = reason()
     first = Leg(scene.prefill, prefill_body(ids, stream))
@@ -317,7 +320,11 @@ def test_the_stream_of_another_prompt(scene: Scene, prompt: Prompt) -> None:
     assert first.answer()["choices"]
 
 
-@pytest.mark.parametrize("forge", [lambda t: t[::-1], lambda t: f"AAAA{t[4:]}", lambda t: t[:-8]])
+@pytest.mark.parametrize(
+    "forge",
+    [lambda ticket: ticket[::-1], lambda ticket: f"AAAA{ticket[4:]}", lambda ticket: ticket[:-8]],
+    ids=["reversed", "changed", "cut"],
+)
 def test_a_forged_invitation(scene: Scene, prompt: Prompt, forge: Callable[[str], str]) -> None:
     ids, stream, before = prompt(700), secrets.token_hex(16), failures(scene.decode)
     first = Leg(scene.prefill, prefill_body(ids, stream))
@@ -326,9 +333,11 @@ def test_a_forged_invitation(scene: Scene, prompt: Prompt, forge: Callable[[str]
     assert token_ids(answer) == scene.right(ids)
     assert failures(scene.decode) == before + 1
     # The lease was not hurt.
-    again = prompt(3)
+    again = prompt(300)
     assert scene.classic(scene.decode, ids, first.answer()[PARAMS]) == scene.right(ids)
-    assert token_ids(handed_off(scene.prefill, scene.decode, again)) == scene.right(again)
+    assert token_ids(handed_off(scene.prefill, scene.decode, again, scene.invited)) == scene.right(
+        again
+    )
 
 
 def test_decode_is_killed(scene: Scene, start: Callable[..., VllmServer], prompt: Prompt) -> None:
@@ -346,7 +355,11 @@ def test_decode_is_killed(scene: Scene, start: Callable[..., VllmServer], prompt
     assert loads(scene.decode) == before + 1
 
 
-@pytest.mark.parametrize(("who", "at"), [("all", EARLY), ("worker", MIDDLE), ("all", LATE)])
+@pytest.mark.parametrize(
+    ("who", "at"),
+    [("all", EARLY), ("worker", LATE)],
+    ids=["all-early", "worker-late"],
+)
 def test_prefill_is_killed(scene: Scene, prompt: Prompt, who: str, at: float) -> None:
     """The next test that needs it starts it again."""
     ids, before = prompt(LONG), failures(scene.decode)
