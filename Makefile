@@ -127,7 +127,7 @@ gpu:
 			tests/transport tests/unit/transport \
 			tests/unit/connector/hidden_states/test_writing.py || exit; \
 		! $$python -c "import vllm" 2>/dev/null || \
-			$$python -m pytest -W default tests/engine/test_on_a_gpu.py || exit; \
+			$$python -m pytest -W default tests/engine/test_on_a_gpu*.py || exit; \
 		exec $$python -m disagg.bench.transfer --device cuda; \
 	done; \
 	echo "no Python here has torch, cupy and a GPU: make install EXTRAS=gpu,dev, or name one" \

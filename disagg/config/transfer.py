@@ -87,6 +87,9 @@ class TransferSection(Section):
     )
     secret_file: LocalPath | None = Field(None, description="File with the deployment's secret")
     strict: bool = Field(False, description="Refuse a request whose KV cache cannot be loaded")
+    stream: bool = Field(
+        True, description="Move blocks while prefill still computes a prompt of several steps"
+    )
 
 
 class HostTierSection(Section):

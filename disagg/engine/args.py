@@ -207,6 +207,7 @@ def _handoff(spec: EngineSpec, host: str) -> dict[str, Any]:
             "host": transfer.host or (None if on_each_node else host),
             "engine_name": spec.name,
             "strict": transfer.strict,
+            "stream": transfer.stream,
         },
     }
 

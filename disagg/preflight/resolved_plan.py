@@ -67,6 +67,7 @@ def _engines(deployment: Deployment) -> dict[str, Any]:
             "lease_limit_s": transfer.lease_limit_s,
             "load_deadline_s": transfer.load_deadline_s,
             "strict": transfer.strict,
+            "stream": transfer.stream,
             "control_channel": f"{transfer.host or '<address of the node>'}:{_ANY_PORT}",
             "secret": _secret_source(deployment),
         },

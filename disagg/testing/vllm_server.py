@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,9 +58,11 @@ class Started(Protocol):
         ...
 
 
-def spawn(args: Sequence[str], env: dict[str, str], log: Path) -> Started:
-    """Start vLLM's server with these arguments, as in its documentation."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *args]
+def spawn(
+    args: Sequence[str], env: dict[str, str], log: Path, before: Sequence[str] = ()
+) -> Started:
+    """Start vLLM's server with these arguments, as in its documentation. before: of its command."""
+    command = [*before, sys.executable, "-m", "vllm.entrypoints.openai.api_server", *args]
     with log.open("wb") as out:
         return subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -69,7 +71,10 @@ def spawn(args: Sequence[str], env: dict[str, str], log: Path) -> Started:
 
 @dataclass
 class VllmServer:
-    """One `vllm.entrypoints.openai.api_server` process and its API."""
+    """One `vllm.entrypoints.openai.api_server` process and its API.
+
+    block_size: tokens; None: vLLM's own choice.
+    """
 
     name: str
     model: Path
@@ -79,6 +84,7 @@ class VllmServer:
     dtype: str = "float32"
     env: dict[str, str] = field(default_factory=dict)
     port: int = 0
+    block_size: int | None = 128
     process: Started | None = None
     start: Callable[[Sequence[str], dict[str, str], Path], Started] = spawn
     _folder: tempfile.TemporaryDirectory[str] | None = None
@@ -98,7 +104,8 @@ class VllmServer:
         self.port = free_port()
         args = ["--model", str(self.model), "--served-model-name", "tiny"]
         args += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
-        args += ["--block-size", "128", "--max-model-len", "16384"]
+        args += ["--block-size", str(self.block_size)] if self.block_size else []
+        args += ["--max-model-len", "16384"]
         args += ["--dtype", self.dtype, "--enable-prompt-tokens-details", *self.args]
         if self.transfer is not None:
             args += ["--kv-transfer-config", json.dumps(self.transfer)]
@@ -178,10 +185,18 @@ class VllmServer:
         answer = self.post("/v1/completions", completion(prompt, **options))
         return _ok(answer)
 
-    def prefill(self, prompt: Any, **options: Any) -> dict[str, Any]:
-        """The kv_transfer_params that the prefill leg answers."""
+    def prefill(
+        self,
+        prompt: Any,
+        *,
+        more: Mapping[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """The kv_transfer_params that the prefill leg answers. more: of those that it asks with."""
         body = completion(prompt, **options) | {"max_tokens": 1, "min_tokens": 0, "n": 1}
-        answer = self.post("/v1/completions", {**body, "kv_transfer_params": REMOTE_DECODE})
+        body["kv_transfer_params"] = {**REMOTE_DECODE, **(more or {})}
+        answer = self.post("/v1/completions", body, headers=headers)
         params: dict[str, Any] = _ok(answer)["kv_transfer_params"]
         return params
 

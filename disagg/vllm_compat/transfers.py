@@ -107,9 +107,14 @@ class CompatConnector(KVConnectorBase_V1):
                     self._invalid_blocks |= blocks
             return results.finished_sending or None, results.finished_recving or None
 
-        def get_block_ids_with_load_errors(self) -> set[int]:
-            invalid, self._invalid_blocks = self._invalid_blocks, set()
-            return invalid
+    def add_invalid_blocks(self, block_ids: Iterable[int]) -> None:
+        """Blocks of a load that came in part; those before them are right. Only with one KV cache
+        group."""
+        self._invalid_blocks.update(block_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
 
 
 def saves_in_idle_steps() -> bool:

@@ -15,12 +15,13 @@ ANSWER = 150
 
 
 class EnginesWithTiers(NamedTuple):
-    """`block_bytes`: of a block of one KV cache group."""
+    """`block_bytes`: of a block of one KV cache group. `transport`: of the handoff beside."""
 
     plain: VllmServer
     first: VllmServer
     second: VllmServer
     block_bytes: int
+    transport: str = "process_memory"
 
     def moved(self, engine: VllmServer, medium: str) -> int:
         """Blocks of a group, by their bytes."""
@@ -35,7 +36,7 @@ class EnginesWithTiers(NamedTuple):
         full: tokens in full blocks before the prompt's last one; kept: blocks of all groups that
         come to be in files; needed: what a load brings of the prompt again, and of the next turn.
         """
-        plain, first, second, _ = self
+        plain, first, second = self[:3]
         ids = prompt(length)
         options, before = {"max_tokens": ANSWER}, files(first)
         reference = plain.complete(ids, **options)
@@ -60,7 +61,7 @@ class EnginesWithTiers(NamedTuple):
 
     def check_under_pressure(self, prompt: Prompt) -> None:
         """Handed over, and continued by either engine, whose own caches hold few of these."""
-        plain, first, second, _ = self
+        plain, first, second = self[:3]
         base = prompt(900)
         prompts = [[*base[: 300 * (i % 4)], *prompt(200 + 150 * i)] for i in range(8)]
         references = [token_ids(plain.complete(ids)) for ids in prompts]
@@ -78,7 +79,7 @@ class EnginesWithTiers(NamedTuple):
             assert all(pool.map(one, range(24)))
         assert loaded() > before
         for engine in (first, second):
-            assert engine.metric("disagg_handoff_bytes_total", transport="process_memory") > 0
+            assert engine.metric("disagg_handoff_bytes_total", transport=self.transport) > 0
             assert eventually(lambda engine=engine: is_idle(engine))
             assert not sum(engine.metrics("disagg_tier_failures").values())
 

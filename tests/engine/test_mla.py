@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.deepseek_v2 import DeepseekV2Config
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import running, transfer
 from engine.followed import check_followed
-from engine.windows import SIZES, make
+from engine.windows import LATENT, ROTATED, make_latent
 
 LAYERS, BLOCK = 2, 16  # vLLM's CPU_MLA has blocks of 16 tokens alone
-LATENT, ROTATED = 512, 64
 BLOCK_BYTES = LAYERS * BLOCK * (LATENT + ROTATED) * 4
 TRIES = 5
 Prompt = Callable[[int], list[int]]
@@ -53,18 +51,7 @@ def engines(
     vllm_server: Callable[..., VllmServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("mla")
-    config = DeepseekV2Config(
-        **SIZES,
-        num_hidden_layers=LAYERS,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=LATENT,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=ROTATED,
-        v_head_dim=128,
-        first_k_dense_replace=LAYERS,
-    )
-    make(config, folder / "model")
+    make_latent(folder / "model", LAYERS)
     args: tuple[str, ...] = ("--max-model-len", "4096", "--attention-backend", "CPU_MLA")
     args += ("--num-gpu-blocks-override", "1024")
     args += ("--max-num-batched-tokens", "256", "--max-num-seqs", "16")

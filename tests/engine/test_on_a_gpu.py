@@ -30,7 +30,11 @@ _ARGS = (
     *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2 << 30)),
     *("--max-num-batched-tokens", "16384"),
 )
-_ENV = {"VLLM_BATCH_INVARIANT": "1", "NCCL_SOCKET_IFNAME": "lo", "DISAGG_SECRET": "of this test"}
+_ENV = {
+    "VLLM_BATCH_INVARIANT": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "DISAGG_SECRET": "of this test, not of others",
+}
 Engines = dict[str, VllmServer]
 
 

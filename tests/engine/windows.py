@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.deepseek_v2 import DeepseekV2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gemma4 import Gemma4TextConfig
 from transformers.models.granitemoehybrid import GraniteMoeHybridConfig
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 
@@ -129,5 +131,40 @@ def make_gated_deltas(folder: Path) -> None:
         moe_intermediate_size=256,
         shared_expert_intermediate_size=256,
         layer_types=["linear_attention"] * STATES + ["full_attention"],
+    )
+    make(config, folder)
+
+
+def make_dense_gated_deltas(folder: Path) -> None:
+    """Qwen3.5: linear attention before full attention, and no mixture of experts."""
+    config = Qwen3_5TextConfig(
+        **SIZES,
+        num_hidden_layers=STATES + 1,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        layer_types=["linear_attention"] * STATES + ["full_attention"],
+    )
+    make(config, folder)
+
+
+LATENT, ROTATED = 512, 64
+
+
+def make_latent(folder: Path, layers: int) -> None:
+    """MLA: one latent of every token for all heads. Without experts."""
+    config = DeepseekV2Config(
+        **SIZES,
+        num_hidden_layers=layers,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=LATENT,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=ROTATED,
+        v_head_dim=128,
+        first_k_dense_replace=layers,
     )
     make(config, folder)

@@ -56,10 +56,14 @@ def start_parallel_groups() -> None:
 
 
 def registered(
-    model: Mapping[str, Any], mode: TorchFunctionMode, connector: Mapping[str, Any], **args: Any
+    model: Mapping[str, Any],
+    mode: TorchFunctionMode,
+    connector: Mapping[str, Any],
+    blocks: int = BLOCKS,
+    **args: Any,
 ) -> Registered:
-    """model: the content of its `config.json`. connector: vLLM's `kv_transfer_config`. args: of
-    vLLM's engine."""
+    """model: the content of its `config.json`. connector: vLLM's `kv_transfer_config`. blocks: of
+    the cache. args: of vLLM's engine."""
     from vllm.config import KVTransferConfig, set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
@@ -76,7 +80,7 @@ def registered(
         ).create_engine_config()
         with set_current_vllm_config(config):
             backends, specs = _layers(config, mode)
-            return _cache(config, backends, specs)
+            return _cache(config, backends, specs, blocks)
 
 
 def _layers(config: Any, mode: TorchFunctionMode) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -105,7 +109,9 @@ def _layers(config: Any, mode: TorchFunctionMode) -> tuple[dict[str, Any], dict[
     return backends, specs
 
 
-def _cache(config: Any, backends: Mapping[str, Any], specs: dict[str, Any]) -> Registered:
+def _cache(
+    config: Any, backends: Mapping[str, Any], specs: dict[str, Any], blocks: int
+) -> Registered:
     from vllm.v1.attention.backends.utils import (
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,
@@ -117,7 +123,7 @@ def _cache(config: Any, backends: Mapping[str, Any], specs: dict[str, Any]) -> R
     managers.register_all_kvcache_specs(config)
     readable = get_supported_kv_cache_layouts(dict.fromkeys(backends[name] for name in specs))
     layout = resolve_kv_cache_layout(config, [[one.name for one in readable]], list(specs.values()))
-    config.cache_config.num_gpu_blocks_override = BLOCKS
+    config.cache_config.num_gpu_blocks_override = blocks
     length, config.model_config.max_model_len = config.model_config.max_model_len, 16
     kv_cache_utils._check_enough_kv_cache_memory = lambda *args, **kwargs: None
     (cache,) = kv_cache_utils.get_kv_cache_configs(config, [copy.copy(specs)], [_MEMORY_BYTES])

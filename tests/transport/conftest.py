@@ -22,7 +22,7 @@ from disagg.transport.nixl.settings import is_installed
 KINDS: dict[TransportName, tuple[str, ...]] = {
     "cuda_ipc": ("cuda", "emulated", "emulated" + ASKED),
     "nccl": ("cuda", "emulated"),
-    "nixl": ("cpu", "cpu" + ASKED),
+    "nixl": ("cpu", "cpu" + ASKED, "cuda"),
     "process_memory": ("cpu", "cpu" + ASKED),
     "tcp": ("cpu", "cuda", "emulated"),
     "shared_storage": ("cpu", "cuda", "emulated"),

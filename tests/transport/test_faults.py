@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transport import caches
 from transport.caches import PLAIN, Shape
-from transport.pairs import MakePair, Start
+from transport.pairs import MakePair, Pair, Start
 from transport.worker import Act, Order, Remote, is_stopped, wait_until
 
 from disagg.errors import PeerLost, TransferError
@@ -36,6 +36,12 @@ def consumer(start: Start) -> Callable[..., Remote]:
         return worker
 
     return make
+
+
+def meet(pair: Pair, worker: Remote) -> None:
+    """Fetch once: to join NCCL, or to open a GPU's memory, may take longer than a short lease."""
+    pair.producer.call("grant", 0, [0])
+    worker.call("fetch", pair.order(0, [0]))
 
 
 @pytest.mark.parametrize("met", [False, True], ids=["never-met", "connected"])
@@ -103,14 +109,15 @@ def test_consumer_dies_around_the_read(
     make_pair: MakePair, consumer: Callable[..., Remote], when: str
 ) -> None:
     pair, victim = make_pair(), consumer()
-    pair.producer.call("grant", 0, [1, 2], 1)
-    victim.start("fetch", pair.order(0, [3, 4], **{when: KILL}))
+    meet(pair, victim)
+    pair.producer.call("grant", 1, [1, 2], 1)
+    victim.start("fetch", pair.order(1, [3, 4], **{when: KILL}))
     with pytest.raises(EOFError):
         victim.result(10)
     assert pair.nothing_held()
-    assert pair.producer.call("outcome", 0) == "expired"
-    pair.producer.call("grant", 1, [1, 2])
-    pair.fetch(1, [5, 6])
+    assert pair.producer.call("outcome", 1) == "expired"
+    pair.producer.call("grant", 2, [1, 2])
+    pair.fetch(2, [5, 6])
     assert pair.is_right([1, 2], [5, 6])
 
 
@@ -128,15 +135,17 @@ def test_consumer_dies_at_any_time(
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_consumer_stopped_for_longer_than_its_lease(
-    make_pair: MakePair, consumer: Callable[..., Remote], when: str
+    make_pair: MakePair, consumer: Callable[..., Remote], way: tuple[str, str], when: str
 ) -> None:
     """The producer's blocks are given away and overwritten meanwhile."""
-    pair, sleeper = make_pair(use_limit_s=0.4), consumer()
-    pair.producer.call("grant", 0, [1, 2], 1, scribble=True)
-    sleeper.start("fetch", pair.order(0, [3, 4], **{when: STOP}))
+    use_limit_s = 3 if way[1] == "cuda" else 0.4  # NCCL joins amid the first use
+    pair, sleeper = make_pair(use_limit_s=use_limit_s), consumer()
+    meet(pair, sleeper)
+    pair.producer.call("grant", 1, [1, 2], 1, scribble=True)
+    sleeper.start("fetch", pair.order(1, [3, 4], **{when: STOP}))
     assert wait_until(lambda: is_stopped(sleeper.pid), 10)
     assert pair.nothing_held()
-    assert pair.producer.call("outcome", 0) == "expired"
+    assert pair.producer.call("outcome", 1) == "expired"
     assert set(pair.producer.call("prompts", [1, 2])[0].flat) == {caches.SCRIBBLE}
     sleeper.signal(CONTINUE)
     began = time.monotonic()
@@ -250,11 +259,12 @@ def test_a_lease_in_use_outlives_its_time(
     make_pair: MakePair, consumer: Callable[..., Remote]
 ) -> None:
     pair, sleeper = make_pair(use_limit_s=10), consumer()
-    pair.producer.call("grant", 0, [1, 2], 1, scribble=True)
-    sleeper.start("fetch", pair.order(0, [3, 4], before=STOP))
+    meet(pair, sleeper)
+    pair.producer.call("grant", 1, [1, 2], 1, scribble=True)
+    sleeper.start("fetch", pair.order(1, [3, 4], before=STOP))
     assert wait_until(lambda: is_stopped(sleeper.pid), 10)
     time.sleep(1.2)
-    assert pair.producer.call("outcome", 0) is None
+    assert pair.producer.call("outcome", 1) is None
     sleeper.signal(CONTINUE)
     sleeper.result(10)
     expected = caches.prompts(pair.original(), [1, 2])

@@ -69,11 +69,24 @@ def measure(plan: TransferPlan, ends: Ends, *, with_peer: bool, output: Output) 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(_folder()))
         bench = _Bench(plan, ends, folder, stack)
-        if with_peer:
-            bench.start_peers(lambda text: console.print(text, markup=False))
-        _measure(bench, plan, samples, console)
+        try:
+            if with_peer:
+                bench.start_peers(lambda text: console.print(text, markup=False))
+            _measure(bench, plan, samples, console)
+        except (KeyboardInterrupt, SystemExit):
+            console.print(f"ended while {bench.doing}; so far:", markup=False)
+            show(_report(bench, plan, samples, []), console)
+            raise
         gpus = bench.leave()
-    report = {
+    report = _report(bench, plan, samples, gpus)
+    show(report, console)
+    command = "transfer" if plan.device == "cpu" else f"transfer-{plan.device}"
+    output.write(command, report, tables(report), targets(report))
+    return int(any(way.problem and not way.is_peer for way in bench.ways))
+
+
+def _report(bench: _Bench, plan: TransferPlan, samples: Samples, gpus: list[str]) -> dict[str, Any]:
+    return {
         "device": plan.device,
         "gpus": gpus,
         "layers": plan.layers,
@@ -88,10 +101,6 @@ def measure(plan: TransferPlan, ends: Ends, *, with_peer: bool, output: Output) 
             [way.name for way in bench.ways if way.is_tcp],
         ),
     }
-    show(report, console)
-    command = "transfer" if plan.device == "cpu" else f"transfer-{plan.device}"
-    output.write(command, report, tables(report), targets(report))
-    return int(any(way.problem and not way.is_peer for way in bench.ways))
 
 
 @contextlib.contextmanager
@@ -119,7 +128,9 @@ def _notes(bench: _Bench, plan: TransferPlan) -> list[str]:
 
 
 class _Bench:
-    """The processes, and the ways between them."""
+    """The processes, and the ways between them. doing: what is under way."""
+
+    doing = "starting"
 
     def __init__(self, plan: TransferPlan, ends: Ends, folder: Path, stack: ExitStack) -> None:
         self._plan, self._folder, self._stack = plan, folder, stack
@@ -138,6 +149,7 @@ class _Bench:
 
     def start_peers(self, tell: Callable[[str], None]) -> None:
         """Start NIXL's processes, after disagg's have their memory."""
+        self.doing = "starting NIXL"
         for child in self._pair:
             # A child that fails to start reports it in `prepare`.
             with contextlib.suppress(ChildError):
@@ -146,6 +158,7 @@ class _Bench:
 
     def prepare(self, block_bytes: int) -> None:
         """Prepare every way for blocks of this size."""
+        self.doing = "connecting"
         names = [way.name for way in self.ours]
         producer, consumer = self._pair
         try:
@@ -202,6 +215,7 @@ def _measure(bench: _Bench, plan: TransferPlan, samples: Samples, console: Conso
                 turn = number % len(bench.ways)
                 for way in bench.ways[turn:] + bench.ways[:turn]:
                     shown = f"{case.megabytes} MB x {case.fetches}, {case.block_bytes >> 10} KiB"
+                    bench.doing = f"measuring {shown}: {way.name}"
                     progress.update(task, advance=1, description=f"{shown}: {way.name}")
                     if way.problem or (way.smallest_only and case.megabytes > min(plan.sizes)):
                         continue

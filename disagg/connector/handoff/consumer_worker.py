@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _LEASE_MESSAGE_S, _LEASE_MESSAGES_AT_ONCE = 5.0, 2
 # How often a load that waits for news looks whether its request has ended.
-_NEWS_S = 0.1
+_NEWS_S = 0.05
 # How long a load waits for a prompt that began anew to get on.
 _ANEW_S = 2.0
 _FOLLOWS = 256
@@ -76,6 +76,7 @@ class ConsumerWorker:
         # These wait for prompts to be computed, and must not wait for each other.
         self._follows = PerPeerThreads("disagg-follow", _FOLLOWS)
         self._unwatched: dict[str, threading.Event] = {}
+        self._right: dict[str, int] = {}  # first blocks of loads under way
         self._begun: queue.SimpleQueue[BegunReport] = queue.SimpleQueue()
         self._moved: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._lease_messages = PerPeerThreads("disagg-lease", _LEASE_MESSAGES_AT_ONCE)
@@ -190,6 +191,7 @@ class ConsumerWorker:
                 outcome = "loaded"
         except _Cancelled:
             outcome = "aborted"
+            self._right.pop(load.request_id, None)
         except TransferError as error:
             reason = error.reason
             logger.warning(
@@ -211,8 +213,14 @@ class ConsumerWorker:
                     moved.seconds if moved else 0.0,
                     reason,
                     hidden,
+                    self._not_right(load) if outcome == "failed" else (),
                 )
             )
+
+    def _not_right(self, load: HandoffLoad) -> tuple[int, ...]:
+        """The blocks of a failed load that have to be computed; none if that is all of them."""
+        right = self._right.pop(load.request_id, 0)
+        return tuple(load.block_ids[right:]) if right and not self._settings.strict else ()
 
     def _fetch(
         self, load: HandoffLoad, deadline: Deadline, after: Fence, fetched: contextlib.ExitStack
@@ -259,7 +267,13 @@ class ConsumerWorker:
                     if is_whole:
                         break
                     hidden = sum(one.num_bytes for one in moved)
-                    if not self._proceed(load, leases, Deadline.after(limit_s)):
+                    if self._proceed(load, leases, Deadline.after(limit_s)):
+                        # vLLM keeps a part of a load with one KV cache group only. With several
+                        # ranks, one may not have been asked.
+                        if len(load.spans) == len(leases.followed) == 1:
+                            self._right[load.request_id] = rest.right()
+                    else:
+                        self._right.pop(load.request_id, None)
                         # Prefill lacks room, perhaps for as long as this load keeps its own.
                         limit_s = min(limit_s, _ANEW_S)
                         rest.begin_anew()
@@ -269,6 +283,7 @@ class ConsumerWorker:
                 fetched.push(until_reported.pop_all())
                 for one in leases.followed:
                     one.end(Deadline.after(limit_s), fetched)
+                self._right.pop(load.request_id, None)
             except (TransferError, _Cancelled):
                 self._release([one.endpoint for one in requests], _name(load))
                 raise
@@ -302,7 +317,7 @@ class ConsumerWorker:
         ]
 
     def _proceed(self, load: HandoffLoad, leases: Leases, deadline: Deadline) -> bool:
-        """Wait for news of the leases. Returns whether all that was fetched is right."""
+        """Wait for news of the leases. Returns whether what was fetched counts."""
         before, is_right = leases.state, True
         while is_right and leases.state == before:
             if self._cancelled[load.request_id].is_set():

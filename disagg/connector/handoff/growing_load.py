@@ -41,6 +41,11 @@ class GrowingLoad:
         """Nothing that was taken counts."""
         self._done = [start for start, _ in self._load.spans]
 
+    def right(self) -> int:
+        """How many of our first blocks are right, if all that was taken so far is."""
+        load = self._load
+        return (load.first + self._done[0] - load.spans[0][0]) // load.per_block
+
     def take(self, tokens: int, *, is_whole: bool) -> Chunk | None:
         """What is final with so many tokens of the prompt, or the whole prompt, and was not taken
         yet; None if nothing."""

@@ -33,7 +33,8 @@ class LeaseGrowth:
         self._thread: threading.Thread | None = None
 
     def add(self, grown: Sequence[Grown]) -> None:
-        """In the model's thread, before it launches a step."""
+        """In the model's thread, before it launches a step: so before any block that a request has
+        lost can be overwritten."""
         for one in grown:
             if not one.blocks:
                 self._leases.begin_anew(one.lease, one.epoch)

@@ -141,7 +141,8 @@ class StepWork(KVConnectorMetadata):
 @dataclass(frozen=True)
 class LoadReport:
     """Worker -> scheduler: one rank's load ended. outcome: loaded, failed or aborted. hidden_bytes:
-    those that came while prefill still computed the prompt."""
+    those that came while prefill still computed the prompt. invalid: of a load that failed, the
+    blocks that are not right, if those before them are."""
 
     request_id: str
     outcome: str
@@ -150,6 +151,7 @@ class LoadReport:
     seconds: float
     reason: str | None = None
     hidden_bytes: int = 0
+    invalid: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

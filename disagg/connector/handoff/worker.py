@@ -124,15 +124,19 @@ class WorkerHalf:
 
     # ---- each step -------------------------------------------------------------------------
 
-    def start(self, work: StepWork) -> None:
-        """Begin the work of this step."""
+    def before_step(self, work: StepWork) -> None:
+        """The producer's part of a step's work, before the step runs."""
         if self.producer is not None:
             self.producer.start(work)
+
+    def start(self, work: StepWork) -> None:
+        """The consumer's part of a step's work, before the step or after its launch."""
         if self.consumer is not None:
             self.consumer.start(work)
 
-    def finished(self) -> tuple[set[str], set[str], set[str]]:
-        """Request ids since the last call: leases ended, loads ended, loads not loaded."""
+    def finished(self) -> tuple[set[str], set[str], set[str], set[int]]:
+        """Request ids since the last call: leases ended, loads ended, loads not loaded. Then the
+        blocks that are not right, of loads that came in part."""
         leases = self.producer.take_ended() if self.producer is not None else []
         loads = self.consumer.take_ended() if self.consumer is not None else []
         self._report.leases += [LeaseReport(*lease) for lease in leases]
@@ -143,7 +147,8 @@ class WorkerHalf:
         return (
             {lease.request_id for lease in leases},
             {load.request_id for load in loads},
-            {load.request_id for load in loads if load.outcome != "loaded"},
+            {load.request_id for load in loads if load.outcome != "loaded" and not load.invalid},
+            {block for load in loads for block in load.invalid},
         )
 
     def take_report(self) -> StepReport | None:

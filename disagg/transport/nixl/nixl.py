@@ -277,7 +277,7 @@ def _agent(cache: BlockCache, settings: NixlSettings, host: str, *, serves: bool
 
 
 def _gpu(cache: BlockCache) -> int:
-    """The number of the cache's GPU; -1 for host memory. Not verified on a GPU."""
+    """The number of the cache's GPU; -1 for host memory."""
     return -1 if cache.on_host else int(cache.regions[0].memory.device.index or 0)
 
 

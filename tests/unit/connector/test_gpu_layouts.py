@@ -7,6 +7,7 @@ writes them anew.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from gpu_layouts import tables
+from gpu_layouts.models import MODELS
+from gpu_layouts.report import CONNECTOR
 from transport.host_device import COMPILER
 
 ROOT = Path(__file__).parents[3]
@@ -35,14 +38,12 @@ SHORT = (
 """One model of each kind of cache; all of them take minutes."""
 
 
-@functools.cache
-def rows_of(gpu: str, models: tuple[str, ...] = ()) -> list[tables.Row]:
-    """The rows of one GPU, all without `models`; from a process that becomes that GPU."""
-    command = [sys.executable, "-m", "gpu_layouts.report", gpu]
-    command += ["--models", *models] if models else []
+def of_process(module: str, *args: str, given: str = "") -> list[str]:
+    """The lines of JSON of a module of `gpu_layouts`, which becomes that GPU."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     ran = subprocess.run(
-        command,
+        [sys.executable, "-m", f"gpu_layouts.{module}", *args],
+        input=given,
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
@@ -50,8 +51,14 @@ def rows_of(gpu: str, models: tuple[str, ...] = ()) -> list[tables.Row]:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-    return [tables.read(line) for line in lines]
+    return [line for line in ran.stdout.splitlines() if line.startswith("{")]
+
+
+@functools.cache
+def rows_of(gpu: str, models: tuple[str, ...] = ()) -> list[tables.Row]:
+    """The rows of one GPU, all without `models`; from a process that becomes that GPU."""
+    more = ["--models", *models] if models else []
+    return [tables.read(line) for line in of_process("report", gpu, *more)]
 
 
 def check(gpu: str, models: tuple[str, ...] = ()) -> None:
@@ -89,6 +96,29 @@ def test_two_pools_of_the_same_model() -> None:
         hopper, blackwell = (rows[model, "auto"] for rows in of_gpu)
         assert hopper.backends != blackwell.backends
         assert hopper.identity == blackwell.identity != ""
+
+
+def test_what_an_engine_of_a_gpu_is_compared_with() -> None:
+    """`engine/test_on_a_gpu_kinds.py` compares it with what real engines registered."""
+    asked = {
+        "model": MODELS["Gemma 3 27B"],
+        "connector": {**CONNECTOR},
+        "blocks": 64,
+        "args": {"dtype": "bfloat16"},
+    }
+    (line,) = of_process("computed", "hopper", given=json.dumps(asked) + "\n")
+    found = json.loads(line)
+    assert (found["layout"], found["blocks"]) == ("LBHNC", 64)
+    assert {group["block_size"] for group in found["groups"]} == {16}
+    assert sum(len(group["layers"]) for group in found["groups"]) == len(found["layers"]) == 14
+    kinds = {group["spec"] for group in found["groups"]}
+    assert kinds == {"FullAttentionSpec", "SlidingWindowSpec"}
+    for layer in found["layers"].values():
+        assert layer["backend"] == "FLASH_ATTN"
+        assert layer["shape"] == [64, 16, 16, 2 * 128]  # blocks, heads, tokens, K and V
+        page = 16 * 16 * 2 * 128 * 2
+        assert layer["strides"] == [page // 2, 16 * 256, 256, 1]
+        assert layer["offset"] + 64 * page <= layer["allocation_bytes"]
 
 
 if __name__ == "__main__":

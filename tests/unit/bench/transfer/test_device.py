@@ -22,10 +22,10 @@ from disagg.bench.transfer import run as transfer
 from disagg.bench.transfer.gpus import GpuPlace, Places
 from disagg.bench.transfer.ours import Setup
 from disagg.bench.transfer.peers import reason_against, spread
-from disagg.bench.transfer.plan import TransferCase, TransferPlan
+from disagg.bench.transfer.plan import Ids, TransferCase, TransferPlan
 from disagg.bench.transfer.report import rows
 from disagg.bench.transfer.run import Ends
-from disagg.bench.transfer.ways import Pair
+from disagg.bench.transfer.ways import Pair, Way
 from disagg.errors import ConfigError, DisaggError, PeerLost, TransferError
 from disagg.testing.child_process import Child, ChildError
 from disagg.transport.deadline import Deadline
@@ -245,6 +245,35 @@ def test_a_run_between_processes(tmp_path: Path, shared: bool) -> None:
         "NCCL per block"
     }
     assert any("NCCL per block: with 1 MB only" in note for note in report["notes"])
+
+
+@needs_kernel
+def test_a_run_that_is_ended_shows_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And during what it was ended; figures of a part are written to no file."""
+    once = transfer._once
+
+    def ended(way: Way, here: Ids, there: Ids, number: int) -> float:
+        if (way.name, number) == ("tcp", 2):
+            raise KeyboardInterrupt
+        return once(way, here, there, number)
+
+    monkeypatch.setattr(transfer, "_once", ended)
+    plan = TransferPlan(["cuda_ipc", "tcp"], [1], [65536], [1], "cuda", 3, 4, 4 << 20)
+    places = Places(GpuPlace("emulated"), GpuPlace("emulated"), shared=True)
+    figures = tmp_path / "figures.json"
+    with pytest.raises(KeyboardInterrupt):
+        transfer.measure(
+            plan,
+            Ends(FakeProducer, FakeConsumer, places),
+            with_peer=False,
+            output=Output(figures),
+        )
+    shown = capsys.readouterr().out
+    assert "ended while measuring 1 MB x 1, 64 KiB: tcp; so far:" in shown
+    assert all(name in shown.partition("so far:")[2] for name in ("cuda_ipc", "tcp", "NCCL bare"))
+    assert not figures.exists()
 
 
 class _FakeChild:

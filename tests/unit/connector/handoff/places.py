@@ -227,7 +227,11 @@ class Place:
             self._ledger.over.add((self.life, self._granted.pop(request)))
         for request in moved.finished_recving or ():
             began, asked = self.begun.pop(request), self.decoding.get(request)
-            if request in moved.failed_recving:
+            invalid = moved.invalid_block_ids.intersection(began.load.block_ids)
+            if invalid and asked is not None:
+                right = sum(block not in invalid for block in began.load.block_ids)
+                self._check_bytes(request, asked, began.load, right)
+            if request in moved.failed_recving or invalid:
                 continue
             if began.too_late:
                 raise WrongError(
@@ -243,17 +247,23 @@ class Place:
                 if ended.outcome != "loaded" and ended.request_id in self.decoding:
                     self.outcome[ended.request_id] = _failure(ended)
 
-    def _check_bytes(self, request: str, asked: Asked, load: HandoffLoad) -> None:
+    def _check_bytes(
+        self, request: str, asked: Asked, load: HandoffLoad, most: int | None = None
+    ) -> None:
+        """most: how many of its first blocks are said to be right; all if None."""
         assert asked.handoff is not None
         stop = min(asked.handoff.num_tokens, len(asked.prompt))
         hashes = chained([], asked.prompt[:stop], self.weights)
         theirs = [-(-asked.handoff.num_tokens // group.block) for group in self.plan.groups]
         firsts = [sum(theirs[:group]) for group in range(len(theirs))]
-        blocks = iter(load.block_ids)
+        blocks = iter(load.block_ids[:most])
         for begin, end in load.spans:
             group = bisect_right(firsts, begin) - 1
             for position in range(begin - firsts[group], end - firsts[group]):
-                self._check_block(request, group, position, next(blocks), hashes)
+                block = next(blocks, None)
+                if block is None:
+                    return
+                self._check_block(request, group, position, block, hashes)
 
     def _check_block(
         self, request: str, group: int, position: int, block: int, hashes: Sequence[int]
