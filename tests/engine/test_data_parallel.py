@@ -93,9 +93,7 @@ def test_exact_between_ranks_and_sizes(
     assert moved == -(-(length - 1) // BLOCK) * BLOCK_BYTES
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), [("rank-0", "alone"), ("alone", "rank-1"), ("rank-1", "rank-0")]
-)
+@pytest.mark.parametrize(("source", "target"), [("rank-0", "alone"), ("alone", "rank-1")])
 def test_followed(
     engines: Engines, reference: Any, prompt: Prompt, source: str, target: str
 ) -> None:
