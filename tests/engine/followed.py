@@ -74,9 +74,9 @@ def loads(decode: VllmServer) -> float:
     return _total(decode, "disagg_handoffs", "outcome=loaded")
 
 
-def failures(decode: VllmServer) -> float:
-    """How many prompts it computed itself, as their blocks did not come."""
-    return _total(decode, "disagg_kv_load_failures")
+def failures(decode: VllmServer, reason: str = "") -> float:
+    """How many prompts it computed itself, as their blocks did not come; for this reason or any."""
+    return _total(decode, "disagg_kv_load_failures", f"reason={reason}")
 
 
 def hidden(decode: VllmServer) -> float:

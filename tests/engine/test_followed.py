@@ -197,13 +197,13 @@ def test_many_at_once(scene: Scene, prompt: Prompt) -> None:
 
 @AT
 def test_prefills_client_leaves(scene: Scene, prompt: Prompt, at: float) -> None:
-    ids, before = prompt(LONG), failures(scene.decode)
+    ids, before = prompt(LONG), failures(scene.decode, "lease_gone")
     first, second = scene.legs(ids)
     with held_at(scene.prefill, at):
         assert not first.is_answered
         first.leave()
     assert token_ids(second.answer()) == scene.right(ids)
-    assert failures(scene.decode) == before + 1
+    assert failures(scene.decode, "lease_gone") == before + 1
 
 
 @AT
@@ -310,13 +310,12 @@ def test_decode_is_asked_first(scene: Scene, prompt: Prompt) -> None:
 def test_the_stream_of_another_prompt(scene: Scene, prompt: Prompt) -> None:
     ids, stream = prompt(LONG), secrets.token_hex(16)
     other = [*ids[:1200], *prompt(1200)]
-    reason = partial(scene.decode.metric, "disagg_kv_load_failures_total", reason="prompt_mismatch")
-    before = reason()
+    before = failures(scene.decode, "prompt_mismatch")
     first = Leg(scene.prefill, prefill_body(ids, stream))
     params = decode_params(scene.invited, stream)
     answer = scene.decode.complete(other, kv_transfer_params=params)
     assert token_ids(answer) == scene.right(other)
-    assert reason() == before + 1
+    assert failures(scene.decode, "prompt_mismatch") == before + 1
     assert first.answer()["choices"]
 
 
@@ -362,7 +361,7 @@ def test_decode_is_killed(scene: Scene, start: Callable[..., VllmServer], prompt
 )
 def test_prefill_is_killed(scene: Scene, prompt: Prompt, who: str, at: float) -> None:
     """The next test that needs it starts it again."""
-    ids, before = prompt(LONG), failures(scene.decode)
+    ids, before = prompt(LONG), failures(scene.decode, "peer_lost")
     first, second = scene.legs(ids)
     assert scene.prefill.process is not None
     with held_at(scene.prefill, at):
@@ -372,7 +371,7 @@ def test_prefill_is_killed(scene: Scene, prompt: Prompt, who: str, at: float) ->
         else:
             os.killpg(scene.prefill.process.pid, signal.SIGKILL)
     assert token_ids(second.answer()) == scene.right(ids)
-    assert failures(scene.decode) == before + 1
+    assert failures(scene.decode, "peer_lost") == before + 1
     first.leave()
     scene.prefill.stop()
     # What it was is not waited for.
