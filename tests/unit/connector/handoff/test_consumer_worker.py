@@ -20,6 +20,7 @@ from disagg.connector.handoff.messages import (
     HandoffLoad,
     LeaseMessage,
     LoadReport,
+    SpanGrowth,
     StepWork,
 )
 from disagg.connector.handoff.producer_worker import ProducerWorker
@@ -228,6 +229,25 @@ def test_loads_that_are_cancelled(engines: Engines) -> None:
     assert consumer.report("waits") == LoadReport("waits", "aborted", "none", 0, 0.0)
     assert consumer.worker._cancelled == {}
     until(lambda: producer.ended == ["fetched", "aborted"])
+
+
+def test_what_came_before_a_prompt_began_anew_is_not_counted(engines: Engines) -> None:
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    stream, prompt, lease = b"s" * 16, b"prompt", LEASE + 1
+    leases = producer.worker._leases
+    leases.grow(lease, "grows", stream, prompt, len(THEIRS))
+    leases.extend(lease, 0, [(0, THEIRS[:1])], TOKENS)
+    growth = (SpanGrowth(0, TOKENS, TOKENS),)
+    consumer.loads(load([producer], stream=stream, prompt=prompt, growth=growth))
+    until(lambda: consumer.worker.take_moved() == ["r"])
+    with leases._changed:  # no news between the two
+        leases.begin_anew(lease, 1)
+        leases.grant(lease, "grows", THEIRS, LEASE_S)
+    report = consumer.report()
+    assert (report.outcome, report.hidden_bytes) == ("loaded", 0)
+    assert report.num_bytes == len(THEIRS) * BLOCK_BYTES * LAYERS * KV_HEADS
+    for region, layer in zip(consumer.cache.blocks.regions, engines.whole, strict=True):
+        assert region.memory[OURS].equal(layer[THEIRS])
 
 
 def test_a_load_that_was_refused_is_reported_as_failed(engines: Engines) -> None:
