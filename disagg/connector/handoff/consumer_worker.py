@@ -285,7 +285,8 @@ class ConsumerWorker:
                     one.end(Deadline.after(limit_s), fetched)
                 self._right.pop(load.request_id, None)
             except (TransferError, _Cancelled):
-                self._release([one.endpoint for one in requests], _name(load))
+                # After the report: a producer that hangs must not delay it.
+                fetched.callback(self._release, [one.endpoint for one in requests], _name(load))
                 raise
         return self._total(load, moved), hidden
 
