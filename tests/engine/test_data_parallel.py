@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from disagg.testing.vllm_server import VllmServer, free_port, token_ids
 from engine.conftest import running, transfer
+from engine.followed import check_followed
 from engine.windows import make_experts
 
 Prompt = Callable[[int], list[int]]
@@ -90,6 +91,16 @@ def test_exact_between_ranks_and_sizes(
     moved = of_target.metric("disagg_handoff_bytes_total", transport="process_memory") - before
     assert token_ids(answer) == [right(reference, ids)]
     assert moved == -(-(length - 1) // BLOCK) * BLOCK_BYTES
+
+
+@pytest.mark.parametrize(("source", "target"), [("rank-0", "alone"), ("alone", "rank-1")])
+def test_followed(
+    engines: Engines, reference: Any, prompt: Prompt, source: str, target: str
+) -> None:
+    def right_all(ids: list[int]) -> list[list[int]]:
+        return [right(reference, ids)]
+
+    check_followed(engines[source], engines[target], lambda: prompt(700), right_all)
 
 
 def test_ranks_answer_at_the_same_time(engines: Engines, reference: Any, prompt: Prompt) -> None:

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from engine.conftest import AS_OPERATOR, beside, routed, running, tiers, transfer
+from engine.followed import check_followed
 from engine.waiting import eventually
 
 Prompt = Callable[[int], list[int]]
@@ -83,6 +84,7 @@ def engines(
         "--enable-lora",
     )
     args += ("--middleware", "disagg.engine.routes.Routes")
+    args += ("--max-num-batched-tokens", "512", "--max-num-seqs", "16")
     args += ("--max-lora-rank", str(RANK), "--max-loras", "2", "--lora-modules")
     args += tuple(f"{name}={adapters / name}" for name in ("a", "b"))
     (place / "tmp").mkdir()
@@ -125,6 +127,14 @@ def test_each_is_handed_over(engines: Engines, prompt: Prompt) -> None:
         assert len(answers) == 3
     assert engines.second.metric("disagg_kv_load_failures_total", reason="prompt_mismatch") == 0
     assert engines.second.metric("disagg_handoffs_total", **LOADED) == 12
+
+
+@pytest.mark.parametrize("adapter", ["tiny", "a"])
+def test_followed(engines: Engines, prompt: Prompt, adapter: str) -> None:
+    def right(ids: list[int]) -> list[list[int]]:
+        return [ask(engines.first, adapter, ids, cache_salt="alone")]
+
+    check_followed(engines.first, engines.second, lambda: prompt(2000), right, model=adapter)
 
 
 def test_one_is_not_taken_for_another(engines: Engines, prompt: Prompt) -> None:

@@ -12,6 +12,7 @@ import pytest
 from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import beside, running, tiers, transfer
 from engine.engines_with_tiers import forget
+from engine.followed import check_followed
 from engine.windows import BLOCK, GROUP_BYTES, WINDOW, make_mixed
 
 Prompt = Callable[[int], list[int]]
@@ -29,7 +30,8 @@ def pair(
     make_mixed(model)
     env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp")), "VLLM_SERVER_DEV_MODE": "1"}
     logs = tmp_path_factory.mktemp("logs")
-    args = ("--max-model-len", "4096", "--num-gpu-blocks-override", "512")
+    args: tuple[str, ...] = ("--max-model-len", "4096", "--num-gpu-blocks-override", "512")
+    args += ("--max-num-batched-tokens", "384", "--max-num-seqs", "16")
     both = beside(transfer("kv_both"), tiers(host_bytes=1 << 28, reset_keeps_files=True))
     servers = [
         vllm_server(name, model, logs / name, config, args, env=env)
@@ -53,6 +55,12 @@ def test_blocks_of_both_sizes_move(
     sliding = -(-known // LARGE) - max(0, known - WINDOW + 1) // LARGE
     moved = second.metric("disagg_handoff_bytes_total", transport="process_memory") - before
     assert moved == (full + 2 * sliding) * 2 * GROUP_BYTES
+
+
+@pytest.mark.parametrize("length", [2, 257, 384, 1400, 3000])
+def test_followed(pair: tuple[VllmServer, VllmServer], prompt: Prompt, length: int) -> None:
+    first, second = pair
+    check_followed(first, second, lambda: prompt(length), lambda i: token_ids(first.complete(i)))
 
 
 def test_the_next_turn(pair: tuple[VllmServer, VllmServer], prompt: Prompt) -> None:

@@ -6,6 +6,7 @@ reference: vLLM 0.32 alone answers otherwise on a CPU (disagg/engine/vllm_patche
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import running, transfer
+from engine.followed import check_followed
 from engine.windows import LATENT, ROTATED, make_latent
 
 LAYERS, BLOCK = 2, 16  # vLLM's CPU_MLA has blocks of 16 tokens alone
@@ -52,6 +54,7 @@ def engines(
     make_latent(folder / "model", LAYERS)
     args: tuple[str, ...] = ("--max-model-len", "4096", "--attention-backend", "CPU_MLA")
     args += ("--num-gpu-blocks-override", "1024")
+    args += ("--max-num-batched-tokens", "256", "--max-num-seqs", "16")
     env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp"))}
 
     def server(ranks: int) -> VllmServer:
@@ -88,6 +91,16 @@ def test_exact_between_sizes(engines: Engines, prompt: Prompt, way: str, length:
         if moved:
             break  # or it came too late and was computed, which is right as well
     assert moved == -(-length // BLOCK) * BLOCK_BYTES * ranks
+
+
+@pytest.mark.parametrize("way", ["1-to-2", "2-to-1"])
+def test_followed(engines: Engines, prompt: Prompt, way: str) -> None:
+    source, target = engines.one, engines.two
+    if way == "2-to-1":
+        source, target = target, source
+    for length in (17, 1500):
+        ask = functools.partial(prompt, length)
+        check_followed(source, target, ask, lambda ids: [engines.right(ids)], may_fail=True)
 
 
 def test_the_next_turn(engines: Engines, prompt: Prompt) -> None:

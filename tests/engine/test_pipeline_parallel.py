@@ -16,6 +16,7 @@ import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import Fleet, beside, running, tiers, transfer
+from engine.followed import check_followed
 from engine.ranks import check_streams, check_tiers
 from engine.waiting import eventually
 
@@ -30,6 +31,10 @@ STAGES = (
     json.dumps({"mode": 2, "backend": "eager"}),
     "--num-gpu-blocks-override",
     "192",
+    "--max-num-batched-tokens",
+    "512",
+    "--max-num-seqs",
+    "16",
 )
 Prompt = Callable[[int], list[int]]
 
@@ -87,6 +92,17 @@ def test_exact_between_stages(
         if moved(target) - before == -(-length // 128) * BLOCK:
             return
     pytest.fail("nothing was handed over")
+
+
+@pytest.mark.parametrize("way", ["producer-even", "even-consumer", "even-odd"])
+def test_followed(fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt, way: str) -> None:
+    source, target = (staged.get(name) or getattr(fleet, name) for name in way.split("-"))
+
+    def right(ids: list[int]) -> list[list[int]]:
+        return token_ids(fleet.single.complete(ids))
+
+    length = 7000 if source is fleet.producer else 2000
+    check_followed(source, target, lambda: prompt(length), right, may_fail=True)
 
 
 @pytest.mark.parametrize("way", ["producer-even", "even-consumer"])

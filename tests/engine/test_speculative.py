@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import Fleet, beside, routed, running, tiers, transfer
 from engine.fields import CHAT, COMPLETION, cases, differing, numbered, streamed, whole
+from engine.followed import check_followed
 from engine.waiting import eventually
 
 ENGINES = ("producer", "single")
@@ -90,6 +91,7 @@ def start(
 
     def make(name: str, config: dict[str, object], guesses: dict[str, object]) -> VllmServer:
         args: tuple[str, ...] = ("--num-gpu-blocks-override", "256", "--max-model-len", "4096")
+        args += ("--max-num-batched-tokens", "512", "--max-num-seqs", "16")
         args += ("--speculative-config", json.dumps(guesses))
         env = {"TMPDIR": str(fleet.storage.parents[1]), "VLLM_SERVER_DEV_MODE": "1"}
         return vllm_server(name, model, place / f"{name}.log", config, args, env=env)
@@ -151,6 +153,17 @@ def test_the_drafts_cache_is_handed_over(
     check_guesses(pair, before)
 
 
+@pytest.mark.parametrize("length", [129, 2000])
+def test_followed(pair: Pair, fleet: Fleet, prompt: Prompt, length: int) -> None:
+    before = guessed(pair.second)
+
+    def right(ids: list[int]) -> list[list[int]]:
+        return [answer(fleet.single, ids)]
+
+    check_followed(pair.first, pair.second, lambda: prompt(length), right, max_tokens=TOKENS)
+    check_guesses(pair, before)
+
+
 LOADED = {"outcome": "loaded", "transport": "process_memory"}
 
 
@@ -194,6 +207,11 @@ def test_guesses_out_of_the_prompt(fleet: Fleet, start: Start, prompt: Prompt) -
             assert answer(guesses, ids, kv_transfer_params=params, **more) == right
             assert not more or guessed(guesses)[1] > before[1]
         assert guesses.metric("disagg_handoffs_total", **LOADED) == 3
+
+        def alone(ids: list[int]) -> list[list[int]]:
+            return token_ids(fleet.single.complete(ids))
+
+        check_followed(fleet.producer, guesses, lambda: prompt(300), alone)
 
 
 @pytest.mark.parametrize(

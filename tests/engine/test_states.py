@@ -20,6 +20,7 @@ from disagg.router.api.bodies import PARAMS, REMOTE_DECODE_AND_TOKEN
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from engine.conftest import begun, beside, routed, running, tiers, transfer
 from engine.engines_with_tiers import ANSWER, EnginesWithTiers
+from engine.followed import check_followed
 from engine.streams import Streamed, stream
 from engine.test_soak import check_under_sabotage
 from engine.waiting import eventually
@@ -108,6 +109,11 @@ def test_the_state_before_the_last_token_moves(three: Three, prompt: Prompt, len
     assert three.moved() - before == (blocks + STATES) * PAGE
     assert token_ids(three.decode.complete(ids)) == three.right(ids), "it cached what is not so"
     assert token_ids(three.prefill.complete(ids)) == three.right(ids), "it cached what is not so"
+
+
+@pytest.mark.parametrize("length", [2, 257, 513, 3000])
+def test_followed(three: Three, prompt: Prompt, length: int) -> None:
+    check_followed(three.prefill, three.decode, lambda: prompt(length), three.right)
 
 
 def test_one_token_is_computed(three: Three, prompt: Prompt) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from engine.conftest import Fleet, beside, running, tiers, transfer
+from engine.followed import handed_off, invitation
 from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "strict", "single")
@@ -100,6 +101,19 @@ def test_many_prompts_in_a_small_producer(fleet: Fleet, prompt: Prompt) -> None:
 
     def both(ids: list[int]) -> list[list[int]]:
         return token_ids(fleet.consumer.complete(ids, kv_transfer_params=fleet.strict.prefill(ids)))
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(both, prompts))
+    assert answers == [token_ids(fleet.single.complete(ids)) for ids in prompts]
+    assert eventually(lambda: fleet.strict.metric("disagg_leases_held") == 0)
+    assert eventually(lambda: usage(fleet) == 0)
+
+
+def test_prompts_that_a_small_producer_preempts_are_followed(fleet: Fleet, prompt: Prompt) -> None:
+    prompts, invited = [prompt(700) for _ in range(12)], invitation(fleet.strict)
+
+    def both(ids: list[int]) -> list[list[int]]:
+        return token_ids(handed_off(fleet.strict, fleet.consumer, ids, invited))
 
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(both, prompts))

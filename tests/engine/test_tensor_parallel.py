@@ -16,10 +16,12 @@ import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import Fleet, beside, tiers, transfer
+from engine.followed import check_followed
 from engine.ranks import check_streams, check_tiers
 
 ENGINES = ("producer", "consumer", "single")
 TRIES = 5
+STEPS = ("--max-num-batched-tokens", "512", "--max-num-seqs", "16")
 BLOCK = 4 * 2 * 128 * 2 * 64 * 4  # layers, KV heads, tokens, K and V, head dim, float32
 Prompt = Callable[[int], list[int]]
 
@@ -44,7 +46,7 @@ def two_ranks(
                 reset_keeps_files=True,
             ),
         ),
-        ("--tensor-parallel-size", "2", "--num-gpu-blocks-override", "192"),
+        ("--tensor-parallel-size", "2", "--num-gpu-blocks-override", "192", *STEPS),
         env={"TMPDIR": fleet.producer.env["TMPDIR"], "VLLM_SERVER_DEV_MODE": "1"},
     )
     with server:
@@ -73,6 +75,18 @@ def test_exact_between_sizes(
     while not any(moved) and len(moved) < TRIES:
         moved.append(handoff(fleet, *pair, prompt(length)))
     assert max(moved) == -(-length // 128) * BLOCK
+
+
+@pytest.mark.parametrize(("way", "length"), [("1-to-2", 300), ("1-to-2", 7000), ("2-to-1", 2000)])
+def test_followed(
+    fleet: Fleet, two_ranks: VllmServer, prompt: Prompt, way: str, length: int
+) -> None:
+    source, target = (fleet.producer, two_ranks) if way == "1-to-2" else (two_ranks, fleet.consumer)
+
+    def right(ids: list[int]) -> list[list[int]]:
+        return token_ids(fleet.single.complete(ids))
+
+    check_followed(source, target, lambda: prompt(length), right, may_fail=True)
 
 
 @pytest.mark.parametrize("way", ["1-to-2", "2-to-1"])

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from disagg.testing.vllm_server import VllmServer
+from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import beside, running, tiers, transfer
 from engine.engines_with_tiers import ANSWER, EnginesWithTiers, Prompt
+from engine.followed import check_followed
 from engine.windows import BLOCK, GROUP_BYTES, WINDOW, make_windows
 
 GROUPS, WINDOWED = 3, 2
 # So small that a few prompts push each other out of the engine's own cache.
 ARGS = ("--max-model-len", "4096", "--num-gpu-blocks-override", "128")
+STEPS = ("--max-num-batched-tokens", "384", "--max-num-seqs", "16")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def engines(
     env = {"TMPDIR": str(tmp_path_factory.mktemp("tmp")), "VLLM_SERVER_DEV_MODE": "1"}
 
     def server(name: str, config: dict[str, object] | None) -> VllmServer:
-        return vllm_server(name, model, logs / name, config, ARGS, env=env)
+        return vllm_server(name, model, logs / name, config, (*ARGS, *STEPS), env=env)
 
     both = beside(
         transfer("kv_both"), tiers(host_bytes=1 << 28, directory=folder, reset_keeps_files=True)
@@ -50,6 +52,14 @@ def test_answers_and_what_is_loaded(engines: EnginesWithTiers, prompt: Prompt, l
     full, all_full = (length - 1) // BLOCK, (length + ANSWER - 1) // BLOCK
     loads = needed(full), needed(all_full)
     engines.check_what_is_loaded(prompt, length, full * BLOCK, GROUPS * all_full, loads)
+
+
+@pytest.mark.parametrize("length", [2, 257, 385, 1400, 3000])
+def test_followed(engines: EnginesWithTiers, prompt: Prompt, length: int) -> None:
+    def right(ids: list[int]) -> list[list[int]]:
+        return token_ids(engines.plain.complete(ids))
+
+    check_followed(engines.first, engines.second, lambda: prompt(length), right)
 
 
 def test_beside_the_handoff_and_under_pressure(engines: EnginesWithTiers, prompt: Prompt) -> None:

@@ -283,6 +283,7 @@ class ConsumerWorker:
                         limit_s = min(limit_s, _ANEW_S)
                         rest.begin_anew()
                         moved.clear()
+                        hidden = 0
                 # The connections are needed until the leases are released.
                 fetched.push(until_reported.pop_all())
                 for one in leases.followed:
@@ -291,7 +292,8 @@ class ConsumerWorker:
             except (TransferError, _Cancelled) as error:
                 if isinstance(error, LeaseGone):
                     self._right.pop(load.request_id, None)  # prefill may have new weights
-                self._release([one.endpoint for one in requests], _name(load))
+                # After the report: a producer that hangs must not delay it.
+                fetched.callback(self._release, [one.endpoint for one in requests], _name(load))
                 raise
         return self._total(load, moved), hidden
 

@@ -253,6 +253,25 @@ def breaks_off(
         assert region.memory[OURS].equal(layer[THEIRS])
 
 
+def test_what_came_before_a_prompt_began_anew_is_not_counted(engines: Engines) -> None:
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    stream, prompt, lease = b"s" * 16, b"prompt", LEASE + 1
+    leases = producer.worker._leases
+    leases.grow(lease, "grows", stream, prompt, len(THEIRS))
+    leases.extend(lease, 0, [(0, THEIRS[:1])], TOKENS)
+    growth = (SpanGrowth(0, TOKENS, TOKENS),)
+    consumer.loads(load([producer], stream=stream, prompt=prompt, growth=growth))
+    until(lambda: consumer.worker.take_moved() == ["r"])
+    with leases._changed:  # no news between the two
+        leases.begin_anew(lease, 1)
+        leases.grant(lease, "grows", THEIRS, LEASE_S)
+    report = consumer.report()
+    assert (report.outcome, report.hidden_bytes) == ("loaded", 0)
+    assert report.num_bytes == len(THEIRS) * BLOCK_BYTES * LAYERS * KV_HEADS
+    for region, layer in zip(consumer.cache.blocks.regions, engines.whole, strict=True):
+        assert region.memory[OURS].equal(layer[THEIRS])
+
+
 def test_a_load_that_breaks_off_keeps_what_an_answer_has_confirmed(engines: Engines) -> None:
     (producer,), (consumer,) = engines.produces(), engines.consumes()
     breaks_off(engines, producer, consumer)
