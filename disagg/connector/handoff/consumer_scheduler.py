@@ -327,6 +327,7 @@ class ConsumerScheduler:
             handoff.prompt(),
             per_block,
             tuple(growth),
+            load.span is not None,
         )
 
     def _split(
@@ -437,13 +438,16 @@ class ConsumerScheduler:
     def _count_load(self, reports: list[LoadReport], load: PendingLoad) -> None:
         worst = next((r for r in reports if r.outcome != "loaded"), reports[0])
         size = sum(r.num_bytes for r in reports)
+        hidden = sum(r.hidden_bytes for r in reports)
         if load.span is not None:
+            if load.handoff.stream:
+                load.span.followed(hidden)
+            load.span.add([event for r in reports for event in r.events], load.tokens)
             load.span.end(worst.outcome, worst.transport, size, worst.reason)
         if load.problem is None:
             self._stats.count("handoffs", f"{worst.transport}|{worst.outcome}")
         if worst.outcome == "loaded":
             self._stats.count("bytes", worst.transport, size)
-            hidden = sum(r.hidden_bytes for r in reports)
             if hidden:
                 self._stats.count("hidden", worst.transport, hidden)
             self._stats.observe_seconds(max(r.seconds for r in reports))

@@ -133,6 +133,7 @@ class SchedulerHalf:
         self.consumer.update(report.loads, output.finished_recving or ())
         if self.producer is not None:
             self.producer.update(report.leases, output.finished_sending or ())
+            self.producer.grown(report.grown)
 
     def take_stats(self) -> ConnectorStats:
         """Counts since the last call."""
