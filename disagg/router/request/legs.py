@@ -112,6 +112,7 @@ class Legs:
         limit_s = self._limits.prefill_timeout_s + self._limits.first_byte_timeout_s
 
         async def open_early(prefill: EngineEndpoint, params: dict[str, Any]) -> Opened:
+            record.early_s = record.elapsed()
             call = self._call(plan, params, header, more, limit_s)
             return await self.decode_leg.open(
                 call, seat, plan, record, partner=prefill, attempts=1, limit_s=limit_s

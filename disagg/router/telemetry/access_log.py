@@ -75,7 +75,7 @@ class Metered(Protocol):
 class Record:
     """One request, filled in while it is served. Times are seconds from its arrival. `deployment`:
     that serves it, if the router has several. `followed`: as `disagg_router_followed_total` counts
-    it."""
+    it. `early_s`: when decode's leg was sent, if prefill had not answered."""
 
     route: str
     id: str
@@ -89,6 +89,7 @@ class Record:
     first_byte_s: float | None = None
     local: str | None = None
     followed: str | None = None
+    early_s: float | None = None
     retries: int = 0
     migrations: int = 0
     queued_s: float | None = None
