@@ -45,9 +45,13 @@ def _unwind_on_sigterm() -> None:
 
 @app.command()
 def handoff(
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = (
-        "1000,4000,8000"
-    ),
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompt lengths in tokens, comma-separated; by default 1000,4000,8000, and with "
+            "--link or --steps 4096."
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Prompts per length; the median counts.")] = 3,
     storage: Annotated[
         Path, typer.Option(help="Folder for the files of shared_storage and ExampleConnector.")
@@ -57,24 +61,56 @@ def handoff(
         str | None,
         typer.Option(
             help=f"disagg's transport, one of {', '.join(TRANSPORTS)}; by default process_memory, "
-            "or cuda_ipc on GPUs."
+            "cuda_ipc on GPUs, tcp with --link or --steps."
         ),
     ] = None,
     peers: Annotated[
-        str,
-        typer.Option(help="vLLM connectors to compare with: example, nixl; comma-separated."),
-    ] = "example",
+        str | None,
+        typer.Option(
+            help="vLLM connectors to compare with: example, nixl, and with --link nixl-push; "
+            "comma-separated. By default example; with --link or --steps none."
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Each engine on a network of its own, with a link between the two, for example "
+            "25Gbit; auto: it takes as long as prefill. Needs root.",
+        ),
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            help="Prefill steps of a prompt, comma-separated; with --link by default 4,16. Without "
+            "--link: over tcp the same as --link auto, over other transports there is no link."
+        ),
+    ] = None,
     json: Json = None,
     results: Results = None,
     html: Html = None,
 ) -> None:
     """Time to decode's first token: after a handoff, from its prefix cache, by peers, computed."""
     from disagg.bench.first_token import handoff as bench
+    from disagg.bench.first_token import link as slow
 
-    counts = [int(length) for length in lengths.split(",")]
     way = None if transport is None else _transports(transport)[0]
-    names = [name for name in peers.split(",") if name]
     output = Output(json, results, writer(html))
+    if link or steps:
+        if device != "cpu":
+            raise ConfigError(f"--device: {device} — only cpu with --link or --steps")
+        plan = slow.plan(
+            link,
+            _numbers(steps) if steps else (),
+            _numbers(lengths) if lengths else (),
+            repeats,
+            transport=way,
+            peers=[name for name in (peers or "").split(",") if name],
+            storage=storage,
+        )
+        raise typer.Exit(slow.run(plan, output))
+    counts = _numbers(lengths or "1000,4000,8000")
+    names = [name for name in ("example" if peers is None else peers).split(",") if name]
     raise typer.Exit(
         bench.run(
             counts, repeats, storage, device=device, transport=way, peers=names, output=output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from disagg.testing.http import client
@@ -11,9 +11,11 @@ from disagg.testing.http import client
 ANSWER_S = 300.0
 
 
-def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def stream(
+    url: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
     """The JSON of each event. Raises `httpx.HTTPError` or RuntimeError with the error's text."""
-    with client().stream("POST", url, json=body, timeout=ANSWER_S) as answer:
+    with client().stream("POST", url, json=body, timeout=ANSWER_S, headers=headers) as answer:
         if answer.status_code != 200:
             raise RuntimeError(f"{answer.status_code}: {answer.read().decode()}")
         for line in answer.iter_lines():

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,9 +58,11 @@ class Started(Protocol):
         ...
 
 
-def spawn(args: Sequence[str], env: dict[str, str], log: Path) -> Started:
-    """Start vLLM's server with these arguments, as in its documentation."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *args]
+def spawn(
+    args: Sequence[str], env: dict[str, str], log: Path, before: Sequence[str] = ()
+) -> Started:
+    """Start vLLM's server with these arguments, as in its documentation. before: of its command."""
+    command = [*before, sys.executable, "-m", "vllm.entrypoints.openai.api_server", *args]
     with log.open("wb") as out:
         return subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -183,10 +185,18 @@ class VllmServer:
         answer = self.post("/v1/completions", completion(prompt, **options))
         return _ok(answer)
 
-    def prefill(self, prompt: Any, **options: Any) -> dict[str, Any]:
-        """The kv_transfer_params that the prefill leg answers."""
+    def prefill(
+        self,
+        prompt: Any,
+        *,
+        more: Mapping[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """The kv_transfer_params that the prefill leg answers. more: of those that it asks with."""
         body = completion(prompt, **options) | {"max_tokens": 1, "min_tokens": 0, "n": 1}
-        answer = self.post("/v1/completions", {**body, "kv_transfer_params": REMOTE_DECODE})
+        body["kv_transfer_params"] = {**REMOTE_DECODE, **(more or {})}
+        answer = self.post("/v1/completions", body, headers=headers)
         params: dict[str, Any] = _ok(answer)["kv_transfer_params"]
         return params
 

@@ -9,7 +9,6 @@ iproute2 and util-linux.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import subprocess
@@ -22,8 +21,8 @@ from types import TracebackType
 import psutil
 
 from disagg.errors import DisaggError
+from disagg.testing.network import on_network, run
 
-_NEW_NETWORK = 0x40000000
 _ALL = ("--net", "--pid", "--mount", "--uts", "--ipc")
 _START_S, _END_S = 10.0, 10.0
 
@@ -76,12 +75,8 @@ class Host:
     @contextlib.contextmanager
     def network(self) -> Iterator[None]:
         """Sockets that this thread creates within the context are on the host's network."""
-        with open("/proc/thread-self/ns/net", "rb") as before:
-            _join(f"/proc/{self.pid}/ns/net")
-            try:
-                yield
-            finally:
-                _set(before.fileno())
+        with open(f"/proc/{self.pid}/ns/net", "rb") as there, on_network(there.fileno()):
+            yield
 
     def processes(self) -> list[psutil.Process]:
         """The host's processes, by their ids outside of it."""
@@ -187,23 +182,5 @@ class Hosts:
 
 def _ip(pid: int, words: str) -> None:
     """Run iproute2 in the network of that process. Raises DisaggError with its message."""
-    done = subprocess.run(
-        ["nsenter", f"--target={pid}", "--net", "ip", *words.split()],
-        capture_output=True,
-        text=True,
-        timeout=10,
-    )
-    if done.returncode:
-        raise DisaggError(f"ip {words}: {done.stderr.strip()}")
-
-
-def _join(path: str) -> None:
-    with open(path, "rb") as space:
-        _set(space.fileno())
-
-
-def _set(descriptor: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(descriptor, _NEW_NETWORK):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    with open(f"/proc/{pid}/ns/net", "rb") as there, on_network(there.fileno()):
+        run(f"ip {words}")

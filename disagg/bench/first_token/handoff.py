@@ -10,8 +10,6 @@ times of the prefill leg from request to answer.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import random
 import statistics
 import tempfile
@@ -19,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.bench.first_token.memcpy import allowed_ms, memcpy_speed
+from disagg.bench.first_token.pairs import SHOWN, Pair, example, nixl, ours, random_prompt
 from disagg.bench.results import Output, Target, target
 from disagg.bench.results import Row as ResultRow
 from disagg.bench.results import Table as ResultTable
-from disagg.bench.transfer import gpus, nixl
+from disagg.bench.transfer import gpus
 from disagg.errors import ConfigError, StartupError
 from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
@@ -46,20 +45,8 @@ _ARGS = ("--max-num-batched-tokens", "16384")
 _SHORT = (64, 256)  # not in the table: for the threshold from which handoffs are faster
 # Targets: prefill leg over a plain request, and the first handoff between two engines.
 _PREFILL_AIM, _FIRST_AIM_MS = 1.03, 100.0
-_SHOWN = {"ours": "disagg", "example": "ExampleConnector", "nixl": "NixlConnector"}
 Samples = dict[tuple[int, str], list[float]]
 Row = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two engines and the connector between them. `hands_params`: NIXL's pull contract."""
-
-    name: str
-    config: dict[str, Any]
-    roles: tuple[str, str] = ("kv_both", "kv_both")
-    hands_params: bool = True
-    env: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,7 +133,7 @@ def run(
     with ExitStack() as stack:
         own = tempfile.TemporaryDirectory(prefix="disagg-bench-", dir=storage)
         folder = Path(stack.enter_context(own))
-        pairs = [_ours(transport, folder), *(_PEERS[name](folder, hardware) for name in peers)]
+        pairs = [ours(transport, folder), *(_PEERS[name](folder, hardware) for name in peers)]
         servers = _start(stack, pairs, hardware, console)
         samples = _measure(pairs, servers, [*_SHORT, *lengths], repeats, folder, console)
         memory = {name: _memory(server) for name, server in servers.items()}
@@ -194,31 +181,14 @@ def _threshold(samples: Samples, lengths: Sequence[int]) -> int:
     return max(0, round(crossing))
 
 
-def _ours(transport: TransportName, folder: Path) -> Pair:
-    extra = {"storage_path": str(folder / "ours"), "transports": [transport]}
-    config = {
-        "kv_connector": "DisaggConnector",
-        "kv_connector_module_path": "disagg.connector",
-        "kv_connector_extra_config": extra,
-    }
-    secret = {"DISAGG_SECRET": "the secret of this bench"}
-    return Pair("ours", config, ("kv_producer", "kv_consumer"), env=secret)
-
-
-def _example(folder: Path, hardware: Hardware) -> Pair:
-    extra = {"shared_storage_path": str(folder / "example")}
-    config = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
-    return Pair("example", config, hands_params=False)
-
-
 def _nixl(folder: Path, hardware: Hardware) -> Pair:
-    if importlib.util.find_spec("nixl") is None:
-        raise ConfigError(f"--peers: nixl — not installed; {nixl.INSTALL}")
-    config = {"kv_connector": "NixlConnector", "kv_buffer_device": hardware.nixl_buffers}
-    return Pair("nixl", config, env={"UCX_TLS": os.environ.get("UCX_TLS", hardware.ucx_tls)})
+    return nixl(hardware.nixl_buffers, hardware.ucx_tls)
 
 
-_PEERS: dict[str, Callable[[Path, Hardware], Pair]] = {"example": _example, "nixl": _nixl}
+_PEERS: dict[str, Callable[[Path, Hardware], Pair]] = {
+    "example": lambda folder, hardware: example(folder),
+    "nixl": _nixl,
+}
 
 
 def _start(
@@ -254,7 +224,9 @@ def _measure(
     generator = random.Random(1)
     samples: Samples = defaultdict(list)
     for name, server in servers.items():
-        server.complete(_prompt(generator, 300))  # the first pass of an engine includes its set-up
+        server.complete(
+            random_prompt(generator, 300)
+        )  # the first pass of an engine includes its set-up
         if len(pairs) > 1:
             server.pause()  # peers poll, and would take the cores
             console.print(f"{name} is warm")
@@ -310,7 +282,7 @@ def _one_round(
     """Seconds by way. NAME: first token after the handoff. NAME prefill: the prefill leg. NAME
     floor: the same prompt from decode's prefix cache. local: another prompt, computed by decode."""
     prefill, decode = servers[f"{pair.name} prefill"], servers[f"{pair.name} decode"]
-    prompt = _prompt(generator, length)
+    prompt = random_prompt(generator, length)
     extra = {}
     began = time.monotonic()
     if pair.hands_params:
@@ -321,8 +293,8 @@ def _one_round(
     taken[pair.name] = _first_token(decode, prompt, **extra)
     taken[f"{pair.name} floor"] = _first_token(decode, prompt)
     if pair.name == "ours":
-        taken["local"] = _first_token(decode, _prompt(generator, length))
-        taken["prefill alone"] = _without_connector(prefill, _prompt(generator, length))
+        taken["local"] = _first_token(decode, random_prompt(generator, length))
+        taken["prefill alone"] = _without_connector(prefill, random_prompt(generator, length))
     return taken
 
 
@@ -343,10 +315,6 @@ def _first_token(server: VllmServer, prompt: list[int], **extra: Any) -> float:
     except RuntimeError as error:
         raise StartupError(f"{server.name}: {error}", server.tail()) from error
     return first
-
-
-def _prompt(generator: random.Random, length: int) -> list[int]:
-    return [generator.randrange(300, 1000) for _ in range(length)]
 
 
 def _memory(server: VllmServer) -> str:
@@ -389,14 +357,14 @@ def _tables(
         shown |= {"excess": row["excess ms"], "allowed excess": row["allowed ms"]}
         for peer in names[1:]:
             shown |= {
-                _SHOWN[peer]: row[f"{peer} ms"],
-                f"ratio to {_SHOWN[peer]}": row[f"ours/{peer}"],
+                SHOWN[peer]: row[f"{peer} ms"],
+                f"ratio to {SHOWN[peer]}": row[f"ours/{peer}"],
             }
         shown |= {"computed by decode": row["local ms"], "prefill leg": row["ours prefill ms"]}
         found.append(shown | {"prefill leg, ratio to plain": row["prefill/alone"]})
     first: list[ResultRow] = [
         {
-            "connector": _SHOWN[name],
+            "connector": SHOWN[name],
             "first": meetings[f"{name} first"],
             "later, median": meetings[f"{name} later"],
         }
@@ -415,7 +383,7 @@ def _targets(
     for row in rows:
         at = f"{row['tokens']:,.0f} tokens"
         for peer in peers:
-            name = f"first token, ratio to {_SHOWN[peer]}"
+            name = f"first token, ratio to {SHOWN[peer]}"
             found.append(target(name, row[f"ours/{peer}"], at=at, at_most=1.0))
         excess, allowed = row["excess ms"], row["allowed ms"]
         found.append(target("excess over prefix cache, ms", excess, at=at, at_most=allowed))
