@@ -13,7 +13,7 @@ from rich.table import Column, Table
 LIMIT = 100
 _AROUND = 3  # a cell's padding and one border
 _ENDLESS = 10_000
-_FOLDED = 28  # a longer cell is a sentence, which may fold
+_FOLDED = 28  # a longer cell is a sentence or a path, which may fold
 
 
 def show(table: Table, *, keys: int = 1) -> None:
@@ -49,7 +49,11 @@ def _of(table: Table, columns: Sequence[Column], console: Console) -> Table:
         more = min(slack, most - least)
         slack -= more
         part.add_column(
-            column.header, justify=column.justify, style=column.style, width=least + more
+            column.header,
+            justify=column.justify,
+            style=column.style,
+            overflow="fold",  # rich's own choice cuts off long words
+            width=least + more,
         )
     cells = zip(*(column.cells for column in columns), strict=True)
     for row, line in zip(table.rows, cells, strict=True):

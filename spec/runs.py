@@ -10,6 +10,8 @@ from spec.checker import Result, check
 from spec.engines import actions as engine_actions
 from spec.engines import model as engines
 from spec.engines import state as engine_state
+from spec.growing import model as growing
+from spec.growing import state as growing_state
 from spec.handoff import model as handoff
 from spec.handoff import state as handoff_state
 
@@ -51,6 +53,11 @@ def _handoff(setup: handoff_state.Setup, mutant: str = "", breaks: str = "") -> 
     return Run(setup.name, mutant, breaks, lambda: check(model))
 
 
+def _growing(setup: growing_state.Setup, mutant: str = "", breaks: str = "") -> Run:
+    model = growing.model(replace(setup, mutant=mutant))
+    return Run(setup.name, mutant, breaks, lambda: check(model))
+
+
 def _engines(setup: engine_state.Setup, mutant: str = "", breaks: str = "") -> Run:
     model = engines.model(replace(setup, mutant=mutant))
     return Run(setup.name, mutant, breaks, lambda: check(model))
@@ -58,9 +65,14 @@ def _engines(setup: engine_state.Setup, mutant: str = "", breaks: str = "") -> R
 
 ACTIONS: tuple[Description, ...] = (
     *handoff_state.ACTIONS.written,
+    *growing_state.ACTIONS.written,
     *engine_actions.ACTIONS.written,
 )
-PROTOCOL = (*map(_handoff, handoff.SETUPS), *map(_engines, engines.SETUPS))
+PROTOCOL = (
+    *map(_handoff, handoff.SETUPS),
+    *map(_growing, growing.SETUPS),
+    *map(_engines, engines.SETUPS),
+)
 MUTANTS = (
     _handoff(handoff.TWICE, "no second look at the row", CONTENT),
     _handoff(handoff.DIRECT, "blocks go back before the row is removed", UNREAD),
@@ -86,6 +98,20 @@ MUTANTS = (
     _handoff(handoff.DIRECT, "direct reads have no limit", LEASE_ENDS),
     _handoff(handoff.ASKED, "the use of a lease has no limit", LEASE_ENDS),
     _handoff(handoff.ASKED, "a fetch has no deadline", FETCH_ENDS),
+    _growing(growing.READ, "a new beginning is not noticed", CONTENT),
+    _growing(
+        growing.READ, "a new beginning leaves what was fetched before the last answer", CONTENT
+    ),
+    _growing(growing.SHARED, "what is final is believed before the lease is whole", CONTENT),
+    _growing(growing.READ, "the last chunk is believed without the producer's answer", CONTENT),
+    _growing(growing.SENT, "a step's own blocks are final", CONTENT),
+    _growing(growing.SHARED, "the first step's blocks are final", CONTENT),
+    _growing(growing.DEVICE, "growth does not wait for the device", CONTENT),
+    _growing(growing.DEVICE, "stale growth counts", CONTENT),
+    _growing(growing.DEVICE, "a new beginning waits for the device", CONTENT),
+    _growing(growing.READ, "an aborted prompt's lease is not ended", LEASE_ENDS),
+    _growing(growing.READ, "each answer about a whole lease prolongs its use", LEASE_ENDS),
+    _growing(growing.READ, "a follower has no deadline", FETCH_ENDS),
     _engines(engines.SMALL, "no lease is taken back", ANSWERED),
     _engines(engines.SIZES, "one lease is taken back, and never another", ANSWERED),
     _engines(engines.SMALL, "leases are taken back for loads only", ANSWERED),

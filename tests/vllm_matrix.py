@@ -26,6 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from vllm_environments import ROOT, Environment, of_cpu_build, of_sources
 
+from disagg.tables import show
+
 CPU_BUILDS = ("0.29.0", "0.30.0", "0.31.0")
 """Besides the installed one, with which `make test` runs."""
 GPU_BUILDS = ("0.33.0",)
@@ -50,6 +52,7 @@ SUITES = (
     Suite("params", ("tests/engine/test_params.py",)),
     Suite("failure", ("tests/engine/test_faults.py",)),
     Suite("versions", ("tests/engine/test_versions.py",), here=True),
+    Suite("upgrade", ("tests/engine/test_rolling_upgrade.py",), here=True),
 )
 COMPARED = "compared"
 """What is named for sources in place of a suite: `vllm_next.py` over them."""
@@ -136,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--suites", nargs="*", default=[], help="suites; all by default")
     parser.add_argument("--logs", type=Path, help="a folder that keeps each suite's output")
     options = parser.parse_args(argv)
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(highlight=False, soft_wrap=True)
     results: dict[tuple[str, str], Result] = {}
     with TemporaryDirectory(prefix="disagg-matrix-") as temporary:
         logs = options.logs or Path(temporary)
@@ -146,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             make = of_sources if version in GPU_BUILDS else of_cpu_build
             for name, result in _results(make(version), set(options.suites), logs, console):
                 results[version, name] = result
-    console.print(table(results, [*(suite.name for suite in SUITES), COMPARED]))
+    show(table(results, [*(suite.name for suite in SUITES), COMPARED]))
     return 1 if any(result.failed for result in results.values()) else 0
 
 

@@ -23,6 +23,7 @@ from vllm_tree import Found, Tree
 from vllm_uses import Use, uses_of
 
 from disagg.preflight import vllm_args
+from disagg.tables import show
 from disagg.vllm_compat import differences, versions
 
 PACKAGE = Path(__file__).parents[1] / "disagg"
@@ -198,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("vllm", nargs="?", help="a version, a wheel, an archive or a folder")
     name = parser.parse_args(argv).vllm
-    console = Console(width=None if sys.stdout.isatty() else 190)
+    console = Console(highlight=False, soft_wrap=True)
     with opened(name) as source:
         uses = all_uses()
         found = compare(uses, Tree(source.root), source.version, Tree(installed_source().root))
@@ -210,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table = Table("used", "problem", "covered by", "where", title=f"vLLM {source.version}")
         for row in lines(found):
             table.add_row(*row)
-        console.print(table)
+        show(table)
     bad = [one for one in found if not one.cover]
     console.print(f"{len(found) - len(bad)} covered, {len(bad)} not covered")
     return 1 if bad else 0

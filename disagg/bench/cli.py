@@ -416,7 +416,8 @@ def serve(
     ways: Annotated[
         str,
         typer.Option(
-            help="colocated, apart, apart-all; comma-separated. Empty: write traces only."
+            help="colocated, apart, apart-all, apart-whole; comma-separated. Empty: write traces "
+            "only."
         ),
     ] = "colocated,apart",
     local_prefill_tokens: options.LocalPrefillTokens = 256,

@@ -4,6 +4,9 @@ Every complete answer is compared with that of a single engine, plain vLLM with 
 arguments: token for token, in float32. With `sabotage`, sockets between the engines are cut and
 workers are stopped for longer than a lease, during the whole run. At the end nothing may be held:
 no lease, no request in flight, no chunk of a tier.
+
+The deployment without a file computes long prompts in several steps, and decode fetches their
+blocks meanwhile.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ QUIET_S = 60.0
 # Short, so that leases of stopped workers run out.
 LEASE_S, LOAD_DEADLINE_S = 3.0, 5.0
 _LENGTHS = (3, 60, 128, 300, 700, 1500)
+_STEP_TOKENS = 256
 _ANSWER = 16
 
 
@@ -122,7 +126,11 @@ def _rows(
 
 def _deployment(file: Path | None, transports: Sequence[TransportName] | None) -> Deployment:
     """The deployment with short leases. Raises `ConfigError`."""
-    deployment = cpu_deployment("soak") if file is None else config.load(file)
+    if file is None:
+        deployment = cpu_deployment("soak")
+        deployment.engine.args["max_num_batched_tokens"] = _STEP_TOKENS
+    else:
+        deployment = config.load(file)
     router = deployment.router
     if router.api_keys_env or router.api_keys_file:
         raise ConfigError("router.api_keys: the soak's clients send no key; remove the keys")
@@ -156,6 +164,9 @@ def _metrics(url: str) -> list[str]:
     """Lines of the router's `/metrics` about handoffs, leases and tiers."""
     shown = (
         "disagg_handoffs_total",
+        "disagg_handoff_bytes_total",
+        "disagg_handoff_hidden_bytes_total",
+        "disagg_router_followed_total",
         "disagg_kv_load_failures_total",
         "disagg_leases_total",
         "disagg_tier_hits_total",

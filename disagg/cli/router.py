@@ -97,6 +97,13 @@ def router(
     first_token_hold_s: Annotated[
         float | None, typer.Option(help=options.FIRST_TOKEN_HOLD_S_HELP)
     ] = None,
+    follow: Annotated[
+        bool | None,
+        typer.Option(
+            "--follow/--no-follow",
+            help="Send decode's leg while prefill still computes the prompt. [default: follow]",
+        ),
+    ] = None,
     root_path: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Prefix under which a proxy publishes the router."),
@@ -133,6 +140,7 @@ def router(
         "prefill_wait_share": prefill_wait_share,
         "first_token": first_token,
         "first_token_hold_s": first_token_hold_s,
+        "follow": follow,
     }
     cors = {
         "allowed_origins": options.json_list("--allowed-origins", allowed_origins),

@@ -137,6 +137,12 @@ class PairingSection(Section):
         "slowest 10 % is not held",
     )
 
+    follow: bool = Field(
+        True,
+        description="Send decode's leg while prefill computes a prompt of several steps, where its "
+        "engines offer that (transfer.stream)",
+    )
+
     @model_validator(mode="after")
     def _holds_prefills(self) -> PairingSection:
         if self.first_token_hold_s and self.first_token != "prefill":

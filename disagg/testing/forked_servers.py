@@ -39,11 +39,11 @@ class Fork:
 
 
 class ForkServer:
-    """The process to fork."""
+    """The process to fork. python: one with vLLM and disagg, by default this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str = sys.executable) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "disagg.testing.fork_server"],
+            [python, "-m", "disagg.testing.fork_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | IMPORTED_WITH,

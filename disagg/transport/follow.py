@@ -1,8 +1,9 @@
 """Following a lease that grows: its final part is fetched while the rest of the prompt is computed.
 
 What was fetched counts only when the producer's next answer says that the lease is still there, in
-the same epoch: then the request has kept the blocks in between. Its last answer says that the lease
-is whole. From then on it is a lease like any other.
+the same epoch: then the request has kept the blocks in between, as the producer hears of a loss
+before the step that could overwrite them. What was fetched in another epoch is discarded. Its last
+answer says that the lease is whole. From then on it is a lease like any other.
 """
 
 from __future__ import annotations

@@ -109,6 +109,13 @@ LOADED_BLOCKS_ARE_NOT_ZEROED = Difference(
     "The blocks of an asynchronous load are never zeroed; later a connector says by "
     "`get_loaded_kv_cache_group_ids` which groups it loads. Ours always says all.",
 )
+LAST_STATE_IS_BEHIND_THE_PROMPT = Difference(
+    "LAST_STATE_IS_BEHIND_THE_PROMPT",
+    "<0.32",
+    "Of a prompt that fills its last block, no recurrent state is computed one block before its "
+    "end; later a step ends there, and the same prompt can begin there. Nothing is done: with "
+    "tiers it begins where an earlier step ended, with vLLM's own cache at its first token.",
+)
 NO_LATE_INTERACTION = Difference(
     "NO_LATE_INTERACTION", "<0.32", "No argument of the server's changes the pooler's config."
 )

@@ -32,7 +32,7 @@ from spec.handoff.state import (
     with_consumer,
 )
 
-_FETCH = "disagg.transport.fetch._OneFetch"
+_FETCH = "disagg.transport.fetch.OneFetch"
 _SESSION = "disagg.transport.control.server._Session"
 _LEASES = "disagg.transport.control.lease.LeaseTable"
 _WORKER = "disagg.connector.handoff.consumer_worker.ConsumerWorker"

@@ -21,7 +21,7 @@ from spec.handoff.state import (
 
 
 def reads_directly(setup: Setup, state: State, i: int) -> bool:
-    """As the first lines of `_OneFetch.read_directly`."""
+    """As the first lines of `OneFetch.read_directly`."""
     consumer = state.consumers[i]
     known = consumer.life == setup.wants[i][0]
     return setup.transport == "direct" and known and consumer.slot != NONE

@@ -26,6 +26,7 @@ from gpu_layouts.description import RECORD
 from disagg.testing.checkpoint import make_model
 from disagg.testing.vllm_server import VllmServer, token_ids
 from disagg.transport.nixl.settings import is_installed
+from engine import followed
 from engine.conftest import beside, tiers, transfer
 from engine.engines_with_tiers import ANSWER, EnginesWithTiers, files, forget, is_idle
 from engine.waiting import eventually
@@ -45,9 +46,11 @@ pytestmark = [
 TESTS = Path(__file__).parents[1]
 GPUS = {(9, 0): "hopper", (10, 0): "blackwell"}
 BLOCKS, MAX_LENGTH = 2048, 8192  # the length is that of `gpu_layouts.registered`
+STEP = 2048  # tokens that are computed at once
 ARGS = (
     *("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)),
     *("--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", str(MAX_LENGTH)),
+    *("--max-num-batched-tokens", str(STEP)),
 )
 HANDED, BROUGHT_BACK = "disagg_handoffs_total", "vllm:kv_offload_total_bytes_total"
 Prompt = Callable[[int], list[int]]
@@ -100,11 +103,17 @@ class Engines(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engines]]:
-    """All of them, which may not be ready yet."""
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Engines]]:
+    """All that this run's tests use, which may not be ready yet."""
+    callspecs = (getattr(item, "callspec", None) for item in request.session.items)
+    used = {spec.params.get("engines") for spec in callspecs if spec is not None}
     found: dict[str, Engines] = {}
     try:
         for name, kind in reversed(KINDS.items()):  # the last ones take longest
+            if name not in used:
+                continue
             found[name] = _engines(name, kind, tmp_path_factory.mktemp(name))
             for server in (found[name].first, *found[name].others):
                 server.launch()
@@ -189,12 +198,12 @@ def computed(started: dict[str, Engines]) -> dict[str, Any]:
             "blocks": BLOCKS,
             "args": _of_engine(started[name].kind),
         }
-        for name in KINDS
+        for name in started
     ]
     ran = subprocess.run(
         [sys.executable, "-m", "gpu_layouts.computed", gpu],
         input="".join(json.dumps(one) + "\n" for one in asked),
-        env={**os.environ, "PYTHONPATH": started["full"].first.env["PYTHONPATH"]},
+        env={**os.environ, "PYTHONPATH": next(iter(started.values())).first.env["PYTHONPATH"]},
         capture_output=True,
         text=True,
         timeout=280,
@@ -202,7 +211,7 @@ def computed(started: dict[str, Engines]) -> dict[str, Any]:
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-    return dict(zip(KINDS, map(json.loads, lines), strict=True))
+    return dict(zip(started, map(json.loads, lines), strict=True))
 
 
 def _of_engine(kind: Kind) -> dict[str, Any]:
@@ -248,6 +257,20 @@ def test_tokens_are_one_engines(engines: Engines, prompt: Prompt) -> None:
         params = first.prefill(ids)
         handed = second.complete(ids, max_tokens=32, kv_transfer_params=params)
         assert token_ids(handed) == alone, length
+
+
+@of_each_kind
+def test_followed(engines: Engines, prompt: Prompt) -> None:
+    """While the first engine computes it, in several steps. As `test_handed_over`."""
+    first, second, block = engines.first, engines.second, engines.group()[0]
+    loaded = {"outcome": "loaded", "transport": engines.kind.transport}
+    before, lengths = second.metric(HANDED, **loaded), (block, STEP + block, MAX_LENGTH - 500)
+    for length in lengths:
+        ids = prompt(length - length % block + 1)
+        handed = followed.handed_off(first, second, ids, max_tokens=32)
+        expected = token_ids(first.complete(ids, max_tokens=32))
+        assert token_ids(handed) == expected, len(ids)
+    assert second.metric(HANDED, **loaded) - before == len(lengths)
 
 
 # ---- tiers ---------------------------------------------------------------------------------------

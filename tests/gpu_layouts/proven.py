@@ -150,7 +150,7 @@ def handoff(cache: Registered) -> None:
         address = producer.worker.address()
         assert address.endpoint is not None
         layers = [address.regions], [consumer.worker.address().regions]
-        producer.worker.start(StepWork(grants=[Grant(1, "r", SOURCE, 60.0)]))
+        producer.worker.before_step(StepWork(grants=[Grant(1, "r", SOURCE, 60.0)]))
         unit, whole = EngineFacts.of(*_of_scheduler(cache)).block_size, ((0, len(SOURCE)),)
         load = HandoffLoad("r", 1, [address.endpoint], layers, unit, whole, 0, TARGET)
         consumer.worker.start(StepWork(loads=[load]))

@@ -86,3 +86,14 @@ def test_benches_print_their_tables_here() -> None:
     """Nobody widens a console of their own, which is how lines became too long."""
     own = {path.name for path in PACKAGE.rglob("*.py") if "Console(width" in path.read_text()}
     assert own == {"tables.py"}
+
+
+def test_a_word_that_is_longer_than_its_column_is_folded() -> None:
+    table, words = Table("used", "where"), [("a.name_" * 12, "a/path/" * 12), ("short", "here")]
+    for row in words:
+        table.add_row(*row)
+    lines = _printed(table, keys=1)
+    assert max(map(len, lines)) <= LIMIT
+    cells = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
+    found = ["".join(cell.strip() for cell in column) for column in zip(*cells, strict=True)]
+    assert found == ["".join(column) for column in zip(*words, strict=True)]

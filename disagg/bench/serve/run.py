@@ -3,7 +3,7 @@
 Every way to serve has two engines of one model on the same cores, behind the router.
 `colocated`: two plain vLLM engines; each request goes to the less loaded one. `apart`: 1P1D with
 DisaggConnector; decode computes short prompts. `apart-all`: 1P1D; prefill computes every prompt.
-The load is open:
+`apart-whole`: as `apart`, but a handoff begins when the whole prompt is computed. The load is open:
 requests are sent at their times, whether or not earlier ones were answered.
 
 All engines live for the whole run, and each rate measures every way, so that drift of the machine
@@ -33,6 +33,7 @@ from disagg.bench.serve.report import line, show, tables, targets
 from disagg.bench.serve.score import (
     APART,
     APART_ALL,
+    APART_WHOLE,
     COLOCATED,
     WAYS,
     Run,
@@ -256,9 +257,11 @@ class _Scene:
         prefill, decode = self._apart
         local = 0 if way == APART_ALL else self._plan.local_prefill_tokens
         ours += ["--local-prefill-tokens", str(local)]
-        if way == APART and self._plan.prefill_wait_share is not None:
+        if way == APART_WHOLE:
+            ours += ["--no-follow"]
+        if way in (APART, APART_WHOLE) and self._plan.prefill_wait_share is not None:
             ours += ["--prefill-wait-share", str(self._plan.prefill_wait_share)]
-        if way == APART:
+        if way in (APART, APART_WHOLE):
             ours += ["--first-token", self._plan.first_token]
             ours += ["--first-token-hold-s", str(self._plan.first_token_hold_s)]
         return [*ours, "--prefill", prefill.url, "--decode", decode.url]

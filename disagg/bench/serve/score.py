@@ -13,7 +13,8 @@ from typing import Any
 from disagg.bench.serve.load import Batch, RequestOutcome
 
 COLOCATED, APART, APART_ALL = "colocated", "apart", "apart-all"
-WAYS = (COLOCATED, APART, APART_ALL)
+APART_WHOLE = "apart-whole"
+WAYS = (COLOCATED, APART, APART_ALL, APART_WHOLE)
 # Goodput is the rate at which at least this share of the requests meets both targets.
 GOOD_SHARE = 0.9
 # Targets: between tokens, colocated over apart; first token, apart over colocated.

@@ -133,6 +133,13 @@ class DisaggConnector(LoadConnector[SchedulerHalf, WorkerHalf]):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker.address()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        # Before the step runs. `start_load_kv` comes after it: too late to say that its blocks are
+        # no longer another request's, and a step late to say that those before are final.
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepWork):
+            self.worker.before_step(connector_metadata)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork)

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _LEASE_MESSAGE_S, _LEASE_MESSAGES_AT_ONCE = 5.0, 2
 # How often a load that waits for news looks whether its request has ended.
-_NEWS_S = 0.1
+_NEWS_S = 0.05
 # How long a load waits for a prompt that began anew to get on.
 _ANEW_S = 2.0
 _FOLLOWS = 256
@@ -332,7 +332,7 @@ class ConsumerWorker:
         ]
 
     def _proceed(self, load: HandoffLoad, leases: Leases, deadline: Deadline) -> bool:
-        """Wait for news of the leases. Returns whether all that was fetched is right."""
+        """Wait for news of the leases. Returns whether what was fetched counts."""
         before, is_right = leases.state, True
         while is_right and leases.state == before:
             if self._cancelled[load.request_id].is_set():

@@ -34,7 +34,8 @@ class LeaseGrowth:
         self._reports: queue.SimpleQueue[GrownReport] = queue.SimpleQueue()
 
     def add(self, grown: Sequence[Grown]) -> None:
-        """In the model's thread, before it launches a step."""
+        """In the model's thread, before it launches a step: so before any block that a request has
+        lost can be overwritten."""
         for one in grown:
             if not one.blocks:
                 self._leases.begin_anew(one.lease, one.epoch)

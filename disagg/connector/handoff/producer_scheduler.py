@@ -67,10 +67,17 @@ class ProducerScheduler:
             hands_off = recurrent_state.leave_last_token(request, self._engine.hash_block_size)
             if hands_off:
                 self._without_last_token.add(request.request_id)
-        if stream and hands_off and self._step_tokens is not None:
+        grows = hands_off and self._step_tokens is not None and self._keeps_blocks(request)
+        if stream and grows:
             self._growing.asked(request, stream)
         elif stream:
             self._growing.will_not_grow(stream)
+
+    def _keeps_blocks(self, request: Request) -> bool:
+        """Whether the blocks that are final while the prompt is computed stay until it is granted.
+        A longer answer moves a sliding window past some of them."""
+        windows = [group for group, tokens in self._engine.late_groups.items() if tokens]
+        return all(request.max_tokens <= self._engine.tokens_of(group) for group in windows)
 
     def request_finished(
         self, request: Request, block_ids: Sequence[list[int]]

@@ -124,10 +124,13 @@ class WorkerHalf:
 
     # ---- each step -------------------------------------------------------------------------
 
-    def start(self, work: StepWork) -> None:
-        """Begin the work of this step."""
+    def before_step(self, work: StepWork) -> None:
+        """The producer's part of a step's work, before the step runs."""
         if self.producer is not None:
             self.producer.start(work)
+
+    def start(self, work: StepWork) -> None:
+        """The consumer's part of a step's work, before the step or after its launch."""
         if self.consumer is not None:
             self.consumer.start(work)
 

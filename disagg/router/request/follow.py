@@ -1,9 +1,9 @@
 """Both legs at once: decode follows the lease of a prompt that prefill still computes.
 
 An answer of a prefill engine invites consumers to do so (`disagg_invitation`). The router names the
-stream in both legs, by a random number that no client learns. Decode reserves blocks for the whole
-prompt, so its leg is sent only when prefill is estimated to begin with that prompt. Prompts that
-prefill computes in one step gain nothing, and are handed off as a whole.
+stream in both legs, by a random number that no client learns. Decode asks prefill again and again
+whether it has begun with the prompt, so its leg is sent shortly before that, by estimate. Prompts
+that prefill computes in one step gain nothing, and are handed off as a whole.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from disagg.router.request.decode_leg import Opened
 from disagg.router.request.plan import RequestPlan
 from disagg.router.topology import EngineEndpoint
 
+# Of the estimated wait: prefill may be faster, and a leg that is sent early costs little.
+_PATIENCE = 0.7
 _INVITATION, _STREAM = "disagg_invitation", "disagg_stream"
 OpenEarly: TypeAlias = Callable[[EngineEndpoint, dict[str, Any]], Awaitable[Opened]]
 """Opens decode's leg with these params, before this prefill engine has answered."""
@@ -82,7 +84,7 @@ class EarlyDecode:
             return {}
         stream = secrets.token_hex(16)
         params = {"do_remote_prefill": True, _INVITATION: invitation.given, _STREAM: stream}
-        delay_s = self._in_flight.reading_s(prefill)
+        delay_s = _PATIENCE * self._in_flight.reading_s(prefill)
         self._task = asyncio.create_task(self._send(prefill, params, delay_s))
         return {_STREAM: stream}
 

@@ -75,7 +75,7 @@ class Legs:
         """Which decode engines answered which prompts."""
         self.invitations = Invitations()
         """To follow the leases of prefill engines."""
-        self._may_follow = connector == "disagg"
+        self._may_follow = connector == "disagg" and settings.pairing.follow
         self._idle_prefill = IdlePrefill(metrics)
         share = settings.pairing.prefill_wait_share
         self._local_prefill = None if share is None else LocalPrefill(share)

@@ -96,6 +96,7 @@ class _Session:
         self._consumer = ""
         self._lease: Lease | None = None
         self._until: Deadline | None = None  # the end of the lease's use
+        self._told_whole = False  # the peer knows that the lease that it follows is whole
         self._slot = NO_SLOT
         self._staged: list[tuple[Sender, bytes]] = []
 
@@ -205,8 +206,7 @@ class _Session:
         if problem := self._may_begin(request.generation):
             return problem
         leases = self._server._leases
-        seconds = min(request.seconds, self._server._use_limit_s)
-        if leases.has_begun(request.stream, seconds):
+        if leases.has_begun(request.stream, self._patience_s(request.seconds)):
             leases.check_stream(request.stream, request.prompt)
             return p.Awaited(has_begun=True)
         return p.Awaited(has_begun=False)
@@ -215,6 +215,7 @@ class _Session:
         if problem := self._may_begin(request.generation):
             return problem
         self._lease = self._server._leases.follow(request.stream, request.prompt)
+        self._told_whole = False
         return self._grown(-1, 0, 0.0)
 
     def _proceed(self, request: p.Proceed) -> p.Answer:
@@ -227,8 +228,7 @@ class _Session:
     def _grown(self, epoch: int, tokens: int, seconds: float) -> p.Grown:
         """How far the lease in use is, as soon as that is news, or after `seconds`."""
         assert self._lease is not None
-        leases, until = self._server._leases, min(seconds, self._server._use_limit_s)
-        until += time.monotonic()
+        leases, until = self._server._leases, time.monotonic() + self._patience_s(seconds)
         try:
             while True:
                 left = max(0.0, until - time.monotonic())
@@ -240,8 +240,14 @@ class _Session:
         except LeaseGone:
             self._give_back()
             raise
-        self._until = Deadline.after(self._server._use_limit_s)
+        if not self._told_whole:  # a whole lease keeps blocks: no peer may use it for ever
+            self._until = Deadline.after(self._server._use_limit_s)
+        self._told_whole = now.is_whole
         return p.Grown(self._lease.id, now.epoch, now.tokens, now.is_whole)
+
+    def _patience_s(self, asked: float) -> float:
+        """How long to wait for news; a peer may send any number, and none."""
+        return min(asked, self._server._use_limit_s) if asked > 0 else 0.0
 
     def _fetch(self, request: p.Fetch) -> p.Answer:
         if self._lease is None:

@@ -200,7 +200,7 @@ def test_router_takes_urls_a_file_and_options_that_override_it(
     )
     arguments += ("--config", str(path), "--port", "2", "--decode-policy", "prefix_affinity")
     arguments += ("--local-prefill-tokens", "7", "--prefill-wait-share", "0.5")
-    arguments += ("--first-token", "prefill", "--first-token-hold-s", "0.25")
+    arguments += ("--first-token", "prefill", "--first-token-hold-s", "0.25", "--no-follow")
     arguments += ("--connector", "nixl", "--engine-key-env", "E")
     assert status_of(monkeypatch, "router", *arguments) == 0
     section = seen["section"]
@@ -212,6 +212,7 @@ def test_router_takes_urls_a_file_and_options_that_override_it(
         prefill_wait_share=0.5,
         first_token="prefill",
         first_token_hold_s=0.25,
+        follow=False,
     )
     assert (seen["engine_key_env"], seen["connector"]) == ("E", "nixl")
 

@@ -64,6 +64,8 @@ from disagg.connector.uniform_cache import allocate_uniform
 from disagg.vllm_compat.kv_cache import config_of_groups
 
 BLOCK, LAYERS, HEADS, HEAD_DIM = 32, 2, 2, 8
+STEP = 128
+"""The most tokens of a step."""
 WORDS = 2 * HEAD_DIM * 4 // 8
 """64-bit words of one head and token: K and V in float32."""
 POISON = 0xA5
@@ -487,7 +489,7 @@ def _engine_config(
         block_size=BLOCK,
         max_model_len=512,
         max_num_seqs=max_seqs,
-        max_num_batched_tokens=128,
+        max_num_batched_tokens=STEP,
         enforce_eager=True,
         async_scheduling=False,
         enable_prefix_caching=prefix_caching,

@@ -24,6 +24,7 @@ from disagg.vllm_compat.differences import (
     CALLER_NAMES_LOAD_ARGUMENTS,
     NO_FINISH_FORWARD,
     NO_LOAD_ARGUMENTS,
+    RESULTS_AS_SETS,
 )
 from disagg.vllm_compat.transfers import KVConnectorTransferResults
 
@@ -145,7 +146,7 @@ class Second:
             plan.write_blocks(spy)
             if not plan.tokens:
                 answer = runner.no_forward(scheduled)
-                return answer.kv_connector_output or KVConnectorOutput()
+                return answer.kv_connector_output or _nothing()
             with set_forward_context(None, self.config):
                 _pre_forward(runner, scheduled)
                 plan.forward(spy)
@@ -154,6 +155,11 @@ class Second:
             if plan.draft:
                 spy.note("draft")
             return runner.post_forward(scheduled.finished_req_ids)
+
+
+def _nothing() -> KVConnectorOutput:
+    """What stands for the output that vLLM leaves out of a step with nothing to report."""
+    return KVConnectorOutput(set(), set()) if RESULTS_AS_SETS.here else KVConnectorOutput()
 
 
 def _pre_forward(runner: Any, scheduled: SchedulerOutput) -> None:

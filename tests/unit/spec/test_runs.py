@@ -18,6 +18,9 @@ SMALL = {
     "one fetch, asked",
     "one fetch, sent",
     "a restart, asked",
+    "a prompt is followed, read",
+    "a prompt is followed, sent",
+    "a followed prompt begins anew twice",
     "two engines of one block",
     "two engines without patience",
     "two engines that preempt",
@@ -72,7 +75,13 @@ def test_an_action_names_code_that_exists(name: str) -> None:
 
 def test_actions_without_code_are_events() -> None:
     events = {action.name for action in ACTIONS if not action.implements}
-    assert events == {"a consumer dies", "the producer dies"}
+    assert events == {
+        "a consumer dies",
+        "the producer dies",
+        "a follower dies",
+        "the producer of a followed prompt dies",
+        "the device ends a step",
+    }
 
 
 def test_the_table_of_actions_is_current() -> None:

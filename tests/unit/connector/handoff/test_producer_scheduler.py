@@ -158,3 +158,17 @@ def test_leases_are_counted_when_they_have_ended_on_all_ranks() -> None:
     assert producer.stats() == {"leases_held": 1, "leases": {"expired": 1}}
     producer.ends("b", "fetched")
     assert producer.stats() == {"leases_held": 0, "leases": {"fetched": 1}}
+
+
+@pytest.mark.parametrize(("max_tokens", "grows"), [(BLOCK, True), (BLOCK + 1, False)])
+def test_no_lease_grows_whose_answer_may_pass_a_window(max_tokens: int, grows: bool) -> None:
+    """vLLM would free blocks that a consumer was told to be final, and give them to others."""
+    producer = Producer(windows=True, groups=2, late_groups={1: BLOCK}, step_tokens=LENGTH)
+    producer.half.set_blocks(lambda _: [ATTENTION, ATTENTION])
+    asked = request()
+    asked.max_tokens, asked.kv_transfer_params = max_tokens, PREFILL
+    producer.half.on_prefill(asked, b"stream")
+    work = StepWork()
+    producer.half.add_step_work(work, [asked.request_id])
+    assert [one.stream for one in work.growing] == [b"stream"] * grows
+    assert work.unwanted == [b"stream"] * (not grows)

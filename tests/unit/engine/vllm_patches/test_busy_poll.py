@@ -24,7 +24,7 @@ for value in sys.argv[2:]:
         for _ in range(100):
             os.sched_yield()
         own = os.sched_yield is posix.sched_yield
-        print(value, time.perf_counter() - began, own, flush=True)
+        print("measured", value, time.perf_counter() - began, own, flush=True)
         break
     os.wait()
 """
@@ -36,7 +36,9 @@ def yields() -> dict[str, tuple[float, bool]]:
     env = {k: v for k, v in os.environ.items() if k != POLL_SLEEP_ENV}
     command = [sys.executable, "-c", MEASURE, POLL_SLEEP_ENV, "20000", "none", "soon"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    lines = [line.split() for line in done.stdout.splitlines()[-3:]]
+    # vLLM before 0.31 writes its log there too.
+    words = [line.split() for line in done.stdout.splitlines()]
+    lines = [line[1:] for line in words if line[:1] == ["measured"]]
     return {value: (float(seconds), own == "True") for value, seconds, own in lines}
 
 

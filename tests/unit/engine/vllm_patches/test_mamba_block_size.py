@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -16,8 +18,10 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from disagg.engine.vllm_patches import mamba_block_size, patching
 from disagg.testing.checkpoint import make_model
+from disagg.vllm_compat import versions
 
 PLATFORM: Any = type(current_platform)
+STORES_WITHIN_STEPS = mamba_block_size.CHECKPOINTS.is_for(versions.installed())
 
 
 def test_blocks_keep_their_size_once_they_are_allocated(
@@ -39,6 +43,13 @@ def test_blocks_keep_their_size_once_they_are_allocated(
     assert cache.block_size == 128  # else vLLM no longer needs the patch
 
 
+def test_the_patch_is_for_versions_whose_layers_store_states_within_a_step() -> None:
+    assert (
+        "num_prefill_checkpoint_blocks" in inspect.getsource(MambaMixer2)
+    ) == STORES_WITHIN_STEPS
+
+
+@pytest.mark.skipif(not STORES_WITHIN_STEPS, reason="this vLLM's layers store none")
 def test_no_layer_stores_a_state_within_a_step() -> None:
     attention = FullAttentionSpec(block_size=256, num_kv_heads=1, head_size=8, dtype=torch.float32)
     state = MambaSpec(
@@ -67,6 +78,10 @@ def test_the_patch_applies_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     patching.install([mamba_block_size.BLOCK_SIZE, mamba_block_size.CHECKPOINTS])
     WorkerWrapperBase.init_device(1)  # type: ignore[arg-type]
     assert ran == [1]
-    for mended in (PLATFORM.check_and_update_config, CPUModelRunner.get_kv_cache_spec):
-        once: Any = mended
+    mended = [PLATFORM.check_and_update_config]
+    if STORES_WITHIN_STEPS:
+        mended.append(CPUModelRunner.get_kv_cache_spec)
+    else:
+        assert not hasattr(CPUModelRunner.get_kv_cache_spec, "is_between_steps")
+    for once in mended:
         assert not {"keeps_blocks", "is_between_steps"} & {*vars(once.__wrapped__)}

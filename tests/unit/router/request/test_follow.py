@@ -228,3 +228,11 @@ def test_the_invitation_of_an_engine_that_failed_is_forgotten(
     setup.decode.bodies.clear()
     post(setup, LONG)
     assert "disagg_stream" not in setup.decode.bodies[-1].get("kv_transfer_params", {})
+
+
+def test_a_router_may_be_told_not_to_follow(invited: Callable[..., Setup]) -> None:
+    setup = invited(section={"pairing": {"follow": False, "local_prefill_tokens": 0}})
+    assert setup.prefill.gate is not None
+    setup.prefill.gate.set()
+    assert post(setup, LONG).content == WHOLE
+    assert "disagg_stream" not in setup.prefill.bodies[0]["kv_transfer_params"]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 from unit.transport.test_fetch import Pair, ask, hello, pair, same
 
+from disagg.errors import PeerLost
 from disagg.transport import protocol as p
+from disagg.transport.control.channel import Channel
 from disagg.transport.control.lease import FETCHED
 from disagg.transport.deadline import Deadline
 from disagg.transport.fetch import LeaseName, renew
@@ -106,3 +111,23 @@ def test_who_waits_for_a_lease_far_ahead_is_refused_at_once(pair: Pair) -> None:
     assert isinstance(refused, p.Failed)
     assert refused.reason == "lease_gone"
     opened.close()
+
+
+def test_who_follows_a_whole_lease_does_not_use_it_for_ever(pair: Pair) -> None:
+    """Its blocks go back, however often the peer asks how far it is."""
+    pair.server._use_limit_s = 0.5
+    pair.leases.grow(0, "request-0", b"stream", b"prompt", 1)
+    opened = hello(pair)
+    answer = ask(opened, p.Follow("life-1", b"stream", b"prompt"))
+    assert answer == p.Grown(0, 0, 0, is_whole=False)
+    pair.grant(0, [5])
+    with pytest.raises(PeerLost):
+        _ask_again_and_again(opened, seconds=10)
+    opened.close()
+
+
+def _ask_again_and_again(opened: Channel, seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        assert ask(opened, p.Proceed(0, 0, 0.0)) == p.Grown(0, 0, 0, is_whole=True)
+        time.sleep(0.01)
