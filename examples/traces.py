@@ -48,6 +48,11 @@ class Traces:
                         self._spans[span.trace_id].append(span)
                         self._last[span.trace_id] = time.monotonic()
 
+    def spans(self, trace: bytes) -> list[Span]:
+        """What has arrived of one trace."""
+        with self._lock:
+            return list(self._spans.get(trace, ()))
+
     def take_whole(self) -> list[list[Span]]:
         """The requests' traces to which nothing was added for `QUIET_S`."""
         with self._lock:
@@ -82,7 +87,7 @@ def waterfall(spans: Sequence[Span]) -> str:
     return "\n".join([f"trace {spans[0].trace_id.hex()}", *lines, ""])
 
 
-def collect(port: int, traces: Traces) -> ThreadingHTTPServer:
+def collect(port: int, traces: Traces, host: str = "127.0.0.1") -> ThreadingHTTPServer:
     """A server that takes spans as OTLP over HTTP."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -99,7 +104,7 @@ def collect(port: int, traces: Traces) -> ThreadingHTTPServer:
         def log_message(self, *_: object) -> None:
             pass
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    return ThreadingHTTPServer((host, port), Handler)
 
 
 def main() -> None:

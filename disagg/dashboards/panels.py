@@ -139,6 +139,27 @@ def _handoff() -> list[Panel]:
             ],
         ),
         Panel(
+            "KV hidden behind prefill",
+            "Share of the bytes that came while prefill still computed the prompt, by decode "
+            "engine. docs/streaming.md explains it.",
+            "percentunit",
+            [
+                Query(
+                    f"{_rate('disagg_handoff_hidden_bytes_total', 'engine')}"
+                    f" / {_rate(moved, 'engine')}",
+                    "{{engine}}",
+                )
+            ],
+        ),
+        Panel(
+            "Both legs at once",
+            "Requests whose decode leg could begin with their prefill leg, by what came of it. "
+            "docs/streaming.md explains the outcomes.",
+            "reqps",
+            [_rates("disagg_router_followed_total", "outcome")],
+            stacked=True,
+        ),
+        Panel(
             "Handoffs",
             "By outcome at the decode engine.",
             "ops",

@@ -62,14 +62,15 @@ def _pairings(state: dict[str, Any]) -> Table:
 
 
 def _handoffs(state: dict[str, Any]) -> Table:
-    table = titled("Handoffs", "to", "over", "loaded", "failed", "aborted", "MiB")
+    table = titled("Handoffs", "to", "over", "loaded", "failed", "aborted", "MiB", "hidden")
     for engine in state["engines"]:
         for transport, totals in engine.get("handoffs", {}).items():
             counts = (
                 count(totals.get(outcome, 0.0)) for outcome in ("loaded", "failed", "aborted")
             )
-            mib = totals.get("bytes", 0.0) / 2**20
-            table.add_row(engine["name"], transport, *counts, f"{mib:,.1f}")
+            size = totals.get("bytes", 0.0)
+            hidden = f"{totals.get('hidden_bytes', 0.0) / size:.1%}" if size else "-"
+            table.add_row(engine["name"], transport, *counts, f"{size / 2**20:,.1f}", hidden)
     return table
 
 

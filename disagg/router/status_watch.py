@@ -153,6 +153,7 @@ _ROWS = (
     _Row("queued", _plain("queued"), lambda value: count(value)),
     _Row("KV use, fullest", _usage, lambda value: f"{value:.1%}"),
     _Row("moved, mean GB/s", _plain("speed"), lambda value: f"{value / 1e9:.2f}"),
+    _Row("moved, hidden", _plain("hidden"), lambda value: f"{value:.1%}"),
 )
 
 

@@ -57,6 +57,9 @@ class PendingLoadState(enum.Enum):
     DONE = "done"
 
 
+_UNDER_WAY = (PendingLoadState.QUEUED, PendingLoadState.LOADING)
+
+
 @dataclass
 class PendingLoad:
     """One request's load. tokens: prompt tokens that are present when it has ended. problem: why it
@@ -74,6 +77,7 @@ class PendingLoad:
     cancelled: bool = False
     span: HandoffSpan | None = None
     has_begun: bool = True
+    grows: bool = False
     moved: float = 0.0
 
 
@@ -163,12 +167,16 @@ class ConsumerScheduler:
             else:
                 load.state = PendingLoadState.DONE
 
-    def moved(self, request_ids: Iterable[str]) -> None:
-        """These requests' loads got on."""
+    def moved(self, request_ids: Iterable[str], whole: Iterable[str] = ()) -> None:
+        """These requests' loads got on. whole: the prompts of these are computed."""
         for request_id in request_ids:
             load = self._loads.get(request_id)
             if load is not None:
                 load.moved = self._clock()
+        for request_id in whole:
+            load = self._loads.get(request_id)
+            if load is not None:
+                load.grows = False
 
     def _followed(self, request: Request, invitation: Invitation, stream: bytes) -> Handoff:
         """The lease of this request's own prompt, as its producer will grant it."""
@@ -276,6 +284,7 @@ class ConsumerScheduler:
             self._release(load.handoff)
             return
         load.state, load.moved = PendingLoadState.LOADING, self._clock()
+        load.grows = bool(load.handoff.stream)
         if self._tracer is not None and request.trace_headers:
             load.span = HandoffSpan(self._tracer, request.trace_headers)
         self._work.loads.append(self._handoff_load(request.request_id, load, blocks, external))
@@ -327,6 +336,7 @@ class ConsumerScheduler:
             handoff.prompt(),
             per_block,
             tuple(growth),
+            load.span is not None,
         )
 
     def _split(
@@ -351,6 +361,12 @@ class ConsumerScheduler:
             and (not load.handoff.stream or load.moved > recently)
             for load in self._loads.values()
         )
+
+    def only_waits(self) -> bool:
+        """Whether all loads wait for prompts that are still computed elsewhere, so that a look a few
+        milliseconds later is soon enough."""
+        waiting = [load for load in self._loads.values() if load.state in _UNDER_WAY]
+        return bool(waiting) and all(not load.has_begun or load.grows for load in waiting)
 
     # ---- its end ---------------------------------------------------------------------------
 
@@ -437,13 +453,16 @@ class ConsumerScheduler:
     def _count_load(self, reports: list[LoadReport], load: PendingLoad) -> None:
         worst = next((r for r in reports if r.outcome != "loaded"), reports[0])
         size = sum(r.num_bytes for r in reports)
+        hidden = sum(r.hidden_bytes for r in reports)
         if load.span is not None:
+            if load.handoff.stream:
+                load.span.followed(hidden)
+            load.span.add([event for r in reports for event in r.events], load.tokens)
             load.span.end(worst.outcome, worst.transport, size, worst.reason)
         if load.problem is None:
             self._stats.count("handoffs", f"{worst.transport}|{worst.outcome}")
         if worst.outcome == "loaded":
             self._stats.count("bytes", worst.transport, size)
-            hidden = sum(r.hidden_bytes for r in reports)
             if hidden:
                 self._stats.count("hidden", worst.transport, hidden)
             self._stats.observe_seconds(max(r.seconds for r in reports))

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from disagg.connector.handoff import sharding
 from disagg.connector.handoff.growing_load import Chunk, GrowingLoad, Leases, whole
+from disagg.connector.handoff.load_trace import LoadTrace
 from disagg.connector.handoff.messages import (
     BegunReport,
     HandoffLoad,
@@ -80,6 +81,7 @@ class ConsumerWorker:
         self._right: dict[str, int] = {}  # first blocks of loads under way
         self._begun: queue.SimpleQueue[BegunReport] = queue.SimpleQueue()
         self._moved: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._whole: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._lease_messages = PerPeerThreads("disagg-lease", _LEASE_MESSAGES_AT_ONCE)
 
     # ---- in the model's thread -------------------------------------------------------------
@@ -145,6 +147,10 @@ class ConsumerWorker:
         """The requests whose loads got on since the last call."""
         return list(dict.fromkeys(_taken(self._moved)))
 
+    def take_whole(self) -> list[str]:
+        """The requests that are loaded and whose prompts were computed since the last call."""
+        return list(_taken(self._whole))
+
     def close(self) -> None:
         """Close every connection; running loads then fail."""
         for event in [*self._cancelled.values(), *self._unwatched.values()]:
@@ -185,12 +191,13 @@ class ConsumerWorker:
         self, load: HandoffLoad, deadline: Deadline, after: Fence, fetched: contextlib.ExitStack
     ) -> None:
         outcome, reason, moved, hidden = "failed", load.problem, None, 0
+        trace = LoadTrace(self._rank.number, is_on=load.is_traced)
         try:
             if self._cancelled[load.request_id].is_set():
                 outcome = "aborted"
                 self._release(load.endpoints, _name(load))
             elif load.problem is None:
-                moved, hidden = self._fetch(load, deadline, after, fetched)
+                moved, hidden = self._fetch(load, deadline, after, fetched, trace)
                 outcome = "loaded"
         except _Cancelled:
             outcome = "aborted"
@@ -217,6 +224,7 @@ class ConsumerWorker:
                     reason,
                     hidden,
                     self._not_right(load) if outcome == "failed" else (),
+                    tuple(trace.events),
                 )
             )
 
@@ -227,7 +235,12 @@ class ConsumerWorker:
         return tuple(load.block_ids[right:]) if right and not self._settings.strict else ()
 
     def _fetch(
-        self, load: HandoffLoad, deadline: Deadline, after: Fence, fetched: contextlib.ExitStack
+        self,
+        load: HandoffLoad,
+        deadline: Deadline,
+        after: Fence,
+        fetched: contextlib.ExitStack,
+        trace: LoadTrace,
     ) -> tuple[handoff.Moved, int]:
         """Fetch this rank's heads from every producer rank that holds some of them. Returns also
         how many bytes came while the prompt was being computed."""
@@ -237,7 +250,7 @@ class ConsumerWorker:
             raise problem
         assert not isinstance(after, TransferError)
         if load.stream:
-            return self._follow(load, after, fetched)
+            return self._follow(load, after, fetched, trace)
         fetches = list(self._fetches(load, whole(load)))
         moved: list[handoff.Moved] = []
         try:
@@ -245,6 +258,7 @@ class ConsumerWorker:
                 job = FetchJob(blocks, deadline, after)
                 fetch = handoff.fetched(self._peers, source, job, self._receivers)
                 moved.append(fetched.enter_context(fetch))
+                trace.fetched(moved[-1:])
         except TransferError:
             # The remaining ranks' blocks are useless now; their leases need not run out.
             rest = [source.endpoint for source, _ in fetches[len(moved) + 1 :]]
@@ -253,7 +267,11 @@ class ConsumerWorker:
         return self._total(load, moved), 0
 
     def _follow(
-        self, load: HandoffLoad, after: Event | None, fetched: contextlib.ExitStack
+        self,
+        load: HandoffLoad,
+        after: Event | None,
+        fetched: contextlib.ExitStack,
+        trace: LoadTrace,
     ) -> tuple[handoff.Moved, int]:
         """Fetch a lease while it grows."""
         limit_s, rest, moved = self._settings.load_deadline_s, GrowingLoad(load), list[Moved]()
@@ -263,10 +281,15 @@ class ConsumerWorker:
             try:
                 leases = self._begin_to_follow(load, requests, until_reported)
                 while True:
+                    trace.heard(leases)
                     is_whole = leases.is_whole
+                    if is_whole:
+                        self._whole.put(load.request_id)
                     chunk = rest.take(leases.tokens, is_whole=is_whole)
                     if chunk is not None:
-                        moved += self._fetch_chunk(load, leases, chunk, after)
+                        came = self._fetch_chunk(load, leases, chunk, after)
+                        trace.fetched(came, leases)
+                        moved += came
                         self._moved.put(load.request_id)
                     if is_whole:
                         break

@@ -9,13 +9,14 @@ The blocks are the running request's. If it loses them (preemption), its lease b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from disagg.connector.handoff import block_digests
 from disagg.connector.handoff.engine_facts import EngineFacts
-from disagg.connector.handoff.messages import Growing, Grown, StepWork
+from disagg.connector.handoff.messages import Growing, Grown, GrownReport, StepWork
+from disagg.connector.handoff.spans import GrowthSpan, open_tracer
 from disagg.transport.control.ticket import prompt_digest
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class GrowingLeases:
         self._leases: dict[str, _GrowingLease] = {}
         self._streams: set[bytes] = set()
         self._work = StepWork()
+        self._tracer = open_tracer()
+        self._spans: dict[int, GrowthSpan] = {}
+        self._stopped: list[int] = []  # whose spans the workers may still report of
 
     def asked(self, request: Request, stream: bytes) -> None:
         """A prefill leg names the stream that its consumer follows. With n > 1, the first request
@@ -83,6 +87,7 @@ class GrowingLeases:
         lease = self._leases.pop(request_id, None)
         if lease is None:
             return None
+        self._stop_span(lease.number)
         return lease.number
 
     def stop(self, number: int) -> None:
@@ -91,13 +96,29 @@ class GrowingLeases:
 
     def forget(self) -> None:
         """The workers were told to end all leases."""
+        for lease in self._leases.values():
+            self._stop_span(lease.number)
         self._leases.clear()
+
+    def reported(self, reports: Iterable[GrownReport]) -> None:
+        """When traced leases grew."""
+        for report in reports:
+            if report.lease in self._spans:
+                self._spans[report.lease].grown(report)
+
+    def _stop_span(self, number: int) -> None:
+        if number in self._spans:
+            self._spans[number].stop()
+            self._stopped.append(number)
 
     def add_work(self, work: StepWork) -> None:
         """Add what the workers have to know in this step."""
         mine, self._work = self._work, StepWork()
         work.growing, work.grown = mine.growing, mine.grown
         work.stopped, work.unwanted = mine.stopped, mine.unwanted
+        # The step before has reported, also of leases that ended with it.
+        while self._stopped:
+            self._spans.pop(self._stopped.pop()).end()
 
     def _begin(self, request: Request, stream: bytes, number: int) -> None:
         self._streams.discard(stream)
@@ -109,6 +130,8 @@ class GrowingLeases:
         self._work.growing.append(growing)
         lease = _GrowingLease(request, number, request.num_preemptions)
         self._leases[request.request_id] = lease
+        if self._tracer is not None and request.trace_headers:
+            self._spans[number] = GrowthSpan(self._tracer, request.trace_headers)
 
     def _follow(self, lease: _GrowingLease, is_scheduled: bool, blocks: BlockIds) -> None:
         request = lease.request
@@ -126,7 +149,8 @@ class GrowingLeases:
         added = list(self._added(lease.tokens, tokens, request, blocks(request.request_id)))
         lease.tokens = tokens
         if added:
-            self._work.grown.append(Grown(lease.number, lease.epoch, tokens, added))
+            is_traced = lease.number in self._spans
+            self._work.grown.append(Grown(lease.number, lease.epoch, tokens, added, is_traced))
 
     def _added(
         self, before: int, tokens: int, request: Request, blocks: Sequence[list[int]]

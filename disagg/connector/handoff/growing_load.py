@@ -79,6 +79,11 @@ class Leases:
         return all(one.grown.is_whole for one in self.followed)
 
     @property
+    def epoch(self) -> int:
+        """How often the prompt has begun anew, on all ranks."""
+        return min(one.grown.epoch for one in self.followed)
+
+    @property
     def tokens(self) -> int:
         """How many tokens are final on all ranks. Ranks where the prompt began anew are ahead of
         the others for a moment: none are final then."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from disagg.connector.handoff.messages import Grown
+from disagg.connector.handoff.messages import Grown, GrownReport
 from disagg.errors import TransferError
 from disagg.transport.control.lease import LeaseTable
 from disagg.transport.deadline import Event
@@ -31,6 +31,7 @@ class LeaseGrowth:
         self._leases, self._staging = leases, staging
         self._waiting: queue.SimpleQueue[tuple[Event, Sequence[Grown]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._reports: queue.SimpleQueue[GrownReport] = queue.SimpleQueue()
 
     def add(self, grown: Sequence[Grown]) -> None:
         """In the model's thread, before it runs or launches a step: so before the step can
@@ -52,6 +53,13 @@ class LeaseGrowth:
                 self._thread = threading.Thread(target=self._run, name="disagg-growth", daemon=True)
                 self._thread.start()
 
+    def take_grown(self) -> list[GrownReport]:
+        """How traced leases have grown since the last call."""
+        reports = []
+        while not self._reports.empty():
+            reports.append(self._reports.get_nowait())
+        return reports
+
     def close(self) -> None:
         """End the thread."""
         self._waiting.put(None)
@@ -60,6 +68,8 @@ class LeaseGrowth:
         for one in grown:
             if one.blocks:
                 self._leases.extend(one.lease, one.epoch, one.blocks, one.tokens)
+                if one.is_traced:
+                    self._reports.put(GrownReport(one.lease, one.epoch, one.tokens, time.time_ns()))
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:

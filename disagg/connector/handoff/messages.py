@@ -43,12 +43,13 @@ class Growing:
 class Grown:
     """Scheduler -> worker: once all earlier steps are done, so many of a growing lease's tokens are
     final. epoch: how often its request has lost its blocks and begun anew. blocks: those added, as
-    (position of the first, ids); none if it just began anew."""
+    (position of the first, ids); none if it just began anew. is_traced: report when that was."""
 
     lease: int
     epoch: int
     tokens: int
     blocks: list[tuple[int, list[int]]]
+    is_traced: bool = False
 
 
 class SpanGrowth(NamedTuple):
@@ -72,7 +73,8 @@ class HandoffLoad:
     per producer rank, one pipeline stage after the other. layers: how many regions each stage has,
     the producer's and then ours. problem: the load was refused before; the worker only reports it
     as failed (strict mode). stream: of a lease that is to be followed; prompt: that prompt's
-    digest; per_block: the units of one of our blocks; growth: of each span.
+    digest; per_block: the units of one of our blocks; growth: of each span. is_traced: report what
+    happens to it.
     """
 
     request_id: str
@@ -88,6 +90,7 @@ class HandoffLoad:
     prompt: bytes = b""
     per_block: int = 1
     growth: tuple[SpanGrowth, ...] = ()
+    is_traced: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,26 @@ class StepWork(KVConnectorMetadata):
     taken_back: list[int] = field(default_factory=list)
 
 
+class LoadEvent(NamedTuple):
+    """Of a traced load, on one rank. name: `chunk`: bytes came, in so many seconds; `grown` or
+    `whole`: news of the lease that it follows. at_ns: since 1970. tokens: of the prompt, final by
+    then; 0 unless `grown`: all. epoch: as in `Grown`."""
+
+    name: str
+    at_ns: int
+    rank: int
+    tokens: int
+    epoch: int
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """Worker -> scheduler: one rank's load ended. outcome: loaded, failed or aborted. hidden_bytes:
     those that came while prefill still computed the prompt. invalid: of a load that failed, the
-    blocks that have to be computed, if those before them are right; none if all have to be."""
+    blocks that have to be computed, if those before them are right; none if all have to be. events:
+    if it is traced."""
 
     request_id: str
     outcome: str
@@ -152,6 +170,7 @@ class LoadReport:
     reason: str | None = None
     hidden_bytes: int = 0
     invalid: tuple[int, ...] = ()
+    events: tuple[LoadEvent, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,15 +189,27 @@ class BegunReport:
     problem: str | None = None
 
 
+@dataclass(frozen=True)
+class GrownReport:
+    """Worker -> scheduler: the first rank's lease has grown, if it is traced. at_ns: since 1970."""
+
+    lease: int
+    epoch: int
+    tokens: int
+    at_ns: int
+
+
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """What came to be since the last step, over all ranks. moved: request ids whose loads got
-    on."""
+    """What came to be since the last step, over all ranks. moved: request ids whose loads got on.
+    whole: those whose prompts are computed."""
 
     loads: list[LoadReport] = field(default_factory=list)
     leases: list[LeaseReport] = field(default_factory=list)
     begun: list[BegunReport] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
+    grown: list[GrownReport] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, StepReport)
@@ -187,11 +218,14 @@ class StepReport(KVConnectorWorkerMetadata):
             self.leases + other.leases,
             self.begun + other.begun,
             self.moved + other.moved,
+            self.grown + other.grown,
+            self.whole + other.whole,
         )
 
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return not (self.loads or self.leases or self.begun or self.moved)
+        parts = self.loads, self.leases, self.begun, self.moved, self.grown, self.whole
+        return not any(parts)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from disagg.connector.handoff import block_digests
 from disagg.connector.handoff import kv_transfer_params as wire
 from disagg.connector.handoff.engine_facts import EngineFacts
 from disagg.connector.handoff.growing_leases import BlockIds, GrowingLeases
-from disagg.connector.handoff.messages import Grant, LeaseReport, StepWork
+from disagg.connector.handoff.messages import Grant, GrownReport, LeaseReport, StepWork
 from disagg.connector.handoff.metrics import ConnectorStats
 from disagg.connector.kv_cache_layout import NULL_BLOCK
 from disagg.transport.control.client import Endpoint
@@ -174,6 +174,10 @@ class ProducerScheduler:
                 self._stats.count("leases", self._leases.pop(request_id))
                 self._numbers.pop(request_id, None)
                 self._stats.set_leases_held(len(self._leases))
+
+    def grown(self, reports: Iterable[GrownReport]) -> None:
+        """When traced leases grew."""
+        self._growing.reported(reports)
 
     def take_stats(self) -> ConnectorStats:
         """Counts since the last call."""

@@ -7,7 +7,7 @@ import secrets as random
 from dataclasses import replace
 
 from disagg.connector.handoff.lease_growth import LeaseGrowth
-from disagg.connector.handoff.messages import StepWork
+from disagg.connector.handoff.messages import GrownReport, StepWork
 from disagg.connector.handoff.rank import RankCache, WorkerRank
 from disagg.connector.handoff.settings import ConnectorSettings
 from disagg.errors import ConfigError
@@ -77,6 +77,10 @@ class ProducerWorker:
     def take_ended(self) -> list[EndedLease]:
         """Leases that ended since the last call; vLLM may free their blocks."""
         return self._leases.take_ended()
+
+    def take_grown(self) -> list[GrownReport]:
+        """How traced leases have grown since the last call."""
+        return self._growth.take_grown()
 
     def close(self) -> None:
         """Close every socket, and remove what the senders staged."""

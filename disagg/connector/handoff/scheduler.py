@@ -5,6 +5,7 @@ Only engines that prefill for others have a producer part.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+_LOOK_S = 0.004
 
 
 class SchedulerHalf:
@@ -116,6 +120,10 @@ class SchedulerHalf:
         """What the workers have to do in this step. scheduled: tokens that it computes, by request
         id."""
         work = self.consumer.step_work()
+        if not scheduled and work == StepWork() and self.consumer.only_waits():
+            # vLLM makes a thousand such steps a second, and takes the cores from the model of
+            # another engine on this host.
+            time.sleep(_LOOK_S)
         if self.producer is not None:
             works = bool(scheduled) or self.consumer.is_loading()
             if self._stall is not None and self._stall.stands_still(works=works):
@@ -129,10 +137,11 @@ class SchedulerHalf:
         if not isinstance(report, StepReport):
             report = StepReport()
         self.consumer.begun(report.begun)
-        self.consumer.moved(report.moved)
+        self.consumer.moved(report.moved, report.whole)
         self.consumer.update(report.loads, output.finished_recving or ())
         if self.producer is not None:
             self.producer.update(report.leases, output.finished_sending or ())
+            self.producer.grown(report.grown)
 
     def take_stats(self) -> ConnectorStats:
         """Counts since the last call."""

@@ -141,9 +141,12 @@ class WorkerHalf:
         loads = self.consumer.take_ended() if self.consumer is not None else []
         self._report.leases += [LeaseReport(*lease) for lease in leases]
         self._report.loads += loads
+        grown = self.producer.take_grown() if self.producer is not None else []
+        self._report.grown += grown if self._rank.number == 0 else []
         if self.consumer is not None:
             self._report.begun += self.consumer.take_begun()
             self._report.moved += self.consumer.take_moved()
+            self._report.whole += self.consumer.take_whole()
         return (
             {lease.request_id for lease in leases},
             {load.request_id for load in loads},

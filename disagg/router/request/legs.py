@@ -112,6 +112,7 @@ class Legs:
         limit_s = self._limits.prefill_timeout_s + self._limits.first_byte_timeout_s
 
         async def open_early(prefill: EngineEndpoint, params: dict[str, Any]) -> Opened:
+            record.early_s = record.elapsed()
             call = self._call(plan, params, header, more, limit_s)
             return await self.decode_leg.open(
                 call, seat, plan, record, partner=prefill, attempts=1, limit_s=limit_s
@@ -123,7 +124,7 @@ class Legs:
             opened = await early.first_of(prefill)
             if opened is not None:
                 prefill.cancel()
-                self._metrics.followed.labels("computed").inc()
+                self._note_followed("computed", record)
                 self._decode_began(plan, None, opened, record, record.elapsed())
                 return opened
             prefilled = prefill.result()
@@ -143,15 +144,19 @@ class Legs:
             self._releases.give_back(prefilled)
             raise
         if opened is not None and prefilled is not None:
-            self._metrics.followed.labels("followed").inc()
+            self._note_followed("followed", record)
             self._decode_began(plan, prefilled, opened, record, prefilled_s)
             return opened
         if early.was_sent:
-            self._metrics.followed.labels("failed").inc()
+            self._note_followed("failed", record)
             seat = await self._other_seat(plan, seat, prefilled)
         else:
-            self._metrics.followed.labels("not_sent").inc()
+            self._note_followed("not_sent", record)
         return await self.decode(plan, seat, prefilled, header, record, more)
+
+    def _note_followed(self, outcome: str, record: Record) -> None:
+        self._metrics.followed.labels(outcome).inc()
+        record.followed = outcome
 
     async def _other_seat(self, plan: RequestPlan, seat: Seat, prefilled: Prefilled | None) -> Seat:
         """For a decode leg that did not begin at this seat. Raises `ApiError`."""

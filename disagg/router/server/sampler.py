@@ -40,6 +40,7 @@ _OF_ENGINES = (
     "vllm:inter_token_latency_seconds_bucket",
     "vllm:kv_cache_usage_perc",
     "disagg_handoff_bytes_total",
+    "disagg_handoff_hidden_bytes_total",
     "disagg_handoff_seconds_sum",
 )
 _OWN = ""  # beside the names of engines
@@ -187,7 +188,7 @@ class Sampler:
         self, texts: Texts, seconds: Mapping[str, float]
     ) -> tuple[dict[str, Any], Buckets]:
         tokens: float | None = None
-        moved = moved_a_second = moving_s = 0.0
+        moved = moved_a_second = moving_s = hidden = 0.0
         to: defaultdict[str, float] = defaultdict(float)
         usage: dict[str, float | None] = {}
         between = _Histogram()
@@ -210,12 +211,15 @@ class Sampler:
                         moved += more
                         moved_a_second += more / passed
                         to[engine.name] += more / passed
+                    case "disagg_handoff_hidden_bytes_total":
+                        hidden += grown()
                     case "disagg_handoff_seconds_sum":
                         moving_s += grown()
         figures = {
             "tokens": _short(tokens),
             "moved": _short(moved_a_second) if seconds.keys() - {_OWN} else None,
             "speed": _short(moved / moving_s) if moved > 0 and moving_s > 0 else None,
+            "hidden": _short(min(1.0, hidden / moved)) if moved > 0 else None,
             "to": {name: _short(more) for name, more in to.items() if more},
             "kv": usage,
         }

@@ -29,7 +29,7 @@ _GAUGES = {
     "vllm:generation_tokens_total": "generated_tokens",
     "disagg_leases_held": "leases",
 }
-_OUTCOMES = frozenset(["loaded", "failed", "aborted", "bytes"])
+_OUTCOMES = frozenset(["loaded", "failed", "aborted", "bytes", "hidden_bytes"])
 _TRANSPORTS = frozenset(TransferSection().transports)
 _OTHER = "other"  # in place of a word that an engine chose
 _TIMES = ("ttft", "between_chunks", "prefill", "handoff", "queue")
@@ -121,6 +121,8 @@ def _engine_figures(text: str) -> dict[str, Any]:
                 totals[outcome] = totals.get(outcome, 0.0) + value
             case "disagg_handoff_bytes_total":
                 totals["bytes"] = value
+            case "disagg_handoff_hidden_bytes_total":
+                totals["hidden_bytes"] = value
             case "disagg_handoff_seconds_sum":
                 shown["handoff_seconds"] = value
             case "disagg_kv_load_failures_total":

@@ -127,7 +127,11 @@ const CHARTS = [
     all: () => [...new Set(kept.samples.flatMap(sample => Object.keys(sample.kv)))].sort(),
     value: (sample, name) => sample.kv[name] },
   { title: "KV moved", unit: value => isNumber(value) ? `${short(value / 1e9)} GB/s` : "–", ...one("GB/s", "speed"), dots: true,
-    note: "mean of the handoffs: bytes over the seconds that they took, not over all time" },
+    note: () => {
+      const sample = picked === null ? kept.samples.findLast(one => isNumber(one.hidden)) : nearest(picked);
+      return "mean of the handoffs: bytes over the seconds that they took, not over all time"
+        + (sample && isNumber(sample.hidden) ? `; ${percent(sample.hidden)} hidden behind prefill` : "");
+    } },
 ];
 
 const last = (name, chart) => kept.samples.findLast(sample => isNumber(chart.value(sample, name)));
@@ -414,9 +418,10 @@ function tables(now, rate) {
     return [p.prefill, p.decode, number(p.requests), short(flow.rate),
       `${flow.isShare ? "≈ " : ""}${short(flow.moved / 1e6)}`];
   }), "none yet");
-  fill("handoffs", ["to", "over", "loaded", "failed", "aborted", "moved", "mean speed"],
+  fill("handoffs", ["to", "over", "loaded", "failed", "aborted", "moved", "hidden", "mean speed"],
     now.engines.flatMap(e => Object.entries(e.handoffs || {}).map(([transport, of]) => [
       e.name, transport, number(of.loaded || 0), number(of.failed || 0), number(of.aborted || 0), bytes(of.bytes || 0),
+      percent(of.bytes ? (of.hidden_bytes || 0) / of.bytes : undefined),
       of.bytes && e.handoff_seconds && Object.values(e.handoffs).filter(other => other.bytes).length === 1
         ? `${number(of.bytes / e.handoff_seconds / 1e9, 2)} GB/s` : "–"])), "none yet");
   const reasons = [

@@ -49,6 +49,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     prefill: str | None = None
     decode: str | None = None
     local: str | None = None
+    followed: str | None = None
     retries: int = 0
     migrations: int = 0
     queued_ms: float | None = None
@@ -73,7 +74,8 @@ class Metered(Protocol):
 @dataclass(slots=True)
 class Record:
     """One request, filled in while it is served. Times are seconds from its arrival. `deployment`:
-    that serves it, if the router has several."""
+    that serves it, if the router has several. `followed`: as `disagg_router_followed_total` counts
+    it. `early_s`: when decode's leg was sent, if prefill had not answered."""
 
     route: str
     id: str
@@ -86,6 +88,8 @@ class Record:
     decode: str | None = None
     first_byte_s: float | None = None
     local: str | None = None
+    followed: str | None = None
+    early_s: float | None = None
     retries: int = 0
     migrations: int = 0
     queued_s: float | None = None
@@ -116,6 +120,7 @@ class Record:
             self.prefill,
             self.decode,
             self.local,
+            self.followed,
             self.retries,
             self.migrations,
             _ms(self.queued_s),

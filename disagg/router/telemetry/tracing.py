@@ -63,14 +63,17 @@ class Trace:
         self._span.set_attribute("http.response.status_code", status)
         for name, value in record.shown().items():
             self._span.set_attribute(f"disagg.{name}", value)
-        # Legs follow one another: each begins at the end of the one before.
+        # Decode's leg begins at the end of prefill's, unless both ran at once.
         begin = record.queued_s or 0.0
+        both = record.followed in ("followed", "computed")
         for name, engine, end in (
             ("prefill", record.prefill, record.prefill_s),
             ("decode", record.decode, record.elapsed()),
         ):
             if engine is None or end is None:
                 continue
+            if name == "decode" and both and record.early_s is not None:
+                begin = record.early_s
             span = self._tracer.start_span(name, self._context, start_time=self._at(begin))
             span.set_attribute("disagg.engine", engine)
             span.end(self._at(end))

@@ -90,6 +90,7 @@ def test_it_shows_goes_on_and_ends(make: Make, watch: Callable[..., Terminal]) -
     for _ in range(6):
         complete(setup, list(range(20)))
     assert terminal.shows("moved, mean GB/s .*2.50"), terminal.text
+    assert terminal.shows(r"moved, hidden .*60\.0%"), terminal.text
     setup.loop.run(setup.server.replace(setup.endpoints[:1], {"decode-0": Away("starts again")}))
     assert terminal.shows("down: starts again"), terminal.text
 
@@ -142,8 +143,8 @@ def large_state() -> status_watch.Watched:
     now = time.time()
     sample: dict[str, Any] = {
         "requests": 12345.0, "failed": 1.0, "tokens": 999999.0, "queued": 3.0, "in_flight": 1024.0,
-        "ttft": [0.1234, 61.0], "between": [0.0123, 0.4], "speed": 1.234e11, "kv": {"a": 0.5},
-        "to": {"chat/decode-11": 1.1e11},
+        "ttft": [0.1234, 61.0], "between": [0.0123, 0.4], "speed": 1.234e11, "hidden": 1.0,
+        "kv": {"a": 0.5}, "to": {"chat/decode-11": 1.1e11},
     }  # fmt: skip
     watched = status_watch.Watched(OperatorClient("http://127.0.0.1:9", None, None))
     watched.samples = [{"at": now - 600 + 2 * n, **sample} for n in range(295)]

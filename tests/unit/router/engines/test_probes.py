@@ -92,6 +92,27 @@ def test_spans() -> None:
     assert spans["prefill"].end_time == spans["decode"].start_time
 
 
+def test_spans_of_legs_that_ran_at_once() -> None:
+    export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    exporter = export.InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    record = Record("/v1/completions", "my-id")
+    trace = Trace(provider.get_tracer("test"), record, {})
+    record.prefill, record.prefill_s, record.decode = "prefill-1", 0.005, "decode-0"
+    record.followed, record.early_s = "followed", 0.001
+    time.sleep(0.01)
+    trace.end(200)
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    whole = spans["/v1/completions"]
+    assert whole.attributes["disagg.followed"] == "followed"
+    assert spans["decode"].start_time - whole.start_time == 1_000_000
+    assert spans["decode"].start_time < spans["prefill"].end_time < spans["decode"].end_time
+
+
 @pytest.mark.parametrize(
     ("of_decode", "pairs"), [({"vllm": "0.29-0.32"}, True), (None, True), ("0.31.0", False)]
 )

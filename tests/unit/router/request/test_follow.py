@@ -71,7 +71,9 @@ def in_background(setup: Setup, body: dict[str, Any]) -> Callable[[], httpx.Resp
     return answer
 
 
-def test_both_legs_are_sent_at_once(invited: Callable[..., Setup]) -> None:
+def test_both_legs_are_sent_at_once(
+    invited: Callable[..., Setup], capsys: pytest.CaptureFixture[str]
+) -> None:
     setup = invited()
     held = setup.decode.gate = threading.Event()
     answer = in_background(setup, LONG)
@@ -91,6 +93,7 @@ def test_both_legs_are_sent_at_once(invited: Callable[..., Setup]) -> None:
     }
     assert outcomes(setup) == {"followed": 1}
     assert setup.prefill.headers[0]["x-request-id"] == setup.decode.headers[0]["x-request-id"]
+    assert capsys.readouterr().out.count('"followed":"followed"') == 1
 
 
 def test_each_request_has_a_stream_of_its_own(invited: Callable[..., Setup]) -> None:

@@ -11,6 +11,7 @@ from aiohttp import web
 from unit.router.conftest import FakeEngine
 
 BYTES, SECONDS = 25_000_000, 0.01  # of one handoff: 2.5 GB/s
+HIDDEN = 15_000_000  # of these bytes, those that came while prefill computed
 TOKENS = 20  # of one answer
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1)
 
@@ -57,6 +58,7 @@ class MeteredEngine(FakeEngine):
                 f'{name}{{{of},le="+Inf"}} {gaps}',
                 f'disagg_handoffs_total{{engine="0",outcome="loaded",transport="tcp"}} {count}',
                 f'disagg_handoff_bytes_total{{engine="0",transport="tcp"}} {count * BYTES}',
+                f'disagg_handoff_hidden_bytes_total{{engine="0",transport="tcp"}} {count * HIDDEN}',
                 f'disagg_handoff_seconds_sum{{engine="0"}} {self.moving_s}',
             ]
         return web.Response(text="\n".join(lines) + "\n")

@@ -10,6 +10,7 @@ from typing import Any
 
 from unit.router.conftest import AS_OPERATOR, Setup
 from unit.router.pairing.test_admission import complete, until
+from unit.router.server.metered_engine import BYTES, HIDDEN, MeteredEngine
 
 from disagg.router.topology import Away
 from disagg.testing.http import client
@@ -29,6 +30,19 @@ def status(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, env={"COLUMNS": "150"}
     )
+
+
+def test_how_much_of_a_handoff_was_hidden(make: Make) -> None:
+    setup = make(kind=MeteredEngine)
+    assert complete(setup, list(range(30))).status_code == 200
+    until(lambda: state_of(setup)["engines"][1]["handoffs"]["tcp"]["bytes"] == BYTES)
+    for headers in (AS_OPERATOR, {}):
+        state = client().get(f"{setup.url}/ui/state", headers=headers, timeout=10).json()
+        assert state["engines"][1]["handoffs"]["tcp"]["hidden_bytes"] == HIDDEN
+    done = status(setup.url)
+    assert done.returncode == 0, done.stderr
+    (row,) = [line for line in done.stdout.splitlines() if " tcp " in line]
+    assert "60.0%" in row.split(), done.stdout
 
 
 def test_engines_pairings_and_requests(make: Make) -> None:

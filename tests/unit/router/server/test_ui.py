@@ -101,6 +101,8 @@ def test_the_history_is_there_when_the_page_opens(make: Make) -> None:
     busy = next(sample for sample in history["samples"] if sample["speed"])
     assert busy["speed"] == 2.5e9  # in the time of the handoffs, not over the two seconds
     assert busy["moved"] < 1e9
+    assert busy["hidden"] == 0.6
+    assert next(iter(history["samples"]))["hidden"] is None
     assert busy["to"] == {"decode-0": busy["moved"]}
     assert busy["tokens"] > 0
     assert busy["between"] == pytest.approx([0.015, 0.05], rel=0.1)
