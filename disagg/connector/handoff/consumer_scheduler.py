@@ -363,7 +363,7 @@ class ConsumerScheduler:
         )
 
     def only_waits(self) -> bool:
-        """Whether all loads wait for prompts that are still computed elsewhere, so that a look a few
+        """Whether all loads wait for prompts that are still computed elsewhere, so that a look some
         milliseconds later is soon enough."""
         waiting = [load for load in self._loads.values() if load.state in _UNDER_WAY]
         return bool(waiting) and all(not load.has_begun or load.grows for load in waiting)

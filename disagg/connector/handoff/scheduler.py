@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-_LOOK_S = 0.004
+_LOOK_S = 0.008
 
 
 class SchedulerHalf:
