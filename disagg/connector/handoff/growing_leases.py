@@ -31,6 +31,7 @@ class _GrowingLease:
     request, when the lease last began. is_first_step: its blocks may still be filled by it."""
 
     request: Request
+    stream: bytes
     number: int
     preemptions: int
     epoch: int = 0
@@ -83,6 +84,7 @@ class GrowingLeases:
         lease = self._leases.pop(request_id, None)
         if lease is None:
             return None
+        self._streams.discard(lease.stream)
         return lease.number
 
     def stop(self, number: int) -> None:
@@ -91,6 +93,7 @@ class GrowingLeases:
 
     def forget(self) -> None:
         """The workers were told to end all leases."""
+        self._streams.difference_update(lease.stream for lease in self._leases.values())
         self._leases.clear()
 
     def add_work(self, work: StepWork) -> None:
@@ -100,14 +103,13 @@ class GrowingLeases:
         work.stopped, work.unwanted = mine.stopped, mine.unwanted
 
     def _begin(self, request: Request, stream: bytes, number: int) -> None:
-        self._streams.discard(stream)
         engine, tokens = self._engine, request.num_prompt_tokens
         digests = engine.digests.of(request, engine.block_size, tokens)
         growing = Growing(
             number, request.request_id, stream, prompt_digest(digests), sum(self._counts(tokens))
         )
         self._work.growing.append(growing)
-        lease = _GrowingLease(request, number, request.num_preemptions)
+        lease = _GrowingLease(request, stream, number, request.num_preemptions)
         self._leases[request.request_id] = lease
 
     def _follow(self, lease: _GrowingLease, is_scheduled: bool, blocks: BlockIds) -> None:

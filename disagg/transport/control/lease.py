@@ -241,8 +241,11 @@ class LeaseTable:
     # ---- while a prompt is computed ------------------------------------------------------------
 
     def grow(self, lease: int, request_id: str, stream: bytes, prompt: bytes, blocks: int) -> None:
-        """Begin a lease of so many blocks, none of them final. `grant` or `stop` must follow."""
+        """Begin a lease of so many blocks, none of them final. `grant` or `stop` must follow. Does
+        nothing if the stream has a lease: this one is then only granted."""
         with self._changed:
+            if stream in self._streams:
+                return
             growth, none = Growth(stream, prompt), [-1] * blocks
             held = Lease(lease, request_id, none, math.inf, math.inf, math.inf, growth=growth)
             self._leases[lease] = self._streams[stream] = held

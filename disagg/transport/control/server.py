@@ -205,8 +205,7 @@ class _Session:
         if problem := self._may_begin(request.generation):
             return problem
         leases = self._server._leases
-        seconds = min(request.seconds, self._server._use_limit_s)
-        if leases.has_begun(request.stream, seconds):
+        if leases.has_begun(request.stream, self._waits(request.seconds)):
             leases.check_stream(request.stream, request.prompt)
             return p.Awaited(has_begun=True)
         return p.Awaited(has_begun=False)
@@ -227,8 +226,7 @@ class _Session:
     def _grown(self, epoch: int, tokens: int, seconds: float) -> p.Grown:
         """How far the lease in use is, as soon as that is news, or after `seconds`."""
         assert self._lease is not None
-        leases, until = self._server._leases, min(seconds, self._server._use_limit_s)
-        until += time.monotonic()
+        leases, until = self._server._leases, time.monotonic() + self._waits(seconds)
         try:
             while True:
                 left = max(0.0, until - time.monotonic())
@@ -242,6 +240,11 @@ class _Session:
             raise
         self._until = Deadline.after(self._server._use_limit_s)
         return p.Grown(self._lease.id, now.epoch, now.tokens, now.is_whole)
+
+    def _waits(self, seconds: float) -> float:
+        """How long it waits for news at a peer's word."""
+        # In this order, also where a peer's number is none: the limit for NaN.
+        return max(0.0, min(self._server._use_limit_s, seconds))
 
     def _fetch(self, request: p.Fetch) -> p.Answer:
         if self._lease is None:
