@@ -610,14 +610,17 @@ def test_decode_comes_when_the_prompt_is_computed(start: Start) -> None:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("groups", [PLAIN, WINDOW])
+@pytest.mark.parametrize(("groups", "room"), [(PLAIN, 12), (WINDOW, 20)])
 def test_a_prompt_that_loses_its_blocks_is_fetched_anew(
-    start: Start, monkeypatch: pytest.MonkeyPatch, groups: Sequence[Layers], prefix_caching: bool
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: Sequence[Layers],
+    room: int,
+    prefix_caching: bool,
 ) -> None:
     """Beside it, an answer grows into the block that its third step needs."""
     monkeypatch.setattr(consumer_worker, "_ANEW_S", 60.0)
     more: dict[str, Any] = {"groups": groups, "prefix_caching": prefix_caching}
-    room = 12 if len(groups) == 1 else 2 * 12
     producer = start("kv_producer", blocks=1 + room, **more)
     pair = Followed(producer, start("kv_consumer", groups=groups), prompt_of(330, seed=95), groups)
     other = producer.add(prompt_of(30, seed=96), 20, None)
