@@ -73,8 +73,10 @@ class ConsumerWorker:
         self._ended: queue.SimpleQueue[LoadReport] = queue.SimpleQueue()
         self._cancelled: dict[str, threading.Event] = {}
         self._loads = PerPeerThreads("disagg-load", settings.load_threads)
-        # These wait for prompts to be computed, and must not wait for each other.
+        # These wait for prompts to be computed, and must not wait for each other. Nor may a load
+        # wait for a prompt that is not begun: prefill may lack the blocks that the load would free.
         self._follows = PerPeerThreads("disagg-follow", _FOLLOWS)
+        self._watches = PerPeerThreads("disagg-watch", _FOLLOWS)
         self._unwatched: dict[str, threading.Event] = {}
         self._right: dict[str, int] = {}  # first blocks of loads under way
         self._begun: queue.SimpleQueue[BegunReport] = queue.SimpleQueue()
@@ -87,7 +89,7 @@ class ConsumerWorker:
         """Begin the loads, cancels, releases and renewals of this step."""
         for watch in work.watches if self._rank.number == 0 else ():
             cancelled = self._unwatched[watch.request_id] = threading.Event()
-            self._follows.submit((), functools.partial(self._watch, watch, cancelled))
+            self._watches.submit((), functools.partial(self._watch, watch, cancelled))
         if work.loads:
             self._start_loads(work.loads)
         for request_id in work.unwatched:
@@ -147,6 +149,7 @@ class ConsumerWorker:
         """Close every connection; running loads then fail."""
         for event in [*self._cancelled.values(), *self._unwatched.values()]:
             event.set()
+        self._watches.close()
         self._follows.close()
         self._peers.close()
         self._loads.close()

@@ -396,7 +396,7 @@ def test_all_ranks_follow_and_no_lease_is_left(
         assert (report.reason, report.invalid) == (None, ())
         assert is_right(consumer, wanted)
         assert not any(region.memory[:5].any() for region in consumer.cache.blocks.regions)
-        assert consumer.worker._cancelled == consumer.worker._right == {}
+        assert (len(consumer.worker._cancelled), len(consumer.worker._right)) == (0, 0)
     until(lambda: [producer.ended for producer in producers] == [[one] for one in outcomes])
 
 
@@ -493,7 +493,7 @@ def test_a_load_that_is_cancelled_while_it_waits(engines: Engines, fetched: int)
     assert consumer.report() == LoadReport("r", "aborted", "none", 0, 0.0)
     prompt.is_granted()
     until(lambda: [producer.ended for producer in producers] == [["aborted"]] * 2)
-    assert consumer.worker._cancelled == consumer.worker._right == {}
+    assert (len(consumer.worker._cancelled), len(consumer.worker._right)) == (0, 0)
 
 
 def test_a_prompt_that_began_anew_has_a_short_time_to_get_on(
@@ -594,7 +594,25 @@ def test_who_does_not_watch_any_more_is_not_kept(engines: Engines) -> None:
     assert begun(consumer) == BegunReport("a")
     assert consumer.worker._unwatched.keys() == {"b"}
     consumer.worker.close()
-    until(lambda: not any(peer.threads for peer in consumer.worker._follows._peers.values()))
+    until(lambda: not any(peer.threads for peer in consumer.worker._watches._peers.values()))
+
+
+def test_a_load_does_not_wait_for_prompts_that_are_not_begun(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many those are. Prefill may lack the blocks that the load frees."""
+    monkeypatch.setattr(consumer_worker, "_FOLLOWS", 1)
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    other = replace(watch(producer, "other"), stream=b"t" * 16)
+    consumer.worker.start(StepWork(watches=[other]))
+    prompt = Prompt([producer])
+    prompt.begins()
+    prompt.is_granted()
+    consumer.loads(follow([producer]))
+    assert consumer.report().outcome == "loaded"
+    assert consumer.worker._unwatched.keys() == {"other"}
+    consumer.worker.start(StepWork(unwatched=["other"]))
+    assert begun(consumer) == BegunReport("other")
 
 
 def test_a_stream_is_renewed_and_released_by_its_name(engines: Engines) -> None:

@@ -565,11 +565,9 @@ WINDOW = (Layers(window=2 * BLOCK), Layers())
 )
 def test_a_prompt_is_followed(start: Start, groups: Sequence[Layers], transport: str) -> None:
     """What a step computes is there before the whole prompt is."""
-    engines = [
-        start(role, groups=groups, transports=[transport])
-        for role in ("kv_producer", "kv_consumer")
-    ]
-    pair = Followed(*engines, prompt_of(13 * BLOCK + 7, seed=91), groups)
+    more: dict[str, Any] = {"groups": groups, "transports": [transport]}
+    producer, consumer = start("kv_producer", **more), start("kv_consumer", **more)
+    pair = Followed(producer, consumer, prompt_of(13 * BLOCK + 7, seed=91), groups)
     pair.prefill()
     pair.decode()
     pair.begins()
@@ -644,7 +642,7 @@ def test_a_prompt_that_prefill_does_not_finish(
     start: Start, groups: Sequence[Layers], kept: int, end: str
 ) -> None:
     """Decode computes what it has not fetched; with windows, the whole prompt."""
-    engines = [start(role, groups=groups) for role in ("kv_producer", "kv_consumer")]
+    engines = start("kv_producer", groups=groups), start("kv_consumer", groups=groups)
     pair = Followed(*engines, prompt_of(500, seed=97), groups)
     pair.prefill()
     pair.decode()
