@@ -548,7 +548,9 @@ def moved(engine: Engine) -> int:
 
 def outcomes(engine: Engine) -> list[str]:
     """How its loads and its leases ended."""
-    return [ended.outcome for one in reports(engine) for ended in (*one.loads, *one.leases)]
+    found = reports(engine)
+    loads = [load.outcome for one in found for load in one.loads]
+    return loads + [lease.outcome for one in found for lease in one.leases]
 
 
 def growing(engine: Engine) -> int:

@@ -146,6 +146,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_stream_is_awaited_and_followed(pair: Pair) -> None:
+    """News come at once: `ask` waits for five seconds."""
+    pair.server._use_limit_s = 600
     opened = hello(pair)
     assert ask(opened, AWAIT) == p.Awaited(has_begun=False)
     assert refused(ask(opened, FOLLOW)) == "lease_gone"
