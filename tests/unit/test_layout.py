@@ -42,6 +42,7 @@ FEATURES = {
     "router/server/test_sdks.py": "SDKs that others wrote",
     "router/test_process.py": "`disagg router` as real processes",
     "router/test_router.py": "the whole router over HTTP, with fake engines",
+    "spec/test_growing_conformance.py": "the model of leases that grow beside the code",
     "spec/test_conformance.py": "the model of leases beside the code's lease table",
     "vllm_compat/test_next.py": "`make vllm-next`: tests/vllm_next.py and what it reads",
     "store/test_directory_model.py": "directory and index together, against a model",

@@ -32,6 +32,7 @@ class _GrowingLease:
     request, when the lease last began. is_first_step: its blocks may still be filled by it."""
 
     request: Request
+    stream: bytes
     number: int
     preemptions: int
     epoch: int = 0
@@ -88,6 +89,7 @@ class GrowingLeases:
         if lease is None:
             return None
         self._stop_span(lease.number)
+        self._streams.discard(lease.stream)
         return lease.number
 
     def stop(self, number: int) -> None:
@@ -98,6 +100,7 @@ class GrowingLeases:
         """The workers were told to end all leases."""
         for lease in self._leases.values():
             self._stop_span(lease.number)
+        self._streams.difference_update(lease.stream for lease in self._leases.values())
         self._leases.clear()
 
     def reported(self, reports: Iterable[GrownReport]) -> None:
@@ -121,14 +124,13 @@ class GrowingLeases:
             self._spans.pop(self._stopped.pop()).end()
 
     def _begin(self, request: Request, stream: bytes, number: int) -> None:
-        self._streams.discard(stream)
         engine, tokens = self._engine, request.num_prompt_tokens
         digests = engine.digests.of(request, engine.block_size, tokens)
         growing = Growing(
             number, request.request_id, stream, prompt_digest(digests), sum(self._counts(tokens))
         )
         self._work.growing.append(growing)
-        lease = _GrowingLease(request, number, request.num_preemptions)
+        lease = _GrowingLease(request, stream, number, request.num_preemptions)
         self._leases[request.request_id] = lease
         if self._tracer is not None and request.trace_headers:
             self._spans[number] = GrowthSpan(self._tracer, request.trace_headers)

@@ -13,15 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.connector.handoff import per_peer_threads, sharding
+from disagg.connector.handoff import consumer_worker, per_peer_threads, sharding
 from disagg.connector.handoff.consumer_worker import ConsumerWorker
 from disagg.connector.handoff.messages import (
+    BegunReport,
     Grant,
+    Growing,
+    Grown,
     HandoffLoad,
     LeaseMessage,
     LoadReport,
     SpanGrowth,
     StepWork,
+    Watch,
 )
 from disagg.connector.handoff.producer_worker import ProducerWorker
 from disagg.connector.handoff.rank import RankCache, WorkerRank
@@ -117,7 +121,7 @@ class Engines:
         found = []
         for rank in ranks(tensor, stages):
             cache = replace(self.cache(rank, torch.zeros_like(self.part(rank))), **changed)
-            receivers = make_receivers(["tcp"], cache.blocks, self.means)
+            receivers = make_receivers(self.settings.transports, cache.blocks, self.means)
             peers = Peers("engine", FINGERPRINT, SECRET)
             worker = ConsumerWorker(self.settings, rank, cache, peers, receivers)
             self.stack.callback(worker.close)
@@ -359,3 +363,337 @@ def test_closed(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     worker.close()
     assert worker._peers._idle == {}
     until(lambda: not any(peer.threads for peer in peers))
+
+
+# ---- leases that grow --------------------------------------------------------------------------
+
+
+STREAM, PROMPT, GROWS = b"s" * 16, b"p" * 16, 1
+ANEW = [2, 4]
+"""The blocks of the request after it lost those before."""
+
+
+class Prompt:
+    """It is computed on all ranks of a producer, under lease GROWS."""
+
+    def __init__(self, producers: Sequence[Producer]) -> None:
+        self.producers, self.epoch = producers, 0
+
+    def _step(self, **work: Any) -> None:
+        for producer in self.producers:
+            producer.worker.start(StepWork(**work))
+
+    def begins(self) -> None:
+        self._step(growing=[Growing(GROWS, "computed", STREAM, PROMPT, len(THEIRS))])
+
+    def grows(self, block: int, blocks: Sequence[int] = THEIRS) -> None:
+        """Up to the end of its first or second block."""
+        found = [(block, [blocks[block]])]
+        self._step(grown=[Grown(GROWS, self.epoch, (block + 1) * TOKENS, found)])
+
+    def begins_anew(self) -> None:
+        self.epoch += 1
+        self._step(grown=[Grown(GROWS, self.epoch, 0, [])])
+
+    def ends(self) -> None:
+        self._step(stopped=[GROWS])
+
+    def is_granted(self, blocks: Sequence[int] = THEIRS) -> None:
+        self._step(grants=[Grant(GROWS, "computed", list(blocks), LEASE_S)])
+
+
+def follow(producers: Sequence[Producer], **more: Any) -> HandoffLoad:
+    growth = (SpanGrowth(0, TOKENS, TOKENS),)
+    return load(producers, lease=-1, stream=STREAM, prompt=PROMPT, growth=growth, **more)
+
+
+def moves(consumer: Consumer) -> None:
+    """Wait until its load has got on since the last time."""
+    until(lambda: consumer.worker.take_moved() == ["r"])
+
+
+def is_right(consumer: Consumer, wanted: torch.Tensor, theirs: Sequence[int] = THEIRS) -> bool:
+    """wanted: of its rank."""
+    return all(
+        bool(region.memory[OURS].equal(layer[list(theirs)]))
+        for region, layer in zip(consumer.cache.blocks.regions, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("transport", ["tcp", "process_memory"])
+@pytest.mark.parametrize(
+    ("theirs", "ours", "outcomes"),
+    [
+        ((1, 1), (1, 1), ["fetched"]),
+        ((2, 1), (1, 1), ["fetched", "fetched"]),
+        ((1, 1), (2, 1), ["fetched"]),
+        ((1, 2), (1, 1), ["fetched", "fetched"]),
+        ((4, 1), (1, 1), ["fetched", "aborted", "fetched", "aborted"]),
+    ],
+)
+def test_all_ranks_follow_and_no_lease_is_left(
+    engines: Engines,
+    transport: str,
+    theirs: tuple[int, int],
+    ours: tuple[int, int],
+    outcomes: list[str],
+) -> None:
+    engines.settings = engines.settings.model_copy(update={"transports": [transport]})
+    producers, consumers = engines.produces(*theirs), engines.consumes(*ours)
+    prompt, layers = Prompt(producers), (stages_of(theirs[1]), stages_of(ours[1]))
+    prompt.begins()
+    for consumer in consumers:
+        consumer.loads(follow(producers, layers=layers))
+    # One rank is done with the step before the others are.
+    for number, producer in enumerate(producers):
+        if number < 2:
+            assert all(consumer.worker.take_moved() == [] for consumer in consumers)
+        Prompt([producer]).grows(0)
+    for consumer in consumers:
+        moves(consumer)
+        assert consumer.worker.take_ended() == []
+    prompt.is_granted()
+    for consumer, rank in zip(consumers, ranks(*ours), strict=True):
+        report, wanted = consumer.report(), engines.part(rank)
+        moved = 2 * BLOCK_BYTES * len(wanted) * wanted.shape[2]
+        assert (report.outcome, report.transport) == ("loaded", transport)
+        assert (report.num_bytes, report.hidden_bytes) == (moved, moved // 2)
+        assert (report.reason, report.invalid) == (None, ())
+        assert is_right(consumer, wanted)
+        assert not any(region.memory[:5].any() for region in consumer.cache.blocks.regions)
+        assert (len(consumer.worker._cancelled), len(consumer.worker._right)) == (0, 0)
+    until(lambda: [producer.ended for producer in producers] == [[one] for one in outcomes])
+
+
+def test_a_prompt_that_begins_anew_is_fetched_anew(engines: Engines) -> None:
+    """Its first blocks are others', with other contents, before the producer says so."""
+    producers, (consumer,) = engines.produces(2), engines.consumes()
+    prompt = Prompt(producers)
+    prompt.begins()
+    consumer.loads(follow(producers))
+    prompt.grows(0)
+    moves(consumer)
+    prompt.begins_anew()
+    prompt.grows(0, ANEW)
+    moves(consumer)
+    prompt.is_granted(ANEW)
+    report = consumer.report()
+    assert (report.outcome, report.num_bytes) == ("loaded", 2 * BLOCK_BYTES * LAYERS * KV_HEADS)
+    assert report.hidden_bytes == report.num_bytes // 2
+    assert is_right(consumer, engines.part(next(ranks(1, 1))), ANEW)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_came_of_a_prompt_that_ends_is_kept(
+    engines: Engines, strict: bool, tensor: int
+) -> None:
+    """As far as a later answer has proved it. Of several ranks, one may not have been asked. Its
+    producer is gone; where the lease alone ends, nothing is kept."""
+    engines.settings = engines.settings.model_copy(update={"strict": strict})
+    producers, (consumer,) = engines.produces(tensor), engines.consumes()
+    prompt = Prompt(producers)
+    prompt.begins()
+    consumer.loads(follow(producers))
+    for block in (0, 1):
+        prompt.grows(block)
+        moves(consumer)
+    for producer in producers:
+        producer.worker.close()
+    report = consumer.report()
+    assert (report.outcome, report.reason, report.num_bytes) == ("failed", "peer_lost", 0)
+    assert report.invalid == (() if strict or tensor > 1 else (OURS[1],))
+    assert consumer.worker._right == {}
+
+
+def test_blocks_of_two_sizes(engines: Engines) -> None:
+    """One of ours takes two of theirs. The cache has the first unit of the load's first block."""
+    (producer,) = engines.produces()
+    memory = torch.zeros((LAYERS, BLOCKS, KV_HEADS, 2 * TOKENS, CONTENT), dtype=torch.uint8)
+    regions = [Region(f"layer {at}", of, "U8") for at, of in enumerate(memory)]
+    (consumer,) = engines.consumes(blocks=BlockCache(regions))
+    work = Growing(GROWS, "computed", STREAM, PROMPT, 4)
+    producer.worker.start(StepWork(growing=[work]))
+    consumer.loads(
+        follow([producer], spans=((1, 4),), first=1, block_ids=[6, 5], unit=TOKENS, per_block=2)
+    )
+    for block, theirs in enumerate([1, 3, 7]):
+        grown = Grown(GROWS, 0, (block + 1) * TOKENS, [(block, [theirs])])
+        producer.worker.start(StepWork(grown=[grown]))
+        if block:
+            moves(consumer)
+    assert consumer.worker._right == {"r": 1}
+    producer.worker.start(StepWork(grants=[Grant(GROWS, "computed", [1, 3, 7, 2], LEASE_S)]))
+    assert consumer.report().outcome == "loaded"
+    whole = engines.whole.transpose(1, 2)[:, :, [3, 7, 2]].flatten(2, 3)
+    found = memory.transpose(1, 2)[:, :, [6, 5]].flatten(2, 3)
+    assert found[:, :, TOKENS:].equal(whole)
+    assert not found[:, :, :TOKENS].any()
+
+
+def test_of_a_prompt_that_began_anew_nothing_is_kept(engines: Engines) -> None:
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    prompt = Prompt([producer])
+    prompt.begins()
+    consumer.loads(follow([producer]))
+    for block in (0, 1):
+        prompt.grows(block)
+        moves(consumer)
+    assert consumer.worker._right == {"r": 1}
+    prompt.begins_anew()
+    until(lambda: consumer.worker._right == {})
+    prompt.ends()
+    assert consumer.report().invalid == ()
+
+
+@pytest.mark.parametrize("fetched", [0, 1])
+def test_a_load_that_is_cancelled_while_it_waits(engines: Engines, fetched: int) -> None:
+    """Its producer hears that nobody wants the prompt's blocks any more."""
+    producers, (consumer,) = engines.produces(2), engines.consumes()
+    prompt = Prompt(producers)
+    prompt.begins()
+    consumer.loads(follow(producers))
+    for block in range(fetched):
+        prompt.grows(block)
+        moves(consumer)
+    consumer.worker.start(StepWork(cancels=["r"]))
+    assert consumer.report() == LoadReport("r", "aborted", "none", 0, 0.0)
+    prompt.is_granted()
+    until(lambda: [producer.ended for producer in producers] == [["aborted"]] * 2)
+    assert (len(consumer.worker._cancelled), len(consumer.worker._right)) == (0, 0)
+
+
+def test_a_prompt_that_began_anew_has_a_short_time_to_get_on(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine lacks room, perhaps because of this very load's blocks at ours."""
+    monkeypatch.setattr(consumer_worker, "_ANEW_S", 0.3)
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    prompt = Prompt([producer])
+    prompt.begins()
+    consumer.loads(follow([producer]))
+    prompt.grows(0)
+    moves(consumer)
+    prompt.begins_anew()
+    report = consumer.report()
+    assert (report.outcome, report.reason, report.invalid) == ("failed", "deadline", ())
+    prompt.is_granted(ANEW)
+    until(lambda: producer.ended == ["aborted"])
+
+
+def test_loads_that_wait_for_prompts_hold_up_no_others(engines: Engines) -> None:
+    """The engine has one thread for the other loads."""
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    prompt = Prompt([producer])
+    prompt.begins()
+    more = [follow([producer], name=f"f{number}") for number in range(10)]
+    consumer.loads(*more, load([producer]))
+    assert consumer.report("r").outcome == "loaded"
+    assert len(consumer.worker._cancelled) == 10
+    prompt.ends()
+    assert [consumer.report(one.request_id).reason for one in more] == ["lease_gone"] * 10
+
+
+def test_a_stream_that_is_not_there_is_not_loaded(engines: Engines) -> None:
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    for number, (stream, reason) in enumerate(((b"t" * 16, "lease_gone"), (STREAM, "refused"))):
+        Prompt([producer]).begins()
+        other = replace(follow([producer], name=f"r{number}"), stream=stream)
+        if reason == "refused":
+            consumer.worker._cache = replace(consumer.cache, layers=("layer 0", "another"))
+        consumer.loads(other)
+        assert consumer.report(f"r{number}") == LoadReport(
+            f"r{number}", "failed", "none", 0, 0.0, reason
+        )
+    Prompt([producer]).is_granted()
+    until(lambda: producer.ended == ["aborted"])
+
+
+def watch(producer: Producer, name: str = "r", prompt: bytes = PROMPT) -> Watch:
+    return Watch(name, producer.worker.endpoint, STREAM, prompt)
+
+
+def begun(consumer: Consumer) -> BegunReport:
+    found = list[BegunReport]()
+    until(lambda: found.extend(consumer.worker.take_begun()) or found)
+    (report,) = found
+    return report
+
+
+def test_a_stream_is_watched_until_it_begins(engines: Engines) -> None:
+    """By the first rank alone."""
+    producers, consumers = engines.produces(2), engines.consumes(2)
+    for consumer in consumers:
+        consumer.worker.start(StepWork(watches=[watch(producers[0])]))
+    assert consumers[0].worker.take_begun() == []
+    Prompt(producers).begins()
+    assert begun(consumers[0]) == BegunReport("r")
+    assert consumers[0].worker._unwatched == consumers[1].worker._unwatched == {}
+    assert consumers[1].worker.take_begun() == []
+    consumers[0].worker.start(StepWork(unwatched=["r"]))
+
+
+def test_a_stream_that_never_begins(engines: Engines) -> None:
+    """Nobody computes it, it is another prompt's, its producer is gone, or it takes too long."""
+    (producer,), (gone,), (consumer,) = engines.produces(), engines.produces(), engines.consumes()
+    gone.worker.close()
+    consumer.worker.start(StepWork(watches=[watch(gone)]))
+    assert begun(consumer) == BegunReport("r", "peer_lost")
+    consumer.worker.start(StepWork(watches=[watch(producer)]))
+    producer.worker.start(StepWork(unwanted=[STREAM]))
+    assert begun(consumer) == BegunReport("r", "lease_gone")
+    producer.worker._leases._past.clear()
+    Prompt([producer]).begins()
+    consumer.worker.start(StepWork(watches=[watch(producer, prompt=b"q" * 16)]))
+    assert begun(consumer) == BegunReport("r", "prompt_mismatch")
+    Prompt([producer]).ends()
+    producer.worker._leases._past.clear()
+    engines.settings = engines.settings.model_copy(update={"lease_limit_s": 0.15})
+    (hasty,) = engines.consumes()
+    hasty.worker.start(StepWork(watches=[watch(producer)]))
+    assert begun(hasty) == BegunReport("r", "deadline")
+
+
+def test_who_does_not_watch_any_more_is_not_kept(engines: Engines) -> None:
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    consumer.worker.start(StepWork(watches=[watch(producer, name) for name in "ab"]))
+    consumer.worker.start(StepWork(unwatched=["a", "never seen"]))
+    assert begun(consumer) == BegunReport("a")
+    assert consumer.worker._unwatched.keys() == {"b"}
+    consumer.worker.close()
+    until(lambda: not any(peer.threads for peer in consumer.worker._watches._peers.values()))
+
+
+def test_a_load_does_not_wait_for_prompts_that_are_not_begun(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many those are. Prefill may lack the blocks that the load frees."""
+    monkeypatch.setattr(consumer_worker, "_FOLLOWS", 1)
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    other = replace(watch(producer, "other"), stream=b"t" * 16)
+    consumer.worker.start(StepWork(watches=[other]))
+    prompt = Prompt([producer])
+    prompt.begins()
+    prompt.is_granted()
+    consumer.loads(follow([producer]))
+    assert consumer.report().outcome == "loaded"
+    assert consumer.worker._unwatched.keys() == {"other"}
+    consumer.worker.start(StepWork(unwatched=["other"]))
+    assert begun(consumer) == BegunReport("other")
+
+
+def test_a_stream_is_renewed_and_released_by_its_name(engines: Engines) -> None:
+    producers, (consumer,) = engines.produces(2), engines.consumes()
+    prompt, now = Prompt(producers), time.monotonic()
+    prompt.begins()
+    prompt.is_granted()
+    for producer in producers:
+        producer.worker._leases._clock = lambda: now + LEASE_S / 2
+    message = LeaseMessage(-1, endpoints(producers), STREAM)
+    leases = [producer.worker._leases._leases for producer in producers]
+    consumer.worker.start(StepWork(renewals=[message]))
+    until(lambda: all(one[GROWS].deadline > now + LEASE_S + 1 for one in leases))
+    assert not any(one[LEASE].deadline > now + LEASE_S + 1 for one in leases)
+    consumer.worker.start(StepWork(releases=[message]))
+    until(lambda: [producer.ended for producer in producers] == [["aborted"]] * 2)
+    assert [one.keys() for one in leases] == [{LEASE}] * 2

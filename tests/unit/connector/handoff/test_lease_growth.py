@@ -1,131 +1,163 @@
-"""When blocks are final on a device: the model's stream is a thread here that can be held back."""
+"""Blocks of a lease count once the model's stream has passed the steps that filled them."""
 
 from __future__ import annotations
 
-import math
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
-from transport.host_device import OnDevice
-from unit.connector.model_device import ModelDevice
+from transport.host_device import HostDevice, HostStream
 
 from disagg.connector.handoff.lease_growth import LeaseGrowth
 from disagg.connector.handoff.messages import Grown
 from disagg.errors import TransferError
-from disagg.transport.blocks import Region
-from disagg.transport.control.lease import Lease, LeaseTable, Progress
+from disagg.transport.control.lease import LeaseTable, Progress
 from disagg.transport.deadline import Event
-from disagg.transport.device.staging import Staging
 
-STREAM, PROMPT = b"stream", b"prompt"
-LEASE, BLOCKS = 3, 4
-SHORT_S, LONG_S = 0.2, 20.0
-
-
-class Scene:
-    """One growing lease, and a follower of it."""
-
-    def __init__(self, device: ModelDevice) -> None:
-        self.device, self.table = device, LeaseTable(math.inf)
-        memory = torch.zeros((8, 1, 4, 8), dtype=torch.uint8)
-        cache = OnDevice([Region("layer", memory, "U8")])
-        self.staging = Staging(device, cache, 1 << 20)
-        self.growth = LeaseGrowth(self.table, self.staging)
-        self.table.grow(LEASE, "a request", STREAM, PROMPT, BLOCKS)
-        self.lease: Lease = self.table.follow(STREAM, PROMPT)
-
-    def news(self, epoch: int, tokens: int, seconds: float) -> Progress:
-        return self.table.progress(self.lease, epoch, tokens, seconds)
-
-    def close(self) -> None:
-        self.device.gate.set()
-        self.growth.close()
-        self.staging.close()
+STREAM, PROMPT = b"s" * 16, b"p" * 16
+FIRST, SECOND = Grown(0, 0, 16, [(0, [7])]), Grown(0, 0, 32, [(1, [8])])
+ANEW, AGAIN = Grown(0, 1, 0, []), Grown(0, 1, 16, [(0, [9])])
 
 
-@pytest.fixture
-def scene_of() -> Iterator[Callable[[ModelDevice], Scene]]:
-    scenes: list[Scene] = []
+class Device(HostDevice):
+    """Its model's steps end when a test says so."""
 
-    def make(device: ModelDevice) -> Scene:
-        scenes.append(Scene(device))
-        return scenes[-1]
+    def __init__(self) -> None:
+        super().__init__()
+        self.models = HostStream()
 
-    yield make
-    for scene in scenes:
-        scene.close()
+    def model_fence(self) -> Event:  # type: ignore[override]
+        return self.models.record()
 
+    def launch(self, ends: threading.Event, result: Callable[[], object] = bool) -> None:
+        """A step that runs until `ends`."""
 
-def grown(epoch: int, first: int, ids: list[int]) -> list[Grown]:
-    return [Grown(LEASE, epoch, 4 * (first + len(ids)), [(first, ids)])]
+        def step() -> None:
+            ends.wait(60)
+            result()
 
-
-def test_blocks_are_final_when_the_stream_has_passed_their_step(
-    scene_of: Callable[[ModelDevice], Scene],
-) -> None:
-    scene = scene_of(ModelDevice())
-    scene.growth.add(grown(0, 0, [5]))
-    assert scene.news(0, 0, LONG_S) == (0, 4, False)
-    scene.device.hold()  # the next step
-    scene.growth.add(grown(0, 1, [6, 7]))
-    assert scene.news(0, 4, SHORT_S) == (0, 4, False)
-    assert scene.lease.block_ids == [5, -1, -1, -1]
-    scene.device.gate.set()
-    assert scene.news(0, 4, LONG_S) == (0, 12, False)
-    assert scene.lease.block_ids == [5, 6, 7, -1]
+        self.models.add(step)
 
 
-def test_blocks_that_were_lost_before_they_were_final_never_are(
-    scene_of: Callable[[ModelDevice], Scene],
-) -> None:
-    scene = scene_of(ModelDevice())
-    scene.device.hold()
-    scene.growth.add(grown(0, 0, [5, 6]))
-    scene.growth.add([Grown(LEASE, 1, 0, [])])
-    assert scene.news(0, 0, 0) == (1, 0, False), "known at once, whatever the stream does"
-    scene.growth.add(grown(1, 0, [2]))
-    scene.device.gate.set()
-    assert scene.news(1, 0, LONG_S) == (1, 4, False)
-    assert scene.lease.block_ids == [2, -1, -1, -1]
-
-
-class Refuses(ModelDevice):
+class BrokenDevice(Device):
     def model_fence(self) -> Event:  # type: ignore[override]
         raise TransferError("an event on the model's stream: lost", reason="device")
 
 
-def test_without_a_fence_a_lease_does_not_grow_and_is_granted(
-    scene_of: Callable[[ModelDevice], Scene],
-) -> None:
-    scene = scene_of(Refuses())
-    scene.growth.add(grown(0, 0, [5]))
-    assert scene.news(0, 0, SHORT_S) == (0, 0, False)
-    scene.table.grant(LEASE, "a request", [5, 6, 7, 8], 60)
-    assert scene.news(0, 0, 0).is_whole
+class Worker:
+    """A table of one lease that grows. device: of its cache; None: it is on a CPU."""
+
+    def __init__(self, device: Device | None) -> None:
+        staging: Any = None if device is None else SimpleNamespace(device=device)
+        self.table = LeaseTable(20)
+        self.table.grow(0, "r0", STREAM, PROMPT, 3)
+        self.held = self.table.follow(STREAM, PROMPT)
+        self.growth = LeaseGrowth(self.table, staging)
+
+    def now(self) -> Progress:
+        return self.table.progress(self.held, -1, 0, 0.0)
+
+    def comes_to(self, progress: Progress, blocks: list[int]) -> None:
+        deadline = time.monotonic() + 20
+        while self.now() != progress:
+            assert time.monotonic() < deadline, self.now()
+            time.sleep(0.002)
+        assert list(self.held.block_ids) == blocks
 
 
-def test_a_step_that_fails_on_the_device_lets_nothing_grow(
-    scene_of: Callable[[ModelDevice], Scene],
-) -> None:
-    scene = scene_of(ModelDevice())
-
-    def fail() -> None:
-        raise RuntimeError("illegal address")
-
-    scene.device.model.add(fail)
-    fence = scene.device.model_fence()
-    scene.growth.add(grown(0, 0, [5]))
-    with pytest.raises(TransferError, match="illegal address"):
-        eventually_done(fence)
-    assert scene.news(0, 0, SHORT_S) == (0, 0, False)
-    scene.table.grant(LEASE, "a request", [5, 6, 7, 8], 60)
-    assert scene.news(0, 0, 0).is_whole
+@pytest.fixture
+def device() -> Iterator[Device]:
+    made = Device()
+    yield made
+    made.models.close()
 
 
-def eventually_done(event: Event) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not event.is_done():
+def threads() -> int:
+    return sum(one.name == "disagg-growth" for one in threading.enumerate())
+
+
+def gone(count: int) -> None:
+    """Wait for the threads to end, but so many."""
+    deadline = time.monotonic() + 20
+    while threads() > count:
         assert time.monotonic() < deadline
-        time.sleep(0.001)
+        time.sleep(0.002)
+
+
+def test_on_a_cpu_a_step_is_done_when_it_returns() -> None:
+    worker, before = Worker(None), threads()
+    worker.growth.add([FIRST])
+    assert worker.now() == Progress(0, 16, False)
+    worker.growth.add([ANEW, AGAIN])
+    assert worker.now() == Progress(1, 16, False)
+    assert list(worker.held.block_ids) == [9, -1, -1]
+    assert threads() == before
+    worker.growth.close()
+
+
+def test_on_a_device_each_step_is_waited_for(device: Device) -> None:
+    worker, ends, before = Worker(device), [threading.Event() for _ in range(2)], threads()
+    for end, grown in zip(ends, (FIRST, SECOND), strict=True):
+        device.launch(end)
+        worker.growth.add([grown])
+    time.sleep(0.02)
+    assert worker.now() == Progress(0, 0, False)
+    ends[0].set()
+    worker.comes_to(Progress(0, 16, False), [7, -1, -1])
+    time.sleep(0.02)
+    assert worker.now() == Progress(0, 16, False)
+    ends[1].set()
+    worker.comes_to(Progress(0, 32, False), [7, 8, -1])
+    assert threads() == before + 1
+    worker.growth.close()
+    gone(before)
+
+
+def test_a_request_that_begins_anew_has_lost_its_blocks_at_once(device: Device) -> None:
+    """The stream may still be in a step before; vLLM gives the blocks to others."""
+    worker, ends = Worker(device), [threading.Event() for _ in range(2)]
+    worker.growth.add([FIRST])
+    worker.comes_to(Progress(0, 16, False), [7, -1, -1])
+    device.launch(ends[0])
+    worker.growth.add([SECOND])
+    worker.growth.add([ANEW])
+    assert worker.now() == Progress(1, 0, False)
+    device.launch(ends[1])
+    worker.growth.add([AGAIN])
+    ends[0].set()
+    time.sleep(0.02)
+    assert (worker.now(), list(worker.held.block_ids)) == (Progress(1, 0, False), [-1] * 3)
+    ends[1].set()
+    worker.comes_to(Progress(1, 16, False), [9, -1, -1])
+    worker.growth.close()
+
+
+def test_without_a_fence_a_lease_is_granted_and_does_not_grow() -> None:
+    device, before = BrokenDevice(), threads()
+    worker = Worker(device)
+    worker.growth.add([FIRST])
+    worker.growth.add([ANEW])
+    worker.growth.add([AGAIN])
+    assert worker.now() == Progress(1, 0, False)
+    worker.table.grant(0, "r0", [7, 8, 9], 30)
+    assert worker.now() == Progress(1, 0, True)
+    assert threads() == before
+    worker.growth.close()
+    device.models.close()
+
+
+def test_a_step_that_fails_grows_no_lease(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    worker, end, before = Worker(device), threading.Event(), threads()
+    device.launch(end, lambda: 1 // 0)
+    with caplog.at_level(logging.WARNING):
+        worker.growth.add([FIRST])
+        worker.growth.add([SECOND])
+        end.set()
+        worker.growth.close()
+        gone(before)
+    assert worker.now() == Progress(0, 0, False)
+    assert [one.message.partition(":")[0] for one in caplog.records] == ["leases do not grow"] * 2

@@ -29,6 +29,11 @@ from unit.connector.modelless import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
 
+from disagg.connector.handoff import consumer_worker
+from disagg.connector.handoff.kv_transfer_params import INVITATION, STREAM
+from disagg.connector.handoff.messages import HandoffLoad, StepReport
+from disagg.transport.control.ticket import Invitation, sign
+
 LEASE_S = 0.4
 TRANSPORTS = ("process_memory", "tcp", "shared_storage")
 
@@ -464,6 +469,263 @@ def test_results_survive_a_forward_pass_that_raises(start: Start) -> None:
     run([producer, consumer], lambda: second in consumer.finished)
     run([producer, consumer], lambda: at_rest(producer, consumer))
     assert consumer.answers[second] == answer(prompt, 2)
+
+
+# ---- leases that grow --------------------------------------------------------------------------
+
+
+@dataclass
+class Followed:
+    """A prompt whose two legs are sent at once. Each step of the producer computes 128 tokens."""
+
+    producer: Engine
+    consumer: Engine
+    prompt: list[int]
+    groups: Sequence[Layers] = PLAIN
+    stream: str = "5" * 32
+    first: str = ""
+    second: str = ""
+
+    def prefill(self) -> None:
+        params = {**PREFILL, STREAM: self.stream}
+        self.first = self.producer.add(self.prompt, 1, params)
+
+    def decode(self, count: int = 3) -> str:
+        invited = invitation(self.producer)
+        params = {"do_remote_prefill": True, INVITATION: invited, STREAM: self.stream}
+        self.second = self.consumer.add(self.prompt, count, params)
+        return self.second
+
+    def begins(self) -> None:
+        """Until decode has blocks for the prompt, whose first step is done."""
+        self.producer.step()
+        run([self.consumer], lambda: bool(loads(self.consumer)))
+
+    def gets_on(self) -> None:
+        """One more step of the prompt; decode fetches what the step before it has computed."""
+        before = moved(self.consumer)
+        self.producer.step()
+        run([self.consumer], lambda: moved(self.consumer) > before)
+
+    def ends(self) -> None:
+        """Everything, and rightly."""
+        engines = self.producer, self.consumer
+        run(engines, lambda: self.second in self.consumer.finished)
+        run(engines, lambda: at_rest(*engines) and not growing(self.producer))
+        count = len(self.consumer.answers[self.second])
+        assert self.consumer.answers[self.second] == answer(self.prompt, count, self.groups)
+
+    def computed(self) -> int:
+        """Tokens that decode has computed."""
+        steps = self.consumer.scheduled
+        return sum(step.num_scheduled_tokens.get(self.second, 0) for step in steps)
+
+
+def invitation(producer: Engine) -> dict[str, Any]:
+    """As the router has it of an earlier answer."""
+    half = producer.connector.scheduler.producer
+    engine, host = half._engine, half._endpoints
+    invited = Invitation(engine.engine_id, host, half._layers, engine.block_size)
+    return {"ticket": sign(invited, half._secret), "step_tokens": 128}
+
+
+def loads(engine: Engine) -> list[HandoffLoad]:
+    """All that were begun."""
+    work = [step.kv_connector_metadata for step in engine.scheduled]
+    return [load for each in work for load in each.loads]
+
+
+def reports(engine: Engine) -> list[StepReport]:
+    """All of its worker's."""
+    found = [output.kv_connector_worker_meta for output in engine.seen]
+    return [one for one in found if isinstance(one, StepReport)]
+
+
+def moved(engine: Engine) -> int:
+    """How often its loads got on while the prompt was computed, or after."""
+    return sum(len(one.moved) for one in reports(engine))
+
+
+def outcomes(engine: Engine) -> list[str]:
+    """How its loads and its leases ended."""
+    found = reports(engine)
+    loads = [load.outcome for one in found for load in one.loads]
+    return loads + [lease.outcome for one in found for lease in one.leases]
+
+
+def growing(engine: Engine) -> int:
+    """Leases that the worker has, granted or not, and their streams."""
+    leases = engine.lifecycle.connector.worker.producer._leases
+    return len(leases._leases) + len(leases._streams)
+
+
+def begun_anew(engine: Engine) -> int:
+    """How often its leases did."""
+    work = [step.kv_connector_metadata for step in engine.scheduled]
+    return sum(not grown.blocks for each in work for grown in each.grown)
+
+
+WINDOW = (Layers(window=2 * BLOCK), Layers())
+
+
+@pytest.mark.parametrize(
+    ("groups", "transport"),
+    [
+        *[(PLAIN, transport) for transport in TRANSPORTS],
+        *[(groups, "process_memory") for groups in (WINDOW, STATES, MIXED)],
+    ],
+)
+def test_a_prompt_is_followed(start: Start, groups: Sequence[Layers], transport: str) -> None:
+    """What a step computes is there before the whole prompt is."""
+    more: dict[str, Any] = {"groups": groups, "transports": [transport]}
+    producer, consumer = start("kv_producer", **more), start("kv_consumer", **more)
+    pair = Followed(producer, consumer, prompt_of(13 * BLOCK + 7, seed=91), groups)
+    pair.prefill()
+    pair.decode()
+    pair.begins()
+    for _ in range(2):
+        pair.gets_on()
+        assert pair.first not in pair.producer.finished
+    pair.ends()
+    assert len(loads(pair.consumer)) == 1
+    assert pair.computed() == 1 + 2
+    assert pair.consumer.counts[f"handoffs|{transport}|loaded"] == 1
+    hidden, all_ = (pair.consumer.counts[f"{family}|{transport}"] for family in ("hidden", "bytes"))
+    assert 0 < hidden < all_
+    assert outcomes(pair.producer) == ["fetched"]
+
+
+def test_decode_keeps_no_blocks_before_prefill_begins(start: Start) -> None:
+    """However often it is asked; other requests run meanwhile."""
+    pair = Followed(start("kv_producer"), start("kv_consumer"), prompt_of(300, seed=92))
+    pair.decode()
+    other = pair.consumer.add(prompt_of(40, seed=93), 20, None)
+    run([pair.consumer], lambda: other in pair.consumer.finished)
+    assert pair.consumer.block_ids(pair.second) == []
+    pair.prefill()
+    pair.ends()
+    assert pair.computed() == 1 + 2
+
+
+def test_decode_comes_when_the_prompt_is_computed(start: Start) -> None:
+    pair = Followed(start("kv_producer"), start("kv_consumer"), prompt_of(300, seed=94))
+    pair.prefill()
+    run([pair.producer], lambda: held(pair.producer) == 1)
+    pair.decode()
+    pair.ends()
+    assert pair.computed() == 1 + 2
+    counts = pair.consumer.counts
+    assert counts["handoffs|process_memory|loaded"] == 1
+    assert counts["hidden|process_memory"] == 0
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(("groups", "room"), [(PLAIN, 12), (WINDOW, 20)])
+def test_a_prompt_that_loses_its_blocks_is_fetched_anew(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: Sequence[Layers],
+    room: int,
+    prefix_caching: bool,
+) -> None:
+    """Beside it, an answer grows into the block that its third step needs."""
+    monkeypatch.setattr(consumer_worker, "_ANEW_S", 60.0)
+    more: dict[str, Any] = {"groups": groups, "prefix_caching": prefix_caching}
+    producer = start("kv_producer", blocks=1 + room, **more)
+    pair = Followed(producer, start("kv_consumer", groups=groups), prompt_of(330, seed=95), groups)
+    other = producer.add(prompt_of(30, seed=96), 20, None)
+    producer.step()
+    producer.step()
+    pair.prefill()
+    pair.decode()
+    pair.begins()
+    pair.gets_on()
+    run([producer], lambda: begun_anew(producer) > 0)
+    pair.ends()
+    assert begun_anew(producer) == 1
+    assert producer.answers[other] == answer(prompt_of(30, seed=96), 20, groups)
+    assert pair.consumer.counts["handoffs|process_memory|loaded"] == 1
+    assert pair.computed() == 1 + 2
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(PLAIN, 4 * BLOCK), (WINDOW, 0)])
+@pytest.mark.parametrize("end", ["abort", "reset", "death"])
+def test_a_prompt_that_prefill_does_not_finish(
+    start: Start, groups: Sequence[Layers], kept: int, end: str
+) -> None:
+    """If prefill dies, decode computes what it has not fetched; with windows, and if the lease
+    ends, the whole prompt: prefill may have new weights."""
+    engines = start("kv_producer", groups=groups), start("kv_consumer", groups=groups)
+    pair = Followed(*engines, prompt_of(500, seed=97), groups)
+    pair.prefill()
+    pair.decode()
+    pair.begins()
+    pair.gets_on()
+    pair.gets_on()
+    if end == "death":
+        pair.producer.close()
+        run([pair.consumer], lambda: pair.second in pair.consumer.finished)
+        assert pair.consumer.counts["failures|peer_lost"] == 1
+        assert pair.consumer.answers[pair.second] == answer(pair.prompt, 3, groups)
+        assert pair.computed() == 500 - kept + 2
+        return
+    kept = 0
+    if end == "abort":
+        pair.producer.abort(pair.first)
+    else:
+        reset(pair.producer)
+        pair.producer.step()
+    run(engines, lambda: pair.second in pair.consumer.finished)
+    if end == "reset":
+        # Its lease of after the reset serves whoever has its answer.
+        run([pair.producer], lambda: held(pair.producer) == 1)
+        pair.consumer.add(pair.prompt, 1, pair.producer.params[pair.first])
+    pair.ends()
+    assert pair.consumer.counts["failures|lease_gone"] == 1
+    assert pair.computed() == 500 - kept + 2
+    invalid = [output.invalid_block_ids for output in pair.consumer.seen]
+    assert sum(map(len, invalid)) == (16 - kept // BLOCK if kept else 0)
+
+
+def test_a_consumer_that_leaves_ends_the_lease(start: Start) -> None:
+    """While the prompt is computed. Its own prefill goes on until its client leaves, too."""
+    pair = Followed(start("kv_producer"), start("kv_consumer"), prompt_of(500, seed=98))
+    pair.prefill()
+    pair.decode()
+    pair.begins()
+    pair.gets_on()
+    pair.consumer.abort(pair.second)
+    engines = pair.producer, pair.consumer
+    run(engines, lambda: pair.first in pair.producer.finished)
+    run(engines, lambda: at_rest(*engines) and not growing(pair.producer))
+    assert outcomes(pair.producer) == outcomes(pair.consumer) == ["aborted"]
+
+
+def test_a_consumer_that_is_reset_amid_the_prompt_computes_it(start: Start) -> None:
+    pair = Followed(start("kv_producer"), start("kv_consumer"), prompt_of(500, seed=99))
+    pair.prefill()
+    pair.decode()
+    pair.begins()
+    pair.gets_on()
+    reset(pair.consumer)
+    pair.ends()
+    assert pair.computed() == 500 + 2
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_several_answers_follow_one_prompt(start: Start, prefix_caching: bool) -> None:
+    consumer = start("kv_consumer", prefix_caching=prefix_caching)
+    pair = Followed(start("kv_producer"), consumer, prompt_of(300, seed=89))
+    pair.prefill()
+    names = [pair.decode(2) for _ in range(3)]
+    pair.begins()
+    pair.gets_on()
+    run([pair.producer, consumer], lambda: set(names) <= set(consumer.finished))
+    pair.ends()
+    assert [consumer.answers[name] for name in names] == [answer(pair.prompt, 2)] * 3
+    others = "handoffs|none|local_hit" if prefix_caching else "handoffs|none|computed"
+    counted = {name: count for name, count in consumer.counts.items() if "handoffs" in name}
+    assert counted == {"handoffs|process_memory|loaded": 1, others: 2}
 
 
 # ---- vLLM's own connectors ---------------------------------------------------------------------

@@ -11,11 +11,19 @@ from unit.connector.handoff.test_block_digests import BLOCK, PROMPT, request
 from unit.connector.handoff.test_consumer_scheduler import DIGESTS, FACTS, HOSTS, LEASE_S
 from vllm.v1.request import Request, RequestStatus
 
-from disagg.connector.handoff.messages import Grant, LeaseReport, StepWork
+from disagg.connector.handoff.kv_transfer_params import INVITATION
+from disagg.connector.handoff.messages import Grant, Growing, Grown, LeaseReport, StepWork
 from disagg.connector.handoff.producer_scheduler import ProducerScheduler
-from disagg.transport.control.ticket import Handoff, verify
+from disagg.transport.control.ticket import (
+    Handoff,
+    Invitation,
+    prompt_digest,
+    verify,
+    verify_invitation,
+)
 
 SECRET = b"0" * 32
+STREAM = b"s" * 16
 LENGTH = len(PROMPT)
 PREFILL = {"do_remote_decode": True}
 KEEPS_TOKEN = {**PREFILL, "first_token": True}
@@ -26,14 +34,28 @@ ATTENTION, STATE = [5, 6, 7, 8], [0, 0, 2, 3]
 class Producer:
     """The scheduler's part of an engine with two pipeline stages."""
 
-    def __init__(self, **facts: Any) -> None:
-        self.half = ProducerScheduler(replace(FACTS, **facts), SECRET, LEASE_S)
+    def __init__(self, *, streams: bool = True, **facts: Any) -> None:
+        self.half = ProducerScheduler(replace(FACTS, **facts), SECRET, LEASE_S, streams=streams)
         self.half.set_workers(HOSTS, [2, 1])
+        self.half.set_blocks(lambda name: [ATTENTION])
 
-    def work(self) -> StepWork:
+    def work(self, *scheduled: str) -> StepWork:
         work = StepWork()
-        self.half.add_step_work(work)
+        self.half.add_step_work(work, scheduled)
         return work
+
+    def begins(self, name: str = "r", computed: int = 0) -> Request:
+        """A prefill whose stream is followed, in its first step and behind it."""
+        asked = prefill(name)
+        asked.status, asked.num_computed_tokens = RequestStatus.RUNNING, 0
+        self.half.on_prefill(asked, STREAM)
+        work = self.work(name)
+        digest = prompt_digest(DIGESTS.of(asked, BLOCK, LENGTH))
+        assert [(one.stream, one.prompt, one.blocks) for one in work.growing] == [
+            (STREAM, digest, 3)
+        ]
+        asked.num_computed_tokens = computed
+        return asked
 
     def grant(self, name: str) -> dict[str, Any] | None:
         """A prefill that is finished; the params of its answer."""
@@ -172,3 +194,78 @@ def test_no_lease_grows_whose_answer_may_pass_a_window(max_tokens: int, grows: b
     producer.half.add_step_work(work, [asked.request_id])
     assert [one.stream for one in work.growing] == [b"stream"] * grows
     assert work.unwanted == [b"stream"] * (not grows)
+
+
+# ---- leases that grow --------------------------------------------------------------------------
+
+
+def test_a_lease_that_grew_is_granted_under_its_number() -> None:
+    producer = Producer(step_tokens=128)
+    assert producer.grant("before") is not None
+    asked = producer.begins("r", computed=32)
+    assert producer.work("r").grown == [Grown(1, 0, 32, [(0, [5, 6])])]
+    assert producer.grant("between") is not None
+    asked.status, asked.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, LENGTH
+    keeps, params = producer.half.request_finished(asked, [ATTENTION])
+    assert keeps
+    assert params is not None
+    assert verify(params["disagg"], SECRET).lease == 1
+    work = producer.work()
+    assert [grant.lease for grant in work.grants] == [2, 1]
+    assert (work.stopped, work.grown) == ([], [])
+    assert params[INVITATION]["step_tokens"] == 128
+    invited = verify_invitation(params[INVITATION]["ticket"], SECRET)
+    assert invited == Invitation(FACTS.engine_id, HOSTS, [2, 1], BLOCK)
+
+
+def test_a_prompt_that_is_not_kept_grows_no_more() -> None:
+    producer = Producer()
+    asked = producer.begins(computed=32)
+    asked.status = RequestStatus.FINISHED_ABORTED
+    assert producer.half.request_finished(asked, [ATTENTION]) == (False, None)
+    assert producer.work() == StepWork(stopped=[0])
+    assert producer.work() == StepWork()
+
+
+def test_a_prompt_that_never_begins_is_told_by_its_stream() -> None:
+    producer, asked = Producer(), prefill()
+    producer.half.on_prefill(asked, STREAM)
+    asked.status = RequestStatus.FINISHED_ABORTED
+    producer.half.request_finished(asked, [ATTENTION])
+    assert producer.work("r") == StepWork(unwanted=[STREAM])
+
+
+def test_after_a_reset_a_prompt_has_another_lease() -> None:
+    """What it was granted before the reset holds blocks of other weights."""
+    producer = Producer()
+    asked = producer.begins(computed=32)
+    producer.half.revoke_all()
+    work = producer.work("r")
+    assert (work.revoked, work.grown) == (1, [])
+    asked.status, asked.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, LENGTH
+    producer.half.request_finished(asked, [ATTENTION])
+    assert producer.work() == StepWork(grants=[Grant(1, "r", [5, 6, 7], LEASE_S)])
+
+
+def test_where_leases_are_not_followed_who_follows_is_told() -> None:
+    producer, asked = Producer(streams=False, step_tokens=128), prefill()
+    producer.half.on_prefill(asked, STREAM)
+    assert producer.work("r") == StepWork(unwanted=[STREAM])
+    params = producer.grant("r")
+    assert params is not None
+    assert INVITATION not in params
+
+
+@pytest.mark.parametrize(("tokens", "grows"), [(LENGTH, True), (1, False)])
+def test_a_state_grows_without_the_last_token(tokens: int, grows: bool) -> None:
+    """Of a prompt of one token there is none before it."""
+    asked = prefill(tokens=PROMPT[:tokens])
+    asked.status, asked.num_computed_tokens = RequestStatus.WAITING, 0
+    facts: dict[str, Any] = {"windows": True, "groups": 2, "state_groups": {1: BLOCK}}
+    producer = Producer(**facts, late_groups={1: 0})
+    producer.half.on_prefill(asked, STREAM)
+    work = producer.work("r")
+    assert asked.num_prompt_tokens == (LENGTH - 1 if grows else 1)
+    digest = prompt_digest(DIGESTS.of(asked, BLOCK, asked.num_prompt_tokens))
+    assert work.growing == ([Growing(0, "r", STREAM, digest, 6)] if grows else [])
+    assert work.unwanted == ([] if grows else [STREAM])

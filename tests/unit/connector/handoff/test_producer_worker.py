@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from disagg.connector.handoff.messages import Grant, Growing, Grown, StepWork
 from disagg.connector.handoff.producer_worker import ProducerWorker
 from disagg.connector.handoff.rank import RankCache, WorkerRank
 from disagg.connector.handoff.settings import ConnectorSettings
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, LeaseGone
 from disagg.transport.blocks import BlockCache, Region
+from disagg.transport.control.lease import Progress
 from disagg.transport.registry import Means
 
 SECRET = b"0" * 32
+STREAM, OTHER, PROMPT = b"s" * 16, b"t" * 16, b"p" * 16
 
 
 @contextmanager
@@ -73,3 +76,48 @@ def test_a_consumer_that_may_still_load_does_not_count_as_dead(tmp_path: Path) -
     with producer(tmp_path, 0, 0, 0) as made:
         patience_s = made._leases._read_limit_s, made._server._use_limit_s
     assert min(patience_s) > ConnectorSettings().load_deadline_s
+
+
+def growing(lease: int, stream: bytes) -> Growing:
+    return Growing(lease, f"r{lease}", stream, PROMPT, 2)
+
+
+def test_a_lease_grows_with_the_steps_and_is_granted(tmp_path: Path) -> None:
+    with producer(tmp_path, 0, 0, 0) as made:
+        made.start(StepWork(growing=[growing(0, STREAM)]))
+        held = made._leases.follow(STREAM, PROMPT)
+        for work, now, blocks in (
+            (StepWork(grown=[Grown(0, 0, 4, [(0, [3])])]), Progress(0, 4, False), [3, -1]),
+            (StepWork(grown=[Grown(0, 1, 0, [])]), Progress(1, 0, False), [-1, -1]),
+            (StepWork(grown=[Grown(0, 1, 8, [(0, [1, 2])])]), Progress(1, 8, False), [1, 2]),
+            (StepWork(grants=[Grant(0, "r0", [1, 2], 30)]), Progress(1, 8, True), [1, 2]),
+        ):
+            made.start(work)
+            assert made._leases.progress(held, -1, 0, 0.0) == now
+            assert list(held.block_ids) == blocks
+        made._leases.done_using(0)
+        made._leases.check_integrity()
+
+
+def test_in_one_step_all_of_a_lease_may_be_told(tmp_path: Path) -> None:
+    """As of a short prompt; or of one that ends, or was reset, in the step that it begins in."""
+    with producer(tmp_path, 0, 0, 0) as made:
+        grown = [Grown(0, 0, 4, [(0, [3])])]
+        granted = [Grant(0, "r0", [3, 1], 30)]
+        made.start(StepWork(growing=[growing(0, STREAM)], grown=grown, grants=granted))
+        assert made._leases.follow(STREAM, PROMPT).grows is False
+        made._leases.done_using(0)
+        made.start(StepWork(growing=[growing(1, OTHER)], stopped=[1], revoked=1))
+        assert [one.outcome for one in made.take_ended()] == ["aborted"]
+        for stream in (STREAM, OTHER):
+            assert made._leases.has_begun(stream)
+            with pytest.raises(LeaseGone):
+                made._leases.follow(stream, PROMPT)
+        made._leases.check_integrity()
+
+
+def test_a_stream_that_never_begins_is_told_to_who_waits(tmp_path: Path) -> None:
+    with producer(tmp_path, 0, 0, 0) as made:
+        assert not made._leases.has_begun(STREAM)
+        made.start(StepWork(unwanted=[STREAM]))
+        assert made._leases.has_begun(STREAM)

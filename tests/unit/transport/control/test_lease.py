@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
-from disagg.errors import LeaseGone
-from disagg.transport.control.lease import LeaseTable
+from disagg.errors import LeaseGone, TransferError
+from disagg.transport.control.lease import LeaseTable, Progress
 from disagg.transport.deadline import Deadline
+
+T = TypeVar("T")
+STREAM, OTHER, PROMPT = b"s" * 16, b"t" * 16, b"p" * 16
 
 
 def test_released_in_use_ends_when_unused() -> None:
@@ -288,3 +294,261 @@ def test_each_lease_ends_once_under_contention() -> None:
         ended += [lease.request_id for lease in table.take_ended()]
         table.check_integrity()
     assert sorted(ended, key=int) == [str(number) for number in range(300)]
+
+
+# ---- while a prompt is computed ----------------------------------------------------------------
+
+
+def growing(table: LeaseTable, lease: int = 0, stream: bytes = STREAM, blocks: int = 4) -> None:
+    table.grow(lease, f"r{lease}", stream, PROMPT, blocks)
+
+
+def meanwhile(wait: Callable[[], T], then: Callable[[], object]) -> T:
+    """What a thread gets that waits, when something happens. It may wait for much longer."""
+    got: queue.SimpleQueue[T] = queue.SimpleQueue()
+    threading.Thread(target=lambda: got.put(wait()), daemon=True).start()
+    with pytest.raises(queue.Empty):
+        got.get(timeout=0.02)
+    then()
+    return got.get(timeout=30)
+
+
+def test_a_lease_grows_and_is_granted() -> None:
+    clock = Clock()
+    table = LeaseTable(20, clock=clock)
+    growing(table)
+    held = table.follow(STREAM, PROMPT)
+    assert (held.grows, list(held.block_ids)) == (True, [-1] * 4)
+    assert table.progress(held, 0, 7, 0.0) == Progress(0, 0, False)
+    table.extend(0, 0, [(0, [7]), (2, [9])], 48)
+    assert list(held.block_ids) == [7, -1, 9, -1]
+    table.extend(0, 0, [(1, [8])], 64)
+    assert table.progress(held, 0, 48, 0.0) == Progress(0, 64, False)
+    assert (table.held(), table.board.posted()) == (0, set()), "they are the running request's"
+    clock.now += 1e9
+    assert table.take_ended() == []
+    table.grant(0, "r0", [7, 8, 9, 10], 30)
+    assert table.progress(held, 0, 64, 600.0) == Progress(0, 64, True)
+    assert (held.grows, list(held.block_ids)) == (False, [7, 8, 9, 10])
+    assert (table.held(), table.board.posted()) == (1, {0})
+    table.done_using(0)
+    clock.now += 30
+    assert table.take_ended() == [], "its time began with the grant"
+    clock.now += 1
+    assert [tuple(one) for one in table.take_ended()] == [("r0", "expired")]
+    table.check_integrity()
+
+
+def test_a_lease_that_was_followed_is_released_once() -> None:
+    table = LeaseTable(20)
+    growing(table)
+    held = table.follow(STREAM, PROMPT)
+    table.release(0, "fetched", readers=2)
+    with pytest.raises(LeaseGone):
+        table.progress(held, 0, 0, 0.0)  # nobody has fetched what is not whole
+    table.grant(0, "r0", [1], 30)
+    assert table.board.posted() == set()
+    assert table.take_ended() == [], "in use"
+    table.done_using(0)
+    assert [tuple(one) for one in table.take_ended()] == [("r0", "aborted")]
+
+
+def test_who_waits_for_a_stream_or_for_news_is_told_at_once() -> None:
+    table = LeaseTable(20)
+    assert not table.has_begun(STREAM)
+    assert meanwhile(lambda: table.has_begun(STREAM, 600.0), lambda: growing(table))
+    held = table.follow(STREAM, PROMPT)
+    for epoch, tokens, happens, news in (
+        (0, 0, lambda: table.extend(0, 0, [(0, [1])], 16), Progress(0, 16, False)),
+        (0, 16, lambda: table.begin_anew(0, 1), Progress(1, 0, False)),
+        (1, 0, lambda: table.extend(0, 1, [(0, [2])], 16), Progress(1, 16, False)),
+        (1, 16, lambda: table.grant(0, "r0", [2, 3, 4, 5], 30), Progress(1, 16, True)),
+    ):
+        found = meanwhile(lambda: table.progress(held, epoch, tokens, 600.0), happens)  # noqa: B023
+        assert found == news
+
+
+@pytest.mark.parametrize("end", ["stop", "leave", "revoke", "take_back", "release"])
+def test_who_waits_for_news_of_a_request_that_ends_is_told_at_once(end: str) -> None:
+    table = LeaseTable(20)
+    growing(table)
+    held = table.follow(STREAM, PROMPT)
+    happens: dict[str, Callable[[], object]] = {
+        "stop": lambda: table.stop(0),
+        "leave": lambda: table.leave(STREAM),
+        "revoke": lambda: table.revoke(1),
+        "take_back": lambda: table.take_back([0]),
+        "release": lambda: table.release(0, "aborted"),
+    }
+
+    def news() -> str:
+        try:
+            return str(table.progress(held, 0, 0, 600.0))
+        except LeaseGone:
+            return "gone"
+
+    assert meanwhile(news, happens[end]) == "gone"
+    with pytest.raises(LeaseGone):
+        table.follow(STREAM, PROMPT)
+    table.done_using(0)
+    table.stop(0)
+    assert (len(table._leases), len(table._streams)) == (0, 0)
+    assert table.take_ended() == []
+    assert table.has_begun(STREAM), "it never will"
+
+
+def test_a_lease_that_begins_anew_forgets_its_blocks() -> None:
+    """Growth of the epoch before may come later: its steps were not done yet."""
+    table = LeaseTable(20)
+    growing(table)
+    held = table.follow(STREAM, PROMPT)
+    table.extend(0, 0, [(0, [1, 2])], 32)
+    table.begin_anew(0, 1)
+    assert list(held.block_ids) == [-1] * 4
+    table.extend(0, 0, [(2, [3])], 48)
+    assert list(held.block_ids) == [-1] * 4
+    assert table.progress(held, 0, 32, 0.0) == Progress(1, 0, False)
+    table.extend(0, 1, [(0, [5])], 16)
+    assert list(held.block_ids) == [5, -1, -1, -1]
+
+
+def test_what_is_granted_or_gone_grows_no_more() -> None:
+    """A fence may pass late."""
+    table = LeaseTable(20)
+    growing(table)
+    table.grant(0, "r0", [1, 2, 3, 4], 30)
+    for lease in (0, 7):
+        table.extend(lease, 0, [(0, [9])], 16)
+        table.begin_anew(lease, 1)
+        table.stop(lease)
+    held = table.acquire(0, Deadline.after(1))
+    assert list(held.block_ids) == [1, 2, 3, 4]
+    assert table.progress(held, 0, 0, 0.0) == Progress(0, 0, True)
+    assert table.held() == 1
+
+
+def test_a_stream_serves_its_own_prompt_alone() -> None:
+    table = LeaseTable(20)
+    growing(table)
+    for ask in (table.check_stream, table.follow):
+        with pytest.raises(TransferError) as error:
+            ask(STREAM, b"q" * 16)
+        assert error.value.reason == "prompt_mismatch"
+        with pytest.raises(LeaseGone):
+            ask(OTHER, PROMPT)
+    assert table._leases[0].users == 0
+    assert table.check_stream(STREAM, PROMPT) is table.follow(STREAM, PROMPT)
+    assert table._leases[0].users == 1
+
+
+def test_a_stream_that_ran_out_is_gone() -> None:
+    clock = Clock()
+    table = LeaseTable(20, clock=clock)
+    growing(table)
+    table.grant(0, "r0", [1], 30)
+    clock.now += 31
+    with pytest.raises(LeaseGone):
+        table.check_stream(STREAM, PROMPT)
+
+
+def test_a_stream_that_nobody_wants_is_given_up_before_it_begins() -> None:
+    """Its consumer left first. The request itself may keep other leases' blocks."""
+    table = LeaseTable(20)
+    table.leave(STREAM)
+    assert table.has_begun(STREAM)
+    growing(table)
+    with pytest.raises(LeaseGone):
+        table.follow(STREAM, PROMPT)
+    table.grant(0, "r0", [1], 30)
+    assert table.board.posted() == set()
+    assert [tuple(one) for one in table.take_ended()] == [("r0", "aborted")]
+
+
+def test_who_waits_for_a_stream_that_will_never_begin_is_told_at_once() -> None:
+    table = LeaseTable(20)
+    assert meanwhile(lambda: table.has_begun(STREAM, 600.0), lambda: table.leave(STREAM))
+    with pytest.raises(LeaseGone):
+        table.check_stream(STREAM, PROMPT)
+
+
+def test_streams_that_are_past_are_forgotten_in_the_end() -> None:
+    """Names come from peers; the last 4096 are known."""
+    table = LeaseTable(20)
+    names = [number.to_bytes(16, "big") for number in range(5000)]
+    for name in names:
+        table.leave(name)
+    assert [table.has_begun(name) for name in names] == [False] * 904 + [True] * 4096
+
+
+def test_a_stream_has_one_lease() -> None:
+    """Another request that names it is granted one as if it had named none."""
+    table = LeaseTable(20)
+    growing(table)
+    growing(table, lease=1)
+    table.extend(1, 0, [(0, [5])], 16)
+    table.check_integrity()
+    assert table.check_stream(STREAM, PROMPT).id == 0
+    table.grant(1, "r1", [5], 30)
+    table.release(1, "fetched")
+    assert [tuple(one) for one in table.take_ended()] == [("r1", "fetched")]
+    assert table.check_stream(STREAM, PROMPT).id == 0
+    table.check_integrity()
+
+
+def test_a_lease_is_renewed_by_its_stream_once_it_is_whole() -> None:
+    clock = Clock()
+    table = LeaseTable(20, clock=clock)
+    growing(table, 0)
+    growing(table, 1, OTHER)
+    table.renew([0], [STREAM])
+    for lease in (0, 1):
+        table.grant(lease, f"r{lease}", [lease], 30)
+    table.grant(2, "r2", [2], 30)  # without a stream
+    clock.now += 20
+    table.renew([], [STREAM, b"unknown"])
+    clock.now += 20
+    assert [one.request_id for one in table.take_ended()] == ["r1", "r2"]
+    clock.now += 11
+    assert [one.request_id for one in table.take_ended()] == ["r0"]
+
+
+def test_a_lease_that_grows_is_not_acquired_by_its_number() -> None:
+    """Also if a later one was granted before. It can be, once it is granted."""
+    table = LeaseTable(20)
+    growing(table)
+    table.grant(1, "r1", [5], 30)
+    assert table.was_granted(1)
+    assert not table.was_granted(0)
+    granted = meanwhile(
+        lambda: table.was_granted(0, 600.0), lambda: table.grant(0, "r0", [1, 2, 3, 4], 30)
+    )
+    assert granted
+    assert table.acquire(0, Deadline.after(1)).request_id == "r0"
+
+
+def test_who_follows_and_leaves_shortens_no_lease_that_grows() -> None:
+    clock = Clock()
+    table = LeaseTable(20, clock=clock)
+    growing(table)
+    table.follow(STREAM, PROMPT)
+    table.done_using(0, left=True)
+    clock.now += 100
+    table.grant(0, "r0", [1], 30)
+    clock.now += 29
+    assert outcomes(table) == []
+    table.follow(STREAM, PROMPT)
+    table.done_using(0, left=True)
+    clock.now += 2
+    assert outcomes(table) == ["expired"]
+
+
+def test_a_reset_ends_what_grew_before_it_and_nothing_else() -> None:
+    table = LeaseTable(20)
+    growing(table, 0)
+    growing(table, 1, OTHER)
+    table.revoke(1)
+    with pytest.raises(LeaseGone):
+        table.follow(STREAM, PROMPT)
+    assert table.follow(OTHER, PROMPT).id == 1
+    assert table.take_ended() == []
+    table.check_integrity()
