@@ -21,6 +21,7 @@ from disagg.testing.http import client
 
 INVITATION = {"ticket": "signed", "step_tokens": 100}
 LONG = {"model": "m", "prompt": list(range(300)), "stream": True}
+_PREFILLS = "disagg_router_prefill_seconds_count"
 WHOLE = b"".join(event(number) for number in range(3)) + b"data: [DONE]\n\n"
 
 
@@ -35,6 +36,13 @@ def outcomes(setup: Setup) -> dict[str, float]:
         if line.startswith(name):
             found[line.split('"')[1]] = float(line.rpartition(" ")[2])
     return found
+
+
+def prefills(setup: Setup) -> float:
+    """Prefill legs that have ended."""
+    text = client().get(f"{setup.url}/metrics", timeout=10).text
+    (line,) = [one for one in text.splitlines() if one.startswith(_PREFILLS)]
+    return float(line.rpartition(" ")[2])
 
 
 @pytest.fixture
@@ -81,6 +89,7 @@ def test_both_legs_are_sent_at_once(
     (prefill,), (decode,) = setup.prefill.bodies, setup.decode.bodies
     assert setup.prefill.gate is not None
     setup.prefill.gate.set()
+    assert wait_for(lambda: prefills(setup) == 2)
     held.set()
     assert answer().content == WHOLE
     stream = prefill["kv_transfer_params"].pop("disagg_stream")
