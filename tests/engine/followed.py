@@ -26,9 +26,13 @@ _SLICE_S, _HOLD_S = 0.01, 60.0
 _IDLE_S = 30.0
 
 
-def invitation(prefill: VllmServer) -> dict[str, Any]:
-    """What an earlier answer of the prefill engine has."""
-    params = prefill.prefill([300, 301, 302])
+def invitation(prefill: VllmServer, decode: VllmServer | None = None) -> dict[str, Any]:
+    """What an earlier answer of the prefill engine has. decode: fetches its blocks, so that no
+    lease stays."""
+    ids = [300, 301, 302]
+    params = prefill.prefill(ids)
+    if decode is not None:
+        decode.complete(ids, kv_transfer_params=params)
     found: dict[str, Any] = params[INVITATION]
     return found
 
@@ -57,7 +61,7 @@ def handed_off(
     **options: Any,
 ) -> dict[str, Any]:
     """Decode's answer to a request whose legs were sent at once."""
-    stream, invited = secrets.token_hex(16), invited or invitation(prefill)
+    stream, invited = secrets.token_hex(16), invited or invitation(prefill, decode)
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(prefill.post, PATH, prefill_body(prompt, stream, **options))
         params = decode_params(invited, stream)
@@ -104,7 +108,7 @@ def check_followed(
 
     may_fail: on a busy machine, engines of several ranks may miss the deadlines of messages.
     """
-    invited = invitation(prefill)
+    invited = invitation(prefill, decode)
     for _ in range(TRIES):
         ids = prompt()
         before = loads(decode), failures(decode), hidden(decode)

@@ -122,6 +122,9 @@ def test_nothing_is_held(fleet: Fleet, staged: dict[str, VllmServer], prompt: Pr
     """Every stage's lease has ended, also of prompts that nobody fetched whole: decode had them."""
     even, ids = staged["even"], prompt(300)
     engines = [fleet.producer, *staged.values()]
+    for server in engines:  # those of the tests before
+        held = partial(server.metric, "disagg_leases_held")
+        assert eventually(lambda held=held: held() == 0)
     expired = [one.metric("disagg_leases_total", outcome="expired") for one in engines]
     for _ in range(3):
         fleet.consumer.complete(ids, kv_transfer_params=even.prefill(ids))
