@@ -29,6 +29,7 @@ _FOLLOW = "disagg.transport.follow"
 _SESSION = "disagg.transport.control.server._Session"
 _LEASES = "disagg.transport.control.lease.LeaseTable"
 _WORKER = "disagg.connector.handoff.consumer_worker.ConsumerWorker"
+_FOLLOWER = "disagg.connector.handoff.follower.Follower"
 _SCHEDULER = "disagg.connector.handoff.consumer_scheduler.ConsumerScheduler"
 _LOAD = "disagg.connector.handoff.growing_load.GrowingLoad"
 _WAITS = WATCHING, ASKING, FOLLOWING, COPIED
@@ -73,7 +74,7 @@ def await_(setup: Setup, state: State) -> Iterator[State]:
     "a consumer begins to follow a prompt, or is refused",
     "both",
     f"{_SCHEDULER}.after_alloc",
-    f"{_WORKER}._begin_to_follow",
+    f"{_FOLLOWER}._begin",
     f"{_FOLLOW}.followed",
     f"{_SESSION}._follow",
     f"{_LEASES}.follow",
@@ -98,8 +99,8 @@ def follow(setup: Setup, state: State) -> Iterator[State]:
     f"{_LEASES}.progress",
     f"{_LOAD}.right",
     f"{_LOAD}.begin_anew",
-    f"{_WORKER}._proceed",
-    f"{_WORKER}._follow",
+    f"{_FOLLOWER}._proceed",
+    f"{_FOLLOWER}._follow",
 )
 def proceed(setup: Setup, state: State) -> Iterator[State]:
     """What was fetched before counts from now on, if the epoch is the same."""
@@ -272,8 +273,8 @@ def release(setup: Setup, state: State) -> Iterator[State]:
     "a follower's deadline passes, or its request ends",
     "time",
     f"{_WORKER}._watch",
-    f"{_WORKER}._proceed",
-    f"{_WORKER}._not_right",
+    f"{_FOLLOWER}._proceed",
+    f"{_FOLLOWER}.not_right",
     f"{_FOLLOW}.Followed.give_up",
 )
 def give_up(setup: Setup, state: State) -> Iterator[State]:

@@ -65,8 +65,8 @@ class PendingLoad:
     """One request's load. tokens: prompt tokens that are present when it has ended. problem: why it
     is refused (strict mode). renewed: when the lease was last renewed, monotonic seconds. cached:
     prompt tokens that vLLM found in its prefix cache. span: of the load, if it is traced.
-    has_begun: prefill computes the prompt, or has; until then no blocks are allocated. moved: when
-    it last got on, monotonic seconds."""
+    has_begun: prefill computes the prompt, or has; until then no blocks are allocated. grows: it
+    follows a prompt that is still computed. moved: when it last got on, monotonic seconds."""
 
     handoff: Handoff
     tokens: int

@@ -1,5 +1,7 @@
 """The consumer part of one worker rank: runs loads, and releases and renews leases.
 
+Loads that follow a prompt are `follower.py`'s.
+
 vLLM calls in from its model loop; nothing here may block it. Loads and lease messages run in
 threads per producer, each bounded by a deadline; their copies release the GIL.
 """
@@ -13,10 +15,10 @@ import queue
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from disagg.connector.handoff import sharding
-from disagg.connector.handoff.growing_load import Chunk, GrowingLoad, Leases, whole
+from disagg.connector.handoff.follower import NEWS_S, Follower, LoadCancelled, taken
+from disagg.connector.handoff.growing_load import Chunk, whole
 from disagg.connector.handoff.load_trace import LoadTrace
 from disagg.connector.handoff.messages import (
     BegunReport,
@@ -29,7 +31,7 @@ from disagg.connector.handoff.messages import (
 from disagg.connector.handoff.per_peer_threads import PerPeerThreads
 from disagg.connector.handoff.rank import RankCache, WorkerRank
 from disagg.connector.handoff.settings import ConnectorSettings
-from disagg.errors import LeaseGone, PeerLost, PeerRefused, TransferError
+from disagg.errors import PeerLost, PeerRefused, TransferError
 from disagg.safe_logging import foreign
 from disagg.transport import fetch as handoff
 from disagg.transport.base import FetchJob, Receiver
@@ -37,19 +39,14 @@ from disagg.transport.blocks import Selection
 from disagg.transport.control.client import Endpoint, Peers
 from disagg.transport.deadline import Deadline, Event
 from disagg.transport.fetch import LeaseName, Moved
-from disagg.transport.follow import Stream, followed, has_begun
+from disagg.transport.follow import Stream, has_begun
 from disagg.transport.protocol import Part
 
 logger = logging.getLogger(__name__)
 
 _LEASE_MESSAGE_S, _LEASE_MESSAGES_AT_ONCE = 5.0, 2
-# How often a load that waits for news looks whether its request has ended.
-_NEWS_S = 0.05
-# How long a load waits for a prompt that began anew to get on.
-_ANEW_S = 2.0
 _FOLLOWS = 256
 
-T = TypeVar("T")
 Fence = Event | TransferError | None
 """When the model's stream has finished all steps launched so far, or why that is unknown."""
 
@@ -78,10 +75,8 @@ class ConsumerWorker:
         self._watches = PerPeerThreads("disagg-watch", _FOLLOWS)
         self._follows = PerPeerThreads("disagg-follow", _FOLLOWS)
         self._unwatched: dict[str, threading.Event] = {}
-        self._right: dict[str, int] = {}  # first blocks of loads under way
         self._begun: queue.SimpleQueue[BegunReport] = queue.SimpleQueue()
-        self._moved: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._whole: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.follower = Follower(settings, peers, receivers, self._fetches)
         self._lease_messages = PerPeerThreads("disagg-lease", _LEASE_MESSAGES_AT_ONCE)
 
     # ---- in the model's thread -------------------------------------------------------------
@@ -138,18 +133,10 @@ class ConsumerWorker:
 
     def take_begun(self) -> list[BegunReport]:
         """The streams that have begun since the last call, or never will."""
-        reports = list(_taken(self._begun))
+        reports = list(taken(self._begun))
         for report in reports:
             self._unwatched.pop(report.request_id, None)
         return reports
-
-    def take_moved(self) -> list[str]:
-        """The requests whose loads got on since the last call."""
-        return list(dict.fromkeys(_taken(self._moved)))
-
-    def take_whole(self) -> list[str]:
-        """The requests that are loaded and whose prompts were computed since the last call."""
-        return list(_taken(self._whole))
 
     def close(self) -> None:
         """Close every connection; running loads then fail."""
@@ -172,8 +159,8 @@ class ConsumerWorker:
         try:
             while not cancelled.is_set():
                 give_up.left()
-                limit = Deadline.after(_NEWS_S + _LEASE_MESSAGE_S)
-                if has_begun(self._peers, watch.endpoint, stream, _NEWS_S, limit):
+                limit = Deadline.after(NEWS_S + _LEASE_MESSAGE_S)
+                if has_begun(self._peers, watch.endpoint, stream, NEWS_S, limit):
                     break
         except TransferError as error:
             problem = error.reason
@@ -199,9 +186,8 @@ class ConsumerWorker:
             elif load.problem is None:
                 moved, hidden = self._fetch(load, deadline, after, fetched, trace)
                 outcome = "loaded"
-        except _Cancelled:
+        except LoadCancelled:
             outcome = "aborted"
-            self._right.pop(load.request_id, None)
         except TransferError as error:
             reason = error.reason
             logger.warning(
@@ -223,16 +209,10 @@ class ConsumerWorker:
                     moved.seconds if moved else 0.0,
                     reason,
                     hidden,
-                    self._not_right(load) if outcome == "failed" else (),
+                    self.follower.not_right(load) if outcome == "failed" else (),
                     tuple(trace.events),
                 )
             )
-
-    def _not_right(self, load: HandoffLoad) -> tuple[int, ...]:
-        """The blocks of a failed load that have to be computed, if an answer of the producer has
-        confirmed those before them; none if all have to be."""
-        right = self._right.pop(load.request_id, 0)
-        return tuple(load.block_ids[right:]) if right and not self._settings.strict else ()
 
     def _fetch(
         self,
@@ -273,91 +253,15 @@ class ConsumerWorker:
         fetched: contextlib.ExitStack,
         trace: LoadTrace,
     ) -> tuple[handoff.Moved, int]:
-        """Fetch a lease while it grows."""
-        limit_s, rest, moved = self._settings.load_deadline_s, GrowingLoad(load), list[Moved]()
-        requests = [source for source, _ in self._fetches(load, whole(load))]
-        hidden = 0
-        with contextlib.ExitStack() as until_reported:
-            try:
-                leases = self._begin_to_follow(load, requests, until_reported)
-                while True:
-                    trace.heard(leases)
-                    is_whole = leases.is_whole
-                    if is_whole:
-                        self._whole.put(load.request_id)
-                    chunk = rest.take(leases.tokens, is_whole=is_whole)
-                    if chunk is not None:
-                        came = self._fetch_chunk(load, leases, chunk, after)
-                        trace.fetched(came, leases)
-                        moved += came
-                        self._moved.put(load.request_id)
-                    if is_whole:
-                        break
-                    hidden = sum(one.num_bytes for one in moved)
-                    if self._proceed(load, leases, Deadline.after(limit_s)):
-                        # vLLM keeps a part of a load with one KV cache group only. With several, it
-                        # may also write to blocks before the producer hears of the step
-                        # (`LeaseGrowth.add`). With several ranks, one may not have been asked.
-                        if len(load.spans) == len(leases.followed) == 1:
-                            self._right[load.request_id] = rest.right()
-                    else:
-                        self._right.pop(load.request_id, None)
-                        # Prefill lacks room, perhaps for as long as this load keeps its own.
-                        limit_s = min(limit_s, _ANEW_S)
-                        rest.begin_anew()
-                        moved.clear()
-                        hidden = 0
-                # The connections are needed until the leases are released.
-                fetched.push(until_reported.pop_all())
-                for one in leases.followed:
-                    one.end(Deadline.after(limit_s), fetched)
-                self._right.pop(load.request_id, None)
-            except (TransferError, _Cancelled) as error:
-                if isinstance(error, LeaseGone):
-                    self._right.pop(load.request_id, None)  # prefill may have new weights
-                # After the report: a producer that hangs must not delay it.
-                fetched.callback(self._release, [one.endpoint for one in requests], _name(load))
-                raise
+        cancelled = self._cancelled[load.request_id]
+        try:
+            moved, hidden = self.follower.follow(load, after, cancelled, fetched, trace)
+        except (TransferError, LoadCancelled):
+            # After the report: a producer that hangs must not delay it.
+            requests = [source for source, _ in self._fetches(load, whole(load))]
+            fetched.callback(self._release, [one.endpoint for one in requests], _name(load))
+            raise
         return self._total(load, moved), hidden
-
-    def _begin_to_follow(
-        self,
-        load: HandoffLoad,
-        requests: Sequence[handoff.FetchRequest],
-        until_reported: contextlib.ExitStack,
-    ) -> Leases:
-        stream, receivers = Stream(load.stream, load.prompt), self._receivers
-        deadline = Deadline.after(self._settings.load_deadline_s)
-        return Leases(
-            [
-                until_reported.enter_context(
-                    followed(self._peers, request, stream, receivers, deadline)
-                )
-                for request in requests
-            ]
-        )
-
-    def _fetch_chunk(
-        self, load: HandoffLoad, leases: Leases, chunk: Chunk, after: Event | None
-    ) -> list[Moved]:
-        deadline = Deadline.after(self._settings.load_deadline_s)
-        fetches = zip(leases.followed, self._fetches(load, chunk), strict=True)
-        return [
-            one.fetch(request.part, FetchJob(blocks, deadline, after))
-            for one, (request, blocks) in fetches
-        ]
-
-    def _proceed(self, load: HandoffLoad, leases: Leases, deadline: Deadline) -> bool:
-        """Wait for news of the leases. Returns whether what was fetched before counts."""
-        before, is_right = leases.state, True
-        while is_right and leases.state == before:
-            if self._cancelled[load.request_id].is_set():
-                raise _Cancelled
-            deadline.left()
-            for one in leases.behind():
-                limit = Deadline.after(_NEWS_S + _LEASE_MESSAGE_S)
-                is_right &= one.proceed(_NEWS_S, limit)
-        return is_right
 
     def _total(self, load: HandoffLoad, moved: Sequence[Moved]) -> Moved:
         for one in moved:
@@ -431,7 +335,7 @@ class ConsumerWorker:
                 deadline = Deadline.after(_LEASE_MESSAGE_S)
                 handoff.renew(self._peers, endpoint, message.name, deadline)
         except TransferError as error:
-            logger.info("lease %d is not renewed: %s", message.lease, foreign(error))
+            logger.info("lease %s is not renewed: %s", message.name, foreign(error))
 
     def _release(self, endpoints: Sequence[Endpoint], lease: LeaseName) -> None:
         """Never raises: no load depends on it, and leases expire anyway."""
@@ -441,15 +345,6 @@ class ConsumerWorker:
             logger.info("lease %s was not released and will expire: %s", lease, foreign(error))
         except TransferError as error:
             logger.warning("lease %s was not released: %s", lease, foreign(error))
-
-
-class _Cancelled(Exception):
-    """The request has ended while its load waited for news."""
-
-
-def _taken(reports: queue.SimpleQueue[T]) -> Iterator[T]:
-    while not reports.empty():
-        yield reports.get_nowait()
 
 
 def _name(load: HandoffLoad) -> LeaseName:

@@ -120,19 +120,18 @@ class LeaseMessage:
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """Scheduler -> worker: everything to do in this step. cancels: request ids. revoked: end all
-    leases with a lower number, even if a consumer still wants them. taken_back: end these. stopped:
-    these no longer grow, and will not be granted. unwanted: streams that will never begin.
-    watches: report when these streams begin. unwatched: request ids."""
-
-    watches: list[Watch] = field(default_factory=list)
-    unwatched: list[str] = field(default_factory=list)
+    """Scheduler -> worker: everything to do in this step. stopped: leases that no longer grow, and
+    will not be granted. unwanted: streams that will never begin. watches: report when these streams
+    begin. unwatched, cancels: request ids. revoked: end all leases with a lower number, even if a
+    consumer still wants them. taken_back: end these."""
 
     growing: list[Growing] = field(default_factory=list)
     grown: list[Grown] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)
     unwanted: list[bytes] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
+    watches: list[Watch] = field(default_factory=list)
+    unwatched: list[str] = field(default_factory=list)
     loads: list[HandoffLoad] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     releases: list[LeaseMessage] = field(default_factory=list)

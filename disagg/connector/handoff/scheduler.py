@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-
+# How often an engine looks that has nothing else to do than to wait for another one's prompts. vLLM
+# looks a thousand times a second, and takes the cores from the model of an engine on this host.
 _LOOK_S = 0.008
 
 
@@ -121,8 +122,6 @@ class SchedulerHalf:
         id."""
         work = self.consumer.step_work()
         if not scheduled and work == StepWork() and self.consumer.only_waits():
-            # vLLM makes a thousand such steps a second, and takes the cores from the model of
-            # another engine on this host.
             time.sleep(_LOOK_S)
         if self.producer is not None:
             works = bool(scheduled) or self.consumer.is_loading()

@@ -145,8 +145,8 @@ class WorkerHalf:
         self._report.grown += grown if self._rank.number == 0 else []
         if self.consumer is not None:
             self._report.begun += self.consumer.take_begun()
-            self._report.moved += self.consumer.take_moved()
-            self._report.whole += self.consumer.take_whole()
+            self._report.moved += self.consumer.follower.take_moved()
+            self._report.whole += self.consumer.follower.take_whole()
         return (
             {lease.request_id for lease in leases},
             {load.request_id for load in loads},

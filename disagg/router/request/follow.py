@@ -48,11 +48,15 @@ class Invitations:
             self._of[engine.name] = Invitation(given, tokens)
         else:
             self._of.pop(engine.name, None)
-        self._fewest = min((one.step_tokens for one in self._of.values()), default=0)
+        self._count_fewest()
 
     def forget(self, engine: str) -> None:
         """The engine may have ended; another life of it invites anew."""
         self._of.pop(engine, None)
+        self._count_fewest()
+
+    def _count_fewest(self) -> None:
+        self._fewest = min((one.step_tokens for one in self._of.values()), default=0)
 
     def for_prompt(self, engine: EngineEndpoint, tokens: int) -> Invitation | None:
         """The engine's invitation, if such a prompt takes it several steps."""

@@ -119,7 +119,8 @@ class Legs:
             )
 
         early = EarlyDecode(plan, self.invitations, self._in_flight, open_early)
-        prefill = asyncio.create_task(self.prefill(plan, seat, header, record, early=early))
+        leg = self._prefilled(plan, seat, header, record, NOTHING_MORE, early)
+        prefill = asyncio.create_task(leg)
         try:
             opened = await early.first_of(prefill)
             if opened is not None:
@@ -128,14 +129,17 @@ class Legs:
                 self._decode_began(plan, None, opened, record, record.elapsed())
                 return opened
             prefilled = prefill.result()
-            if prefilled is None or isinstance(prefilled, Response):
-                early.cancel()
         except BaseException:
-            prefill.cancel()
+            # The leg may have ended in the very moment in which its client left.
+            if not prefill.cancel():
+                self._give_back_of(prefill)
             early.cancel()
             seat.leave()
             raise
+        if prefilled is None or isinstance(prefilled, Response):
+            early.cancel()
         if isinstance(prefilled, Response):
+            seat.leave()
             return prefilled
         prefilled_s = record.elapsed()
         try:
@@ -153,6 +157,12 @@ class Legs:
         else:
             self._note_followed("not_sent", record)
         return await self.decode(plan, seat, prefilled, header, record, more)
+
+    def _give_back_of(self, prefill: asyncio.Task[Prefilled | Response | None]) -> None:
+        """Release the lease of a prefill leg that has ended, if it has one."""
+        if not prefill.cancelled() and prefill.exception() is None:
+            ended = prefill.result()
+            self._releases.give_back(ended if isinstance(ended, Prefilled) else None)
 
     def _note_followed(self, outcome: str, record: Record) -> None:
         self._metrics.followed.labels(outcome).inc()
@@ -178,28 +188,40 @@ class Legs:
         header: bytes,
         record: Record,
         more: Mapping[str, Any] = NOTHING_MORE,
-        early: EarlyDecode | None = None,
     ) -> Prefilled | Response | None:
         """The prefill leg: what decode fetches, an answer that is final, or None if decode
         computes the prompt.
 
         `seat`: at the decode engine; given up if the answer is final, or at an error. `more`:
-        fields to add to the leg's body. `early`: the decode leg, if it may begin meanwhile.
+        fields to add to the leg's body.
         """
         try:
-            reason = self._why_local(plan, seat)
-            self._idle_prefill.note(reason, is_idle=self._prefill_is_idle())
-            if reason is not None:
-                self._prefill.skip(reason, record)
-                seat.reads(self._unknown_tokens(plan, seat))
-                return None
-            prefilled = await self._prefill.run(plan, seat.engine, header, record, more, early)
+            prefilled = await self._prefilled(plan, seat, header, record, more)
         except BaseException:
             seat.leave()
             raise
         if isinstance(prefilled, Response):
             seat.leave()
-        elif prefilled is not None:
+        return prefilled
+
+    async def _prefilled(
+        self,
+        plan: RequestPlan,
+        seat: Seat,
+        header: bytes,
+        record: Record,
+        more: Mapping[str, Any],
+        early: EarlyDecode | None = None,
+    ) -> Prefilled | Response | None:
+        """As `prefill`, but keeps the seat. `early`: the decode leg, if it may begin meanwhile."""
+        reason = self._why_local(plan, seat)
+        self._idle_prefill.note(reason, is_idle=self._prefill_is_idle())
+        if reason is not None:
+            self._prefill.skip(reason, record)
+            seat.reads(self._unknown_tokens(plan, seat))
+            return None
+        prefilled = await self._prefill.run(plan, seat.engine, header, record, more, early)
+        if prefilled is not None and not isinstance(prefilled, Response):
             self._releases.hold(prefilled)
             if self._may_follow:
                 self.invitations.note(prefilled.prefill, prefilled.params)

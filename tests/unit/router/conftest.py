@@ -123,7 +123,7 @@ class FakeEngine:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         gate = self.gate  # another one may be set as soon as the body is seen
-        self.bodies.append(body)
+        self.takes(body)
         self.headers.append({k.lower(): v for k, v in request.headers.items()})
         try:
             await asyncio.sleep(self.first_byte_s)
@@ -140,6 +140,10 @@ class FakeEngine:
         except (asyncio.CancelledError, ConnectionResetError):
             self.left.set()
             raise
+
+    def takes(self, body: dict[str, Any]) -> None:
+        """A request has come."""
+        self.bodies.append(body)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         if self.first_byte_s or self.gate is not None:

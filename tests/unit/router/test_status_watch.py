@@ -87,6 +87,8 @@ def test_it_shows_goes_on_and_ends(make: Make, watch: Callable[..., Terminal]) -
     setup = make(kind=MeteredEngine)
     terminal = watch(setup.url)
     assert terminal.shows("2 of 2 engines up"), terminal.text
+    # The router has read decode's counters: only what they grow by from now on is shown.
+    assert terminal.shows(r"decode-0 .*40\.0% +0 +0\.0"), terminal.text
     for _ in range(6):
         complete(setup, list(range(20)))
     assert terminal.shows("moved, mean GB/s .*2.50"), terminal.text

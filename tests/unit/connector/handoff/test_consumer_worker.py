@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.connector.handoff import consumer_worker, per_peer_threads, sharding
+from disagg.connector.handoff import consumer_worker, follower, per_peer_threads, sharding
 from disagg.connector.handoff.consumer_worker import ConsumerWorker
 from disagg.connector.handoff.messages import (
     BegunReport,
@@ -245,9 +245,9 @@ def breaks_off(
     leases.extend(1, 0, [(0, THEIRS[:1])], TOKENS)
     grows = load([producer], lease=-1, stream=b"stream", prompt=b"prompt", growth=growth)
     consumer.loads(grows)
-    until(consumer.worker.take_moved)
+    until(consumer.worker.follower.take_moved)
     leases.extend(1, 0, [(1, THEIRS[1:])], 2 * TOKENS)
-    until(consumer.worker.take_moved)
+    until(consumer.worker.follower.take_moved)
     if dies:
         producer.worker.close()
     else:
@@ -265,7 +265,7 @@ def test_what_came_before_a_prompt_began_anew_is_not_counted(engines: Engines) -
     leases.extend(lease, 0, [(0, THEIRS[:1])], TOKENS)
     growth = (SpanGrowth(0, TOKENS, TOKENS),)
     consumer.loads(load([producer], stream=stream, prompt=prompt, growth=growth))
-    until(lambda: consumer.worker.take_moved() == ["r"])
+    until(lambda: consumer.worker.follower.take_moved() == ["r"])
     with leases._changed:  # no news between the two
         leases.begin_anew(lease, 1)
         leases.grant(lease, "grows", THEIRS, LEASE_S)
@@ -409,7 +409,7 @@ def follow(producers: Sequence[Producer], **more: Any) -> HandoffLoad:
 
 def moves(consumer: Consumer) -> None:
     """Wait until its load has got on since the last time."""
-    until(lambda: consumer.worker.take_moved() == ["r"])
+    until(lambda: consumer.worker.follower.take_moved() == ["r"])
 
 
 def is_right(consumer: Consumer, wanted: torch.Tensor, theirs: Sequence[int] = THEIRS) -> bool:
@@ -447,7 +447,7 @@ def test_all_ranks_follow_and_no_lease_is_left(
     # One rank is done with the step before the others are.
     for number, producer in enumerate(producers):
         if number < 2:
-            assert all(consumer.worker.take_moved() == [] for consumer in consumers)
+            assert all(consumer.worker.follower.take_moved() == [] for consumer in consumers)
         Prompt([producer]).grows(0)
     for consumer in consumers:
         moves(consumer)
@@ -461,7 +461,7 @@ def test_all_ranks_follow_and_no_lease_is_left(
         assert (report.reason, report.invalid) == (None, ())
         assert is_right(consumer, wanted)
         assert not any(region.memory[:5].any() for region in consumer.cache.blocks.regions)
-        assert (len(consumer.worker._cancelled), len(consumer.worker._right)) == (0, 0)
+        assert (len(consumer.worker._cancelled), len(consumer.worker.follower.right)) == (0, 0)
     until(lambda: [producer.ended for producer in producers] == [[one] for one in outcomes])
 
 
@@ -503,7 +503,7 @@ def test_what_came_of_a_prompt_that_ends_is_kept(
     report = consumer.report()
     assert (report.outcome, report.reason, report.num_bytes) == ("failed", "peer_lost", 0)
     assert report.invalid == (() if strict or tensor > 1 else (OURS[1],))
-    assert consumer.worker._right == {}
+    assert consumer.worker.follower.right == {}
 
 
 def test_blocks_of_two_sizes(engines: Engines) -> None:
@@ -522,7 +522,7 @@ def test_blocks_of_two_sizes(engines: Engines) -> None:
         producer.worker.start(StepWork(grown=[grown]))
         if block:
             moves(consumer)
-    assert consumer.worker._right == {"r": 1}
+    assert consumer.worker.follower.right == {"r": 1}
     producer.worker.start(StepWork(grants=[Grant(GROWS, "computed", [1, 3, 7, 2], LEASE_S)]))
     assert consumer.report().outcome == "loaded"
     whole = engines.whole.transpose(1, 2)[:, :, [3, 7, 2]].flatten(2, 3)
@@ -539,9 +539,9 @@ def test_of_a_prompt_that_began_anew_nothing_is_kept(engines: Engines) -> None:
     for block in (0, 1):
         prompt.grows(block)
         moves(consumer)
-    assert consumer.worker._right == {"r": 1}
+    assert consumer.worker.follower.right == {"r": 1}
     prompt.begins_anew()
-    until(lambda: consumer.worker._right == {})
+    until(lambda: consumer.worker.follower.right == {})
     prompt.ends()
     assert consumer.report().invalid == ()
 
@@ -560,14 +560,14 @@ def test_a_load_that_is_cancelled_while_it_waits(engines: Engines, fetched: int)
     assert consumer.report() == LoadReport("r", "aborted", "none", 0, 0.0)
     prompt.is_granted()
     until(lambda: [producer.ended for producer in producers] == [["aborted"]] * 2)
-    assert (len(consumer.worker._cancelled), len(consumer.worker._right)) == (0, 0)
+    assert (len(consumer.worker._cancelled), len(consumer.worker.follower.right)) == (0, 0)
 
 
 def test_a_prompt_that_began_anew_has_a_short_time_to_get_on(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its engine lacks room, perhaps because of this very load's blocks at ours."""
-    monkeypatch.setattr(consumer_worker, "_ANEW_S", 0.3)
+    monkeypatch.setattr(follower, "_ANEW_S", 0.3)
     (producer,), (consumer,) = engines.produces(), engines.consumes()
     prompt = Prompt([producer])
     prompt.begins()

@@ -29,7 +29,7 @@ from unit.connector.modelless import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
 
-from disagg.connector.handoff import consumer_worker
+from disagg.connector.handoff import follower
 from disagg.connector.handoff.kv_transfer_params import INVITATION, STREAM
 from disagg.connector.handoff.messages import HandoffLoad, StepReport
 from disagg.transport.control.ticket import Invitation, sign
@@ -629,7 +629,7 @@ def test_a_prompt_that_loses_its_blocks_is_fetched_anew(
     prefix_caching: bool,
 ) -> None:
     """Beside it, an answer grows into the block that its third step needs."""
-    monkeypatch.setattr(consumer_worker, "_ANEW_S", 60.0)
+    monkeypatch.setattr(follower, "_ANEW_S", 60.0)
     more: dict[str, Any] = {"groups": groups, "prefix_caching": prefix_caching}
     producer = start("kv_producer", blocks=1 + room, **more)
     pair = Followed(producer, start("kv_consumer", groups=groups), prompt_of(330, seed=95), groups)

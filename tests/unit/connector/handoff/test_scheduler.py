@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from unit.connector.handoff.test_consumer_scheduler import FACTS, HOSTS
 from unit.connector.handoff.test_producer_scheduler import ATTENTION, PREFILL, SECRET, prefill
 from vllm.v1.outputs import KVConnectorOutput
 
-from disagg.connector.handoff.messages import LeaseReport, StepReport
+from disagg.connector.handoff import kv_transfer_params
+from disagg.connector.handoff.messages import BegunReport, LeaseReport, StepReport
 from disagg.connector.handoff.scheduler import SchedulerHalf
 from disagg.connector.handoff.settings import ConnectorSettings
 from disagg.connector.handoff.stall import PATIENCE_S, StallWatch
+from disagg.transport.control.ticket import Invitation, sign
 
 
 class Scheduler:
@@ -132,3 +136,39 @@ def test_params_that_are_no_object_are_not_passed_on(params: Any) -> None:
     asked.kv_transfer_params = params
     Scheduler().half.on_new_request(asked)
     assert asked.kv_transfer_params is None
+
+
+def test_an_engine_that_only_waits_for_prompts_looks_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not if it computes, has work for its workers, or a prompt is whole."""
+    naps: list[float] = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    half = Scheduler().half
+    followed = sign(Invitation("prefill-0", HOSTS, [2], BLOCK), SECRET)
+    params = {
+        "do_remote_prefill": True,
+        kv_transfer_params.STREAM: "ab" * 16,
+        kv_transfer_params.INVITATION: {"ticket": followed},
+    }
+
+    def naps_of(scheduled: dict[str, int] | None = None) -> int:
+        naps.clear()
+        half.step_work(scheduled or {})
+        return len(naps)
+
+    assert naps_of() == 0, "nothing is asked"
+    asked = request()
+    asked.kv_transfer_params = params
+    half.on_new_request(asked)
+    assert naps_of() == 0, "its worker has to watch"
+    assert naps_of() == 1
+    assert naps_of({"other": 1}) == 0
+    half.consumer.begun([BegunReport(asked.request_id)])
+    assert naps_of() == 0, "it waits for room"
+    blocks: Any = SimpleNamespace(get_block_ids=lambda: (ATTENTION,))
+    half.after_alloc(asked, blocks, LENGTH)
+    assert naps_of() == 0, "its worker has to load"
+    assert naps_of() == 1
+    half.consumer.moved([], [asked.request_id])
+    assert naps_of() == 0, "the last chunk comes"

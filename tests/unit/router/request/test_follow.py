@@ -12,9 +12,11 @@ import pytest
 from unit.router.conftest import PARAMS, Setup, event, leave, wait_for
 
 from disagg.router.api.bodies import REMOTE_DECODE
+from disagg.router.engines.lease_releases import Prefilled
 from disagg.router.pairing.in_flight import InFlight
 from disagg.router.request.follow import EarlyDecode, Invitations
 from disagg.router.request.plan import RequestPlan
+from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
 from disagg.testing.http import client
@@ -36,6 +38,19 @@ def outcomes(setup: Setup) -> dict[str, float]:
         if line.startswith(name):
             found[line.split('"')[1]] = float(line.rpartition(" ")[2])
     return found
+
+
+def in_flight(setup: Setup, role: str) -> float:
+    """Requests with a seat at engines of this role."""
+    text = client().get(f"{setup.url}/metrics", timeout=10).text
+    name = f'disagg_router_in_flight{{role="{role}"}} '
+    (line,) = [one for one in text.splitlines() if one.startswith(name)]
+    return float(line.removeprefix(name))
+
+
+def legs_of(setup: Setup) -> Any:
+    """Those of the router's only group of engines."""
+    return setup.server.app.state.models.only.service._legs
 
 
 def prefills(setup: Setup) -> float:
@@ -174,6 +189,44 @@ def test_decode_fails_before_prefill_answers(invited: Callable[..., Setup]) -> N
     last = setup.decode.bodies[-1]["kv_transfer_params"]
     assert (last["disagg"], last["do_remote_prefill"]) == ("ticket", True)
     assert outcomes(setup) == {"failed": 1}
+
+
+def test_decode_keeps_its_seat_when_prefill_is_left(invited: Callable[..., Setup]) -> None:
+    """Its stream goes on after prefill was told to stop."""
+    setup = invited()
+    setup.decode.chunk_s = 0.5
+    answer = in_background(setup, LONG)
+    assert setup.prefill.left.wait(5)
+    assert in_flight(setup, "prefill") == 0
+    assert in_flight(setup, "decode") == 1
+    assert answer().content == WHOLE
+    assert wait_for(lambda: in_flight(setup, "decode") == 0)
+
+
+def test_a_client_leaves_as_prefill_ends(invited: Callable[..., Setup]) -> None:
+    """In the same moment. The lease is given back, and no engine counts as needed."""
+    setup = invited()
+    legs, engine = legs_of(setup), setup.endpoints[0]
+    prefilled = Prefilled(engine, {"disagg": "ticket"}, b"")
+
+    running: list[asyncio.Task[Any]] = []
+
+    async def ends(*_: Any) -> Prefilled:
+        legs._releases.hold(prefilled)
+        running[0].cancel()
+        return prefilled
+
+    async def play() -> None:
+        plan, record = RequestPlan("/v1/completions", LONG), Record("/v1/completions", "id")
+        seat = legs._in_flight.take(setup.endpoints[1], 1)
+        legs._prefilled = ends
+        running.append(asyncio.create_task(legs._at_once(plan, seat, b"", record, {})))
+        with pytest.raises(asyncio.CancelledError):
+            await running[0]
+
+    setup.loop.run(play())
+    assert wait_for(lambda: setup.prefill.released)
+    assert wait_for(lambda: legs.running() == {})
 
 
 def test_decode_answers_before_prefill_does(invited: Callable[..., Setup]) -> None:

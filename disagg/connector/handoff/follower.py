@@ -1,0 +1,178 @@
+"""Loads that follow a prompt which prefill still computes, on one worker rank.
+
+A load fetches what is final, then asks for news, again and again. What came counts when an answer
+of the producer says so (`transport/follow.py`). Runs in the loads' threads; no wait in it is
+without a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from disagg.connector.handoff.growing_load import Chunk, GrowingLoad, Leases, whole
+from disagg.connector.handoff.load_trace import LoadTrace
+from disagg.connector.handoff.messages import HandoffLoad
+from disagg.connector.handoff.settings import ConnectorSettings
+from disagg.errors import LeaseGone
+from disagg.transport.base import FetchJob, Receiver
+from disagg.transport.blocks import Selection
+from disagg.transport.control.client import Peers
+from disagg.transport.deadline import Deadline, Event
+from disagg.transport.fetch import FetchRequest, Moved
+from disagg.transport.follow import Stream, followed
+
+# How often a load that waits for news looks whether its request has ended.
+NEWS_S = 0.05
+_ANSWER_S = 5.0
+# How long a load waits for a prompt that began anew to get on.
+_ANEW_S = 2.0
+
+T = TypeVar("T")
+Fetches = Callable[[HandoffLoad, Chunk], Iterator[tuple[FetchRequest, Selection]]]
+"""The fetches of a chunk: one per producer rank."""
+
+
+class LoadCancelled(Exception):
+    """The request has ended while its load waited for news."""
+
+
+class Follower:
+    """Safe for use from any thread. right: of loads under way, how many of their first blocks an
+    answer has confirmed."""
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        peers: Peers,
+        receivers: Sequence[Receiver],
+        fetches: Fetches,
+    ) -> None:
+        self._settings, self._peers, self._receivers = settings, peers, receivers
+        self._fetches = fetches
+        self.right: dict[str, int] = {}
+        self._moved: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._whole: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def take_moved(self) -> list[str]:
+        """The requests whose loads got on since the last call."""
+        return list(dict.fromkeys(taken(self._moved)))
+
+    def take_whole(self) -> list[str]:
+        """The requests that are loaded and whose prompts were computed since the last call."""
+        return list(taken(self._whole))
+
+    def not_right(self, load: HandoffLoad) -> tuple[int, ...]:
+        """The blocks of a failed load that have to be computed, if an answer of the producer has
+        confirmed those before them; none if all have to be."""
+        right = self.right.pop(load.request_id, 0)
+        return tuple(load.block_ids[right:]) if right and not self._settings.strict else ()
+
+    def follow(
+        self,
+        load: HandoffLoad,
+        after: Event | None,
+        cancelled: threading.Event,
+        until_released: contextlib.ExitStack,
+        trace: LoadTrace,
+    ) -> tuple[list[Moved], int]:
+        """Fetch a lease while it grows. Returns what moved, and how many bytes came while the
+        prompt was computed.
+
+        until_released: takes what releases the leases; it ends after the load was reported. Raises
+        `TransferError`, and `LoadCancelled`.
+        """
+        try:
+            return self._follow(load, after, cancelled, until_released, trace)
+        except (LeaseGone, LoadCancelled):
+            self.right.pop(load.request_id, None)  # prefill may have new weights
+            raise
+
+    def _follow(
+        self,
+        load: HandoffLoad,
+        after: Event | None,
+        cancelled: threading.Event,
+        until_released: contextlib.ExitStack,
+        trace: LoadTrace,
+    ) -> tuple[list[Moved], int]:
+        limit_s, rest, moved = self._settings.load_deadline_s, GrowingLoad(load), list[Moved]()
+        hidden = 0
+        with contextlib.ExitStack() as following:
+            leases = self._begin(load, following)
+            while True:
+                trace.heard(leases)
+                is_whole = leases.is_whole
+                if is_whole:
+                    self._whole.put(load.request_id)
+                chunk = rest.take(leases.tokens, is_whole=is_whole)
+                if chunk is not None:
+                    came = self._fetch(load, leases, chunk, after)
+                    trace.fetched(came, leases)
+                    moved += came
+                    self._moved.put(load.request_id)
+                if is_whole:
+                    break
+                hidden = sum(one.num_bytes for one in moved)
+                if self._proceed(leases, cancelled, Deadline.after(limit_s)):
+                    self._confirmed(load, leases, rest)
+                else:
+                    self.right.pop(load.request_id, None)
+                    # Prefill lacks room, perhaps for as long as this load keeps its own.
+                    limit_s = min(limit_s, _ANEW_S)
+                    rest.begin_anew()
+                    moved.clear()
+                    hidden = 0
+            # The connections are needed until the leases are released.
+            until_released.push(following.pop_all())
+            for one in leases.followed:
+                one.end(Deadline.after(limit_s), until_released)
+            self.right.pop(load.request_id, None)
+        return moved, hidden
+
+    def _begin(self, load: HandoffLoad, following: contextlib.ExitStack) -> Leases:
+        stream, receivers = Stream(load.stream, load.prompt), self._receivers
+        deadline = Deadline.after(self._settings.load_deadline_s)
+        return Leases(
+            [
+                following.enter_context(followed(self._peers, request, stream, receivers, deadline))
+                for request, _ in self._fetches(load, whole(load))
+            ]
+        )
+
+    def _fetch(
+        self, load: HandoffLoad, leases: Leases, chunk: Chunk, after: Event | None
+    ) -> list[Moved]:
+        deadline = Deadline.after(self._settings.load_deadline_s)
+        fetches = zip(leases.followed, self._fetches(load, chunk), strict=True)
+        return [
+            one.fetch(request.part, FetchJob(blocks, deadline, after))
+            for one, (request, blocks) in fetches
+        ]
+
+    def _proceed(self, leases: Leases, cancelled: threading.Event, deadline: Deadline) -> bool:
+        """Wait for news of the leases. Returns whether what was fetched before counts."""
+        before, is_right = leases.state, True
+        while is_right and leases.state == before:
+            if cancelled.is_set():
+                raise LoadCancelled
+            deadline.left()
+            for one in leases.behind():
+                is_right &= one.proceed(NEWS_S, Deadline.after(NEWS_S + _ANSWER_S))
+        return is_right
+
+    def _confirmed(self, load: HandoffLoad, leases: Leases, rest: GrowingLoad) -> None:
+        # vLLM keeps a part of a load with one KV cache group only. With several, it may also write
+        # to blocks before the producer hears of the step (`LeaseGrowth.add`). With several ranks,
+        # one may not have been asked.
+        if len(load.spans) == len(leases.followed) == 1:
+            self.right[load.request_id] = rest.right()
+
+
+def taken(reports: queue.SimpleQueue[T]) -> Iterator[T]:
+    """Take all that is in the queue now."""
+    while not reports.empty():
+        yield reports.get_nowait()
