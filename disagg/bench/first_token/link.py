@@ -51,8 +51,8 @@ _NO_STREAM = "its answers hold no disagg_invitation, so streamed was not measure
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """What to measure. rate: of the link in bits per second; None: as fast as prefill. paced:
-    whether there is a link at all. Raises ConfigError where that makes no sense."""
+    """What to measure. rate: of the link in bits per second; None: as fast as prefill. Raises
+    ConfigError for what makes no sense."""
 
     tokens: int
     steps: Sequence[int]
