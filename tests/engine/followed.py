@@ -100,6 +100,7 @@ def check_followed(
     prompt: Callable[[], list[int]],
     right: Callable[[list[int]], list[list[int]]],
     *,
+    invited: dict[str, Any] | None = None,
     may_fail: bool = False,
     **options: Any,
 ) -> None:
@@ -108,18 +109,21 @@ def check_followed(
 
     may_fail: on a busy machine, engines of several ranks may miss the deadlines of messages.
     """
-    invited = invitation(prefill, decode)
+    invited, seen = invited or invitation(prefill, decode), []
     for _ in range(TRIES):
         ids = prompt()
         before = loads(decode), failures(decode), hidden(decode)
+        gone = failures(decode, "lease_gone")
         answer = token_ids(handed_off(prefill, decode, ids, invited, **options))
         assert answer == right(ids)
         loaded, failed = loads(decode) - before[0], failures(decode) - before[1]
         assert may_fail or (loaded, failed) == (1, 0)
+        assert failures(decode, "lease_gone") == gone
         many_steps = len(ids) > STEPS_THAT_SHOW * invited["step_tokens"]
         if loaded and (hidden(decode) > before[2] or not many_steps):
             return
-    raise AssertionError("nothing came while the prompt was computed")
+        seen.append((loaded, failed))
+    raise AssertionError(f"nothing came while prompts were computed; loaded and failed: {seen}")
 
 
 # ---- faults amid a prompt ----------------------------------------------------------------------

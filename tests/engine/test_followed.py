@@ -31,6 +31,7 @@ from engine.followed import (
     failures,
     handed_off,
     held_at,
+    invitation,
     loads,
     prefill_body,
     used,
@@ -139,8 +140,11 @@ def test_any_length(
         asked.append(prompt(length))
         return asked[-1]
 
-    before = moved()
-    check_followed(prefill, decode, ask, lambda ids: token_ids(fleet.single.complete(ids)))
+    def right(ids: list[int]) -> list[list[int]]:
+        return token_ids(fleet.single.complete(ids))
+
+    invited, before = invitation(prefill, decode), moved()
+    check_followed(prefill, decode, ask, right, invited=invited)
     assert moved() - before == len(asked) * -(-length // N) * BLOCK
 
 

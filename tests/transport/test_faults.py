@@ -181,11 +181,11 @@ def test_consumer_stopped_at_any_time(
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_producer_stopped(make_pair: MakePair, when: str) -> None:
     pair = make_pair()
-    pair.producer.call("grant", 0, [1, 2], 1)
+    # NIXL begins with an agent, which may take seconds on a busy machine.
+    lease_s, seconds = (10, 8) if pair.consumer.receiver.name == "nixl" else (1, 0.8)
+    pair.producer.call("grant", 0, [1, 2], lease_s)
     stop = Act(STOP, pair.producer.pid)
     if pair.reads_directly or pair.is_over(when):
-        # NIXL begins with an agent, which may take a second on a busy machine.
-        seconds = 8 if pair.consumer.receiver.name == "nixl" else 0.8
         with pair.fetched(0, [3, 4], seconds=seconds, **{when: stop}):
             assert time.monotonic() - stop.done < seconds
             assert pair.is_right([1, 2], [3, 4])

@@ -23,7 +23,7 @@ from disagg.transport.blocks import Selection
 from disagg.transport.control.client import Peers
 from disagg.transport.deadline import Deadline, Event
 from disagg.transport.fetch import FetchRequest, Moved
-from disagg.transport.follow import Stream, followed
+from disagg.transport.follow import Followed, Stream, followed, has_begun
 
 # How often a load that waits for news looks whether its request has ended.
 NEWS_S = 0.05
@@ -102,7 +102,7 @@ class Follower:
         limit_s, rest, moved = self._settings.load_deadline_s, GrowingLoad(load), list[Moved]()
         hidden = 0
         with contextlib.ExitStack() as following:
-            leases = self._begin(load, following)
+            leases = self._begin(load, cancelled, following)
             while True:
                 trace.heard(leases)
                 is_whole = leases.is_whole
@@ -133,15 +133,21 @@ class Follower:
             self.right.pop(load.request_id, None)
         return moved, hidden
 
-    def _begin(self, load: HandoffLoad, following: contextlib.ExitStack) -> Leases:
-        stream, receivers = Stream(load.stream, load.prompt), self._receivers
+    def _begin(
+        self, load: HandoffLoad, cancelled: threading.Event, following: contextlib.ExitStack
+    ) -> Leases:
+        stream, leases = Stream(load.stream, load.prompt), list[Followed]()
         deadline = Deadline.after(self._settings.load_deadline_s)
-        return Leases(
-            [
-                following.enter_context(followed(self._peers, request, stream, receivers, deadline))
-                for request, _ in self._fetches(load, whole(load))
-            ]
-        )
+        for request, _ in self._fetches(load, whole(load)):
+            # The scheduler knows that the first rank has begun. Another one may come to the step
+            # later: a pipeline stage does when the one before it is done.
+            while request.endpoint != load.endpoints[0] and not has_begun(
+                self._peers, request.endpoint, stream, NEWS_S, Deadline.after(NEWS_S + _ANSWER_S)
+            ):
+                _check_goes_on(cancelled, deadline)
+            one = followed(self._peers, request, stream, self._receivers, deadline)
+            leases.append(following.enter_context(one))
+        return Leases(leases)
 
     def _fetch(
         self, load: HandoffLoad, leases: Leases, chunk: Chunk, after: Event | None
@@ -157,9 +163,7 @@ class Follower:
         """Wait for news of the leases. Returns whether what was fetched before counts."""
         before, is_right = leases.state, True
         while is_right and leases.state == before:
-            if cancelled.is_set():
-                raise LoadCancelled
-            deadline.left()
+            _check_goes_on(cancelled, deadline)
             for one in leases.behind():
                 is_right &= one.proceed(NEWS_S, Deadline.after(NEWS_S + _ANSWER_S))
         return is_right
@@ -170,6 +174,12 @@ class Follower:
         # one may not have been asked.
         if len(load.spans) == len(leases.followed) == 1:
             self.right[load.request_id] = rest.right()
+
+
+def _check_goes_on(cancelled: threading.Event, deadline: Deadline) -> None:
+    if cancelled.is_set():
+        raise LoadCancelled
+    deadline.left()
 
 
 def taken(reports: queue.SimpleQueue[T]) -> Iterator[T]:

@@ -31,6 +31,7 @@ from disagg.testing.http import client
 
 Make = Callable[..., Setup]
 WAIT_S = 30.0
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COMMAND = [sys.executable, "-m", "disagg.cli", "status", "--watch", "--every", "0.5"]
 
 
@@ -55,8 +56,10 @@ class Terminal:
             while data := os.read(self.end, 65536):
                 self.text += data.decode(errors="replace")
 
-    def shows(self, pattern: str, after: int = 0) -> bool:
-        return wait_for(lambda: re.search(pattern, self.text[after:]), WAIT_S)
+    def check_shows(self, pattern: str, after: int = 0) -> None:
+        """Wait until what it showed from there on has such words."""
+        found = wait_for(lambda: re.search(pattern, self.text[after:]), WAIT_S)
+        assert found, f"no {pattern!r} in: …{ESCAPES.sub('', self.text)[-5000:]}"
 
     def interrupt(self) -> int:
         self.process.send_signal(signal.SIGINT)
@@ -86,24 +89,24 @@ def watch() -> Iterator[Callable[..., Terminal]]:
 def test_it_shows_goes_on_and_ends(make: Make, watch: Callable[..., Terminal]) -> None:
     setup = make(kind=MeteredEngine)
     terminal = watch(setup.url)
-    assert terminal.shows("2 of 2 engines up"), terminal.text
+    terminal.check_shows("2 of 2 engines up")
     # The router has read decode's counters: only what they grow by from now on is shown.
-    assert terminal.shows(r"decode-0 .*40\.0% +0 +0\.0"), terminal.text
+    terminal.check_shows(r"decode-0 .*40\.0% +0 +0\.0")
     for _ in range(6):
         complete(setup, list(range(20)))
-    assert terminal.shows("moved, mean GB/s .*2.50"), terminal.text
-    assert terminal.shows(r"moved, hidden .*60\.0%"), terminal.text
+    terminal.check_shows("moved, mean GB/s .*2.50")
+    terminal.check_shows(r"moved, hidden .*60\.0%")
     setup.loop.run(setup.server.replace(setup.endpoints[:1], {"decode-0": Away("starts again")}))
-    assert terminal.shows("down: starts again"), terminal.text
+    terminal.check_shows("down: starts again")
 
     drain = f"{setup.url}/disagg/drain"
     client().post(drain, headers=AS_OPERATOR)  # it refuses new requests for a moment
     seen = len(terminal.text)
-    assert terminal.shows(r"no answer since \d\d:\d\d:\d\d", seen), terminal.text
+    terminal.check_shows(r"no answer since \d\d:\d\d:\d\d", seen)
     assert terminal.process.poll() is None
     client().delete(drain, headers=AS_OPERATOR)
     seen = len(terminal.text)
-    assert terminal.shows("1 of 2 engines up", seen), terminal.text
+    terminal.check_shows("1 of 2 engines up", seen)
     assert terminal.interrupt() == 0
     assert "Traceback" not in terminal.text
 
