@@ -83,7 +83,9 @@ class LimitsSection(ModelLimitsSection):
         return self
 
 
-PolicyName = Literal["round_robin", "least_loaded", "prefix_affinity", "session_affinity"]
+PolicyName = Literal[
+    "round_robin", "least_loaded", "prefix_affinity", "session_affinity", "cache_aware"
+]
 
 
 class MediaSection(Section):
@@ -142,6 +144,11 @@ class PairingSection(Section):
         description="Send decode's leg while prefill computes a prompt of several steps, where its "
         "engines offer that (transfer.stream)",
     )
+
+    @property
+    def hears_caches(self) -> bool:
+        """Whether a policy chooses by what engines' caches hold."""
+        return "cache_aware" in (self.prefill, self.decode)
 
     @model_validator(mode="after")
     def _holds_prefills(self) -> PairingSection:

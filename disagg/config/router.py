@@ -32,6 +32,7 @@ def _not_an_api(root_path: str) -> str:
     return root_path
 
 
+_ZMQ = r"^(tcp|ipc)://\S+$"
 _Section = TypeVar("_Section", bound=Section)
 
 
@@ -99,6 +100,17 @@ class KubernetesSection(Section):
         return self
 
 
+class KvEventsSection(Section):
+    """Where an engine publishes its KV events: the endpoints of its --kv-events-config."""
+
+    endpoint: str = Field(
+        pattern=_ZMQ, description="ZMQ address of the events; {host} is the host of the URL"
+    )
+    replay_endpoint: str | None = Field(
+        None, pattern=_ZMQ, description="ZMQ address that sends the last events again"
+    )
+
+
 class EngineListSection(Section):
     """The engines of `disagg router`, which run elsewhere.
 
@@ -108,6 +120,12 @@ class EngineListSection(Section):
 
     prefill: list[str] = Field([], repr=False, description="URLs of the prefill engines")
     decode: list[str] = Field([], repr=False, description="URLs of the decode engines")
+    kv_events: dict[str, KvEventsSection] = Field(
+        {},
+        repr=False,
+        description="Where engines publish their KV events, by the engine's URL; *: all others. "
+        "For pairing by cache_aware",
+    )
 
 
 class EngineUrlsSection(EngineListSection):
@@ -280,5 +298,6 @@ class RouterSection(Section):
             update={
                 "pairing": _replaced(self.pairing, model.pairing),
                 "limits": _replaced(self.limits, model.limits),
+                "engines": EngineUrlsSection(kv_events=model.engines.kv_events),
             }
         )

@@ -7,11 +7,11 @@ import ipaddress
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, get_args
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from disagg.config import Role
+from disagg.config import KvEventsSection, Role
 from disagg.errors import ConfigError
 
 _EXAMPLE = "write it as http://HOST:8000"
@@ -25,13 +25,16 @@ class EngineEndpoint:
     """One engine: its name (`prefill-0`; see `name_in`), its role, its OpenAI server's URL.
 
     A path of an API is appended to `url`, which ends without a slash. `authorization`: the header
-    that this engine wants, in place of the key of all engines.
+    that this engine wants, in place of the key of all engines. `kv_events`, `kv_events_replay`: the
+    ZMQ addresses at which it publishes its KV events, and sends them again.
     """
 
     name: str
     role: Role
     url: str
     authorization: str | None = field(default=None, repr=False)
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -110,6 +113,21 @@ def _without_secrets(text: str) -> str:
     """The URL without user, password and query."""
     shown = _CREDENTIALS.sub(r"\1<hidden>@", text)
     return re.sub(r"[?#].*", "?<hidden>", shown)
+
+
+def with_events(engine: EngineEndpoint, sections: Mapping[str, KvEventsSection]) -> EngineEndpoint:
+    """The engine with the addresses of its KV events, if its URL has any in these sections."""
+    section = sections.get(engine.url, sections.get("*"))
+    if engine.kv_events is not None or section is None:
+        return engine
+    name = urlsplit(engine.url).hostname or ""
+    host = f"[{name}]" if ":" in name else name
+    replay = section.replay_endpoint
+    return replace(
+        engine,
+        kv_events=section.endpoint.replace("{host}", host),
+        kv_events_replay=replay and replay.replace("{host}", host),
+    )
 
 
 class Away(NamedTuple):

@@ -114,14 +114,18 @@ ALLOWED = {
     "router.processes": {*_ROUTER, "router.server", "router.main"},
     "router.server": {
         *_ROUTER, "credentials", "router.api", "router.telemetry", "router.upstream",
-        "router.engines", "router.request", "router.discovery",
+        "router.caches", "router.engines", "router.request", "router.discovery",
         "private_files", "safe_logging",
     },
     "router.request": {
-        *_ROUTER, "router.api", "router.telemetry", "router.upstream", "router.engines",
-        "router.pairing",
+        *_ROUTER, "router.api", "router.telemetry", "router.upstream", "router.caches",
+        "router.engines", "router.pairing",
     },
-    "router.pairing": {*_ROUTER, "router.api", "router.telemetry", "router.engines"},
+    "router.pairing": {
+        *_ROUTER, "router.api", "router.telemetry", "router.caches", "router.engines",
+    },
+    # What engines' caches hold. Of other parts it knows nothing.
+    "router.caches": _ROUTER,
     "router.discovery": {*_ROUTER, "config_file", "keepalive"},
     "router.engines": {*_ROUTER, "router.api", "router.telemetry", "router.upstream"},
     "router.upstream": {*_ROUTER, "keepalive", "router.api"},

@@ -100,10 +100,11 @@ class _Prefilled(msgspec.Struct):
 
 class PrefillAnswer(NamedTuple):
     """What a prefill's answer says. `params`: None if there is nothing to fetch. `prompt_tokens`:
-    None if it does not say."""
+    None if it does not say. `cached_tokens`: of the prompt, that the engine's caches had."""
 
     params: dict[str, Any] | None
     prompt_tokens: int | None
+    cached_tokens: int | None = None
 
 
 _ANSWERS = msgspec.json.Decoder(_Prefilled)
@@ -317,7 +318,15 @@ def prefill_answer(answer: bytes) -> PrefillAnswer:
         return PrefillAnswer(None, None)
     params = read.kv_transfer_params
     is_lease = isinstance(params, dict) and params.get("do_remote_prefill")
-    return PrefillAnswer(params if is_lease else None, _prompt_tokens(read.usage))
+    return PrefillAnswer(
+        params if is_lease else None, _prompt_tokens(read.usage), _cached_tokens(read.usage)
+    )
+
+
+def _cached_tokens(usage: Any) -> int | None:
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) else None
 
 
 def _prompt_tokens(usage: Any) -> int | None:

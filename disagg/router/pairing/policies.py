@@ -14,8 +14,10 @@ from typing import Protocol
 import xxhash
 
 from disagg.config import PairingSection, PolicyName, Role
+from disagg.router.caches.engine_caches import EngineCaches
 from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
+from disagg.router.pairing.cache_aware import CacheAware
 from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.other_routers import MemoryName
 from disagg.router.pairing.prefix_memory import PrefixMemory
@@ -103,7 +105,9 @@ def _rank(session: str, engine: EngineEndpoint) -> int:
     return xxhash.xxh3_64_intdigest(f"{session}\0{engine.name}".encode(errors="replace"))
 
 
-def make_policy(name: PolicyName, settings: PairingSection, in_flight: InFlight) -> Policy:
+def make_policy(
+    name: PolicyName, settings: PairingSection, in_flight: InFlight, caches: EngineCaches
+) -> Policy:
     """The policy of this name."""
     match name:
         case "round_robin":
@@ -114,6 +118,8 @@ def make_policy(name: PolicyName, settings: PairingSection, in_flight: InFlight)
             return PrefixAffinity(in_flight)
         case "session_affinity":
             return SessionAffinity(settings.session_header, in_flight)
+        case "cache_aware":
+            return CacheAware(in_flight, caches, PrefixAffinity(in_flight))
 
 
 class Pairer:
@@ -126,12 +132,14 @@ class Pairer:
         in_flight: InFlight,
         health: Health,
         compatibility: Compatibility,
+        caches: EngineCaches | None = None,
     ) -> None:
         self._topology, self._in_flight, self._health = topology, in_flight, health
         self._compatibility = compatibility
+        caches = caches or EngineCaches()
         self._policies: dict[Role, Policy] = {
-            "prefill": make_policy(settings.prefill, settings, in_flight),
-            "decode": make_policy(settings.decode, settings, in_flight),
+            "prefill": make_policy(settings.prefill, settings, in_flight, caches),
+            "decode": make_policy(settings.decode, settings, in_flight, caches),
         }
 
     def memories(self) -> dict[MemoryName, PrefixMemory]:
@@ -139,7 +147,7 @@ class Pairer:
         return {
             role: policy.memory
             for role, policy in self._policies.items()
-            if isinstance(policy, PrefixAffinity)
+            if isinstance(policy, PrefixAffinity | CacheAware)
         }
 
     def serves(

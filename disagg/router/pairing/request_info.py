@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+from disagg.router.caches.block_keys import PromptBlocks
 
 
 class RequestInfo(Protocol):
@@ -24,3 +26,11 @@ class RequestInfo(Protocol):
     @property
     def prefix_keys(self) -> Sequence[int]:
         """See `prompt_length.prefixes`."""
+
+    @property
+    def model(self) -> Any:
+        """The model's name as the client gave it."""
+
+    @property
+    def blocks(self) -> PromptBlocks | None:
+        """The prompt's blocks, if its token ids are known."""

@@ -19,6 +19,7 @@ from disagg.config import ConnectorName, RouterSection
 from disagg.router.api import bodies
 from disagg.router.api.bodies import NOTHING_MORE
 from disagg.router.api.errors import ApiError
+from disagg.router.caches.engine_caches import EngineCaches
 from disagg.router.engines.health import Health
 from disagg.router.engines.lease_releases import LeaseReleases, Prefilled
 from disagg.router.pairing.admission import Admission
@@ -56,6 +57,7 @@ class Legs:
         *,
         strict: bool,
         connector: ConnectorName,
+        caches: EngineCaches | None = None,
     ) -> None:
         self._client, self._metrics = client, metrics
         self._pairer, self._in_flight, self._admission = pairer, in_flight, admission
@@ -68,6 +70,7 @@ class Legs:
             settings.limits,
             strict=strict,
             gives_params=connector != "example",
+            caches=caches,
         )
         self.decode_leg = DecodeLeg(admission, health, metrics, settings.limits)
         self._releases = LeaseReleases(session, metrics)

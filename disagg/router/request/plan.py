@@ -20,10 +20,13 @@ from disagg.router.api import paths, prompt_length, prompt_parts
 from disagg.router.api.errors import Style
 from disagg.router.api.prompt_length import Length, Prefixes, Scales
 from disagg.router.api.prompt_parts import Part
+from disagg.router.caches.block_keys import PromptBlocks
 from disagg.router.request import resumable
 
 _COMPLETION_TOKENS = 16  # of a completion without max_tokens
 _USAGE_OPTIONS = {"include_usage", "continuous_usage_stats"}
+# Fields of a completion with which an engine reads other tokens than those sent.
+_CHANGE_PROMPT = ("truncate_prompt_tokens", "prompt_embeds")
 T = TypeVar("T")
 
 
@@ -112,6 +115,21 @@ class RequestPlan:
     def prefix_keys(self) -> Sequence[int]:
         """One key for each leading chunk of the prompt, shortest prefix first."""
         return self.prefixes.keys
+
+    @_Answer
+    def blocks(self) -> PromptBlocks | None:
+        """The prompt's blocks, if its token ids are known: the client sent them."""
+        prompt, salt = self.body.get("prompt"), self.body.get("cache_salt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+            prompt = prompt[0]
+        if self.path != paths.COMPLETION or not prompt or not prompt_parts.is_tokens(prompt):
+            return None
+        if any(self.body.get(field) is not None for field in _CHANGE_PROMPT):
+            return None
+        try:
+            return PromptBlocks(prompt, salt if isinstance(salt, str) else None)
+        except ValueError:
+            return None  # the engine will refuse it
 
     def has(self, tokens: int) -> None:
         """An engine counted the prompt's tokens."""

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from disagg.config import LimitsSection
 from disagg.router.api import bodies
 from disagg.router.api.errors import ApiError
+from disagg.router.caches.engine_caches import EngineCaches
 from disagg.router.engines.health import Health
 from disagg.router.engines.lease_releases import Prefilled
 from disagg.router.pairing.admission import Admission
@@ -32,7 +33,8 @@ _ATTEMPTS = 2
 
 class PrefillLeg:
     """`strict`: a prompt that could not be handed off is an error. `gives_params`: the engines'
-    connector answers params; without, decode finds the cache by itself."""
+    connector answers params; without, decode finds the cache by itself. `caches`: to count
+    what engines were expected to hold; None: nothing is expected."""
 
     def __init__(
         self,
@@ -44,10 +46,11 @@ class PrefillLeg:
         *,
         strict: bool,
         gives_params: bool,
+        caches: EngineCaches | None = None,
     ) -> None:
         self._client, self._admission, self._health = client, admission, health
         self._metrics, self._limits = metrics, limits
-        self._strict, self._gives_params = strict, gives_params
+        self._strict, self._gives_params, self._caches = strict, gives_params, caches
 
     async def run(
         self,
@@ -107,6 +110,7 @@ class PrefillLeg:
         record: Record,
     ) -> Prefilled | Response | None:
         began = record.elapsed()
+        expected = self._expected(plan, seat.engine)
         seat.reads(plan.tokens)
         try:
             limit = self._limits.prefill_timeout_s
@@ -130,15 +134,25 @@ class PrefillLeg:
             return refusal
         if answer.status != 200:
             raise _EngineFailed(f"it answered {answer.status}")
-        params, prompt_tokens = bodies.prefill_answer(content)
+        params, prompt_tokens, cached = bodies.prefill_answer(content)
         if prompt_tokens is not None:
             plan.has(prompt_tokens)
+        if expected is not None and cached is not None:
+            self._metrics.cache_expected.inc(expected)
+            self._metrics.cache_reported.inc(cached)
         if not self._gives_params:
             return None
         if params is None:
             self._alone("no_params", record)
             return None
         return Prefilled(seat.engine, params, content)
+
+    def _expected(self, plan: RequestPlan, engine: EngineEndpoint) -> int | None:
+        """Tokens of the prompt that the engine holds, if that can be known."""
+        if self._caches is None or plan.blocks is None:
+            return None
+        held = self._caches.held(plan.blocks, plan.model, engine.name)
+        return held.on_gpu + held.below
 
     async def _whole(self, answer: UpstreamResponse) -> bytes:
         try:

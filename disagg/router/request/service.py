@@ -21,6 +21,7 @@ from disagg.router.api import bodies, paths
 from disagg.router.api.bodies import NOTHING_MORE
 from disagg.router.api.errors import ApiError
 from disagg.router.api.event_stream import Plain, Watcher
+from disagg.router.caches.engine_caches import EngineCaches
 from disagg.router.engines import broadcast
 from disagg.router.engines.compatibility import SCHEDULING, Compatibility
 from disagg.router.engines.health import Health
@@ -70,6 +71,7 @@ class Service:
         *,
         strict: bool,
         connector: ConnectorName,
+        caches: EngineCaches | None = None,
     ) -> None:
         self.client = client
         self._topology, self._compatibility = topology, compatibility
@@ -78,7 +80,7 @@ class Service:
         self._in_flight = in_flight = InFlight(metrics, self._others)
         self._metrics, self._settings = metrics, settings
         self._keep_alive_s = settings.stream_keep_alive_s
-        pairer = Pairer(topology, settings.pairing, in_flight, health, compatibility)
+        pairer = Pairer(topology, settings.pairing, in_flight, health, compatibility, caches)
         served: dict[Role, Served] = {role: Served(settings.shares) for role in get_args(Role)}
         self._served = served["decode"]
         self._rate_limits = RateLimits(self._served.share, settings.processes)
@@ -94,6 +96,7 @@ class Service:
             settings,
             strict=strict,
             connector=connector,
+            caches=caches if settings.pairing.hears_caches else None,
         )
         self._memories: dict[MemoryName, PrefixMemory] = {
             **pairer.memories(),

@@ -12,12 +12,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from disagg.config import ConnectorName, RouterSection
+from disagg.router.caches.engine_caches import EngineCaches
+from disagg.router.caches.listeners import Listeners
+from disagg.router.caches.metrics import CacheMetrics
 from disagg.router.engines.compatibility import Compatibility
 from disagg.router.engines.health import Health
 from disagg.router.engines.probes import Probes
 from disagg.router.request.service import Service
 from disagg.router.telemetry.metrics import EnginesUp, RouterMetrics
-from disagg.router.topology import Away, EngineEndpoint, Topology
+from disagg.router.topology import Away, EngineEndpoint, Topology, with_events
 from disagg.router.upstream import client as upstream
 from disagg.router.upstream import http1
 from disagg.router.upstream.loop_yield import LoopYield
@@ -43,10 +46,16 @@ class ModelGroup:
     ) -> None:
         self.name, self.model = name, model
         self._settings, self._connector, self._strict = settings, connector, strict
-        self.topology, self.metrics = Topology(engines, down), RouterMetrics()
+        self.topology, self.metrics = Topology(self._located(engines), down), RouterMetrics()
         self.health = Health(self.metrics, is_known=self.topology.has)
         self._compatibility = Compatibility()
         self.metrics.registry.register(EnginesUp(self.topology, self.health.problem))
+        self._caches = EngineCaches()
+        self._listeners: Listeners | None = None
+        if settings.pairing.hears_caches:
+            self.metrics.registry.register(
+                CacheMetrics(lambda: self._listeners.events if self._listeners else {})
+            )
 
     @asynccontextmanager
     async def running(
@@ -68,6 +77,7 @@ class ModelGroup:
                 self._settings,
                 strict=self._strict,
                 connector=self._connector,
+                caches=self._caches,
             )
             self._probes = Probes(
                 prober,
@@ -77,13 +87,19 @@ class ModelGroup:
                 self._settings.probe_interval_s,
             )
             self._probes.start()
+            if self._settings.pairing.hears_caches:
+                self._listeners = Listeners(self._caches)
+                self._listeners.follow(self.topology.engines)
             self.service.adapters.equalize(self.topology)
             yield
             await self._probes.close()
+            if self._listeners is not None:
+                await self._listeners.close()
             await self.service.close()
 
     def replace(self, engines: Sequence[EngineEndpoint], down: Mapping[str, Away]) -> None:
         """Forget the state of engines that changed. Requests in flight to them are not cut."""
+        engines = self._located(engines)
         known, names = set(self.topology.engines), {*self.topology.down}
         for engine in known ^ set(engines):
             self.health.forget(engine)
@@ -91,10 +107,16 @@ class ModelGroup:
         for engine in set(engines) - known:
             self.service.adapters.engine_added(engine, known & set(engines))
         self.topology.replace(engines, down)
+        if self._listeners is not None:
+            self._listeners.follow(engines)
         names |= {engine.name for engine in known}
         for name in names - {engine.name for engine in engines} - {*down}:
             self.service.engine_gone(name)
         self.service.engines_changed()
+
+    def _located(self, engines: Sequence[EngineEndpoint]) -> Sequence[EngineEndpoint]:
+        sections = self._settings.engines.kv_events
+        return [with_events(engine, sections) for engine in engines] if sections else engines
 
     async def problems(self) -> Mapping[str, str | None]:
         """What is wrong with each engine now, by name; None with one that is up."""

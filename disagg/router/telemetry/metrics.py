@@ -102,6 +102,16 @@ class RouterMetrics:
             ("role",),
             registry=self.registry,
         )
+        self.cache_expected = Counter(
+            "disagg_router_cache_expected_tokens",
+            "Tokens that the prefill engine held of prompts, as its KV events told the router.",
+            registry=self.registry,
+        )
+        self.cache_reported = Counter(
+            "disagg_router_cache_reported_tokens",
+            "Tokens of the same prompts that the engine then took from its caches.",
+            registry=self.registry,
+        )
         self.engine_resting = Gauge(
             "disagg_router_engine_resting",
             "1 while an engine that keeps failing gets only trial requests.",

@@ -1,0 +1,1 @@
+"""What the engines' caches hold, as their KV events tell."""

@@ -1,0 +1,86 @@
+"""The router's own keys of a prompt's blocks.
+
+The key of a block is the 64-bit XXH3 of its token ids and extra keys, with the key of the block
+before it as the seed. So equal keys mean equal prefixes, whatever hash an engine uses and whatever
+its PYTHONHASHSEED is. Two block sizes never share a key. A collision costs a worse choice of
+engine, never a wrong token: engines match by their own hashes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+BYTES_EACH = 4
+"""Of one token id."""
+_CHUNK = 64  # blocks whose keys are worked out at a time
+
+next_key = xxhash.xxh3_64_intdigest
+"""`next_key(token ids as `packed` and then `extra_bytes`, key of the block before it or `root`)`"""
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def root(block_size: int) -> int:
+    """What stands for the parent of the first block. `block_size`: in tokens."""
+    return xxhash.xxh3_64_intdigest(b"blocks of %d" % block_size)
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    """Token ids as 32-bit numbers. Raises ValueError if they are none."""
+    try:
+        return struct.pack(f"{len(ids)}I", *ids)
+    except struct.error as error:
+        raise ValueError(str(error)) from None
+
+
+def extra_bytes(adapter: str | None, others: Sequence[Any] = ()) -> bytes:
+    """What of a block counts besides its tokens: the LoRA adapter's name, and what else vLLM
+    publishes: the identity of media with their offset, the cache salt. Raises TypeError for what
+    msgpack does not know."""
+    return _encode((adapter, *others)) if adapter is not None or others else b""
+
+
+class PromptBlocks:
+    """The blocks of one prompt. `tokens`: how many it has."""
+
+    def __init__(self, ids: Sequence[int], salt: str | None = None) -> None:
+        """`salt`: the request's `cache_salt`. Raises ValueError if these are no token ids."""
+        self.tokens = len(ids)
+        self._data, self._salt = packed(ids), salt
+        self._keys: dict[tuple[int, str | None], list[int]] = {}
+
+    def count(self, size: int) -> int:
+        """How many blocks of so many tokens an engine may find in its cache. It always computes
+        the last token."""
+        return max(0, self.tokens - 1) // size
+
+    def keys(self, size: int, adapter: str | None = None) -> Iterator[Sequence[int]]:
+        """The keys of these blocks, some at a time, as far as they are asked for.
+
+        `adapter`: the name of the LoRA adapter that reads the prompt.
+        """
+        known = self._keys.setdefault((size, adapter), [])
+        count = self.count(size)
+        if known:
+            yield known[:]
+        while len(known) < count:
+            first = len(known)
+            self._add(known, min(count, first + _CHUNK), size, adapter)
+            yield known[first:]
+
+    def _add(self, known: list[int], upto: int, size: int, adapter: str | None) -> None:
+        parent = known[-1] if known else root(size)
+        extra = extra_bytes(adapter)
+        width, data = size * BYTES_EACH, self._data
+        for number in range(len(known), upto):
+            block = data[number * width : (number + 1) * width]
+            if number == 0 and self._salt:
+                block += extra_bytes(adapter, [self._salt])
+            elif extra:
+                block += extra
+            parent = next_key(block, parent)
+            known.append(parent)

@@ -1,0 +1,214 @@
+"""Which engines hold which blocks, and how far each of them holds a prompt.
+
+Every engine has a slot: a bit in the sets of engines that are kept for each key and medium. A set
+is a Python int, and equal sets are one object: most blocks are held by one engine, so their sets
+cost nothing. A prompt's keys are looked up along the chain, and the engines that lack a block drop
+out, all in one operation. Does no I/O.
+
+A slot that is given back is dead at once: its bits do not count. They are cleared in small steps
+(`sweep`), so that dropping an engine's million blocks does not hold the event loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+GPU = "GPU"
+"""vLLM's name of the medium that is the engine's own cache."""
+_MOST_MEDIA = 8
+_OTHER = "other"  # of the media beyond that
+_MOST_SETS = 1 << 16
+_MOST_ADAPTERS = 1 << 12
+
+Holders: TypeAlias = dict[int, int]
+"""Of one medium: key -> set of slots."""
+Steps: TypeAlias = list[tuple[int, int]]
+"""`(blocks, slots)`: these engines hold so many leading blocks of the prompt, and no more. The
+fewest first. Together they are all engines that were asked for."""
+
+
+class CacheIndex:
+    """The blocks of all engines."""
+
+    def __init__(self) -> None:
+        self.gpu: Holders = {}
+        self._media: dict[str, Holders] = {GPU: self.gpu}
+        self._lower: list[Holders] = []
+        """Of all media but the GPU's."""
+        self.adapters: set[str] = set()
+        """Names of LoRA adapters that engines read prompts with."""
+        self.version = 0
+        """Changes with every slot that is taken, and with every block size that is heard."""
+        self._bits: list[int] = []
+        self._live = 0
+        self._free: list[int] = []
+        self._sets: dict[int, int] = {}
+        self._dead: deque[tuple[int, Iterator[int]]] = deque()
+
+    # ---- engines ---------------------------------------------------------------------------------
+
+    def take_slot(self) -> int:
+        """A slot for an engine, which holds nothing yet."""
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = len(self._bits)
+            self._bits.append(1 << slot)
+        self._live |= self._bits[slot]
+        self.version += 1
+        return slot
+
+    def give_back(self, slot: int, keys: Iterable[int]) -> None:
+        """The engine's picture is dropped. `keys`: all that it may hold, for `sweep`."""
+        self._live &= ~self._bits[slot]
+        self._dead.append((slot, iter(keys)))
+
+    def sweep(self, most: int) -> bool:
+        """Clear up to `most` blocks of dead slots. Returns whether some are left."""
+        while self._dead and most > 0:
+            slot, keys = self._dead[0]
+            for key in keys:
+                self.discard_all(key, slot)
+                most -= 1
+                if most == 0:
+                    return True
+            self._dead.popleft()
+            self._free.append(slot)
+        return bool(self._dead)
+
+    def bit(self, slot: int) -> int:
+        """The set of this slot alone."""
+        return self._bits[slot]
+
+    # ---- blocks ----------------------------------------------------------------------------------
+
+    def of_medium(self, name: str) -> Holders:
+        """The blocks of this medium. Media beyond the first few are counted as one."""
+        holders = self._media.get(name)
+        if holders is None:
+            if len(self._media) > _MOST_MEDIA:
+                return self.of_medium(_OTHER)
+            if len(self._media) == _MOST_MEDIA:
+                name = _OTHER
+            holders = self._media[name] = {}
+            self._lower.append(holders)
+        return holders
+
+    def add(self, holders: Holders, key: int, slot: int) -> None:
+        """This engine holds this block."""
+        bit = self._bits[slot]
+        before = holders.get(key)
+        if before is None:
+            holders[key] = bit
+        elif not before & bit:
+            holders[key] = self._one(before | bit)
+
+    def discard(self, holders: Holders, key: int, slot: int) -> None:
+        """This engine does not hold this block."""
+        before, bit = holders.get(key, 0), self._bits[slot]
+        if before == bit:
+            del holders[key]
+        elif before & bit:
+            holders[key] = self._one(before ^ bit)
+
+    def discard_all(self, key: int, slot: int) -> None:
+        """This engine does not hold this block in any medium."""
+        for holders in self._media.values():
+            self.discard(holders, key, slot)
+
+    def holds(self, key: int, slot: int) -> bool:
+        """Whether this engine holds this block in any medium."""
+        bit = self._bits[slot]
+        if self.gpu.get(key, 0) & bit:
+            return True
+        return any(holders.get(key, 0) & bit for holders in self._lower)
+
+    def heard_adapter(self, name: str) -> None:
+        """An engine read a prompt with this LoRA adapter."""
+        if len(self.adapters) < _MOST_ADAPTERS:
+            self.adapters.add(name)
+
+    def __len__(self) -> int:
+        """How many different blocks are known, in all media."""
+        return sum(map(len, self._media.values()))
+
+    # ---- prompts ---------------------------------------------------------------------------------
+
+    def depths(self, keys: Iterable[Sequence[int]], among: int) -> tuple[Steps, Steps]:
+        """How many leading blocks each engine holds: on its GPU, and in any medium.
+
+        `keys`: of the prompt's blocks, some at a time. `among`: the engines' slots.
+        """
+        lower = [holders for holders in self._lower if holders]
+        if lower:
+            return self._depths_in_all(keys, among, lower)
+        steps: Steps = []
+        depth, left, last = 0, among & self._live, -1
+        if dead := among ^ left:
+            steps.append((0, dead))
+        get = self.gpu.get
+        for some in keys:
+            if not left:
+                break
+            for key in some:
+                have = get(key, 0)
+                if have is not last:  # else nothing can change: equal sets are one object
+                    last, before = have, left
+                    left &= have
+                    if left != before:
+                        steps.append((depth, before ^ left))
+                        if not left:
+                            break
+                depth += 1
+        if left:
+            steps.append((depth, left))
+        return steps, steps
+
+    def _depths_in_all(
+        self, keys: Iterable[Sequence[int]], among: int, lower: Sequence[Holders]
+    ) -> tuple[Steps, Steps]:
+        on_gpu: Steps = []
+        anywhere: Steps = []
+        depth, left = 0, among & self._live
+        gpu_left = left
+        if dead := among ^ left:
+            on_gpu.append((0, dead))
+            anywhere.append((0, dead))
+        get = self.gpu.get
+        for some in keys:
+            if not left:
+                break
+            for key in some:
+                have = get(key, 0)
+                if lost := gpu_left & ~have:
+                    on_gpu.append((depth, lost))
+                    gpu_left ^= lost
+                for holders in lower:
+                    have |= holders.get(key, 0)
+                if lost := left & ~have:
+                    anywhere.append((depth, lost))
+                    left ^= lost
+                    if not left:
+                        break
+                depth += 1
+        if gpu_left:
+            on_gpu.append((depth, gpu_left))
+        if left:
+            anywhere.append((depth, left))
+        return on_gpu, anywhere
+
+    def _one(self, slots: int) -> int:
+        """The one object that stands for this set."""
+        if len(self._sets) >= _MOST_SETS:
+            self._sets.clear()
+        return self._sets.setdefault(slots, slots)
+
+
+def slots_of(slots: int) -> Iterator[int]:
+    """The slots in a set, the lowest first."""
+    while slots:
+        lowest = slots & -slots
+        yield lowest.bit_length() - 1
+        slots ^= lowest

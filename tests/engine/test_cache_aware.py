@@ -1,0 +1,220 @@
+"""A router that hears the KV events of two real engines, and sends prompts where their blocks are.
+
+The engines have small caches, so blocks are evicted. What an engine says in its answer's usage is
+the truth that the router's picture is held against.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.router.caches.block_keys import PromptBlocks
+from disagg.router.caches.engine_caches import EngineCaches
+from disagg.router.caches.listeners import Listeners
+from disagg.router.caches.picture import Picture
+from disagg.router.topology import EngineEndpoint
+from disagg.testing.http import client
+from disagg.testing.vllm_server import VllmServer, free_port
+from engine.conftest import routed, running
+
+pytestmark = pytest.mark.engine
+BLOCK, BLOCKS = 16, 160
+
+
+class Engine:
+    """A vLLM server that publishes KV events."""
+
+    def __init__(self, start: Callable[..., VllmServer], model: Path, log: Path, name: str) -> None:
+        self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        port = self.events.rpartition(":")[2]
+        config = (
+            f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{port}", '
+            f'"replay_endpoint": "{self.replay}"}}'
+        )
+        args = ("--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "2048")
+        env = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
+        self.server = start(
+            name,
+            model,
+            log,
+            args=(*args, "--kv-events-config", config),
+            env=env,
+            block_size=BLOCK,
+        )
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def ask(self, ids: list[int], **more: Any) -> int:
+        """The tokens that its own cache had of a prompt. Asked of the engine, not of the router."""
+        return cached(self.url, ids, **more)
+
+
+def cached(url: str, ids: list[int], **more: Any) -> int:
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 1, "temperature": 0, **more}
+    answer = client().post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    details = answer.json()["usage"].get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
+
+
+@pytest.fixture(scope="module")
+def engines(
+    model: Path, vllm_server: Callable[..., VllmServer], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Engine]]:
+    logs = tmp_path_factory.mktemp("logs")
+    both = [Engine(vllm_server, model, logs / f"e{n}.log", f"e{n}") for n in range(2)]
+    with running([one.server for one in both]):
+        yield both
+
+
+@pytest.fixture
+def router(engines: list[Engine]) -> Iterator[str]:
+    """Decode engines only, so each request is one leg."""
+    addresses = {
+        one.url: {"endpoint": one.events, "replay_endpoint": one.replay} for one in engines
+    }
+    for one in engines:
+        one.server.post("/reset_prefix_cache", {}).raise_for_status()
+    with routed(
+        [], engines, engines={"kv_events": addresses}, pairing={"decode": "cache_aware"}
+    ) as url:
+        yield url
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    text = client().get(f"{url}/metrics", timeout=10).text
+    lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+    want = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(float(line.split()[-1]) for line in lines if all(one in line for one in want))
+
+
+def until(check: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.05)
+
+
+def ids(generator: random.Random, count: int) -> list[int]:
+    return [generator.randrange(300, 1000) for _ in range(count)]
+
+
+def blocks(url: str, name: str) -> float:
+    return metric(url, "disagg_router_cache_blocks", engine=name)
+
+
+def test_a_prompt_goes_where_its_prefix_is(engines: list[Engine], router: str) -> None:
+    generator = random.Random(1)
+    first, other = ids(generator, 400), ids(generator, 400)
+    holder = engines[1]
+    assert holder.ask(first) == 0, "past the router, which hears of it all the same"
+    until(lambda: blocks(router, "decode-1") == 400 // BLOCK)
+    assert blocks(router, "decode-0") == 0
+    for length in (400, 380, 300):
+        turn = [*first[:length], *ids(generator, 40)]
+        assert cached(router, turn) == length // BLOCK * BLOCK, "the idle one would have none"
+    assert cached(router, other) == 0
+
+
+@contextmanager
+def followed(engines: list[Engine]) -> Iterator[EngineCaches]:
+    """What a router knows of these engines, by the names of their servers."""
+    loop, caches = asyncio.new_event_loop(), EngineCaches()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def follow() -> Listeners:
+        listeners = Listeners(caches)
+        listeners.follow(
+            [
+                EngineEndpoint(one.server.name, "decode", one.url, None, one.events, one.replay)
+                for one in engines
+            ]
+        )
+        return listeners
+
+    listeners = asyncio.run_coroutine_threadsafe(follow(), loop).result(10)
+    try:
+        yield caches
+    finally:
+        asyncio.run_coroutine_threadsafe(listeners.close(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+        loop.close()
+
+
+def test_the_picture_is_what_the_engines_hold(engines: list[Engine]) -> None:
+    """Under evictions: what each engine has of a prompt is what its picture said before."""
+    generator = random.Random(2)
+    prompts: list[list[int]] = [ids(generator, 100)]
+    hits = 0
+    with followed(engines) as caches:
+        for number in range(60):
+            engine = engines[number % 2]
+            base = generator.choice(prompts)
+            base = base[: generator.randrange(len(base) // 2, len(base) + 1)]
+            prompt = [*base, *ids(generator, generator.randrange(0, 120))]
+            prompts.append(prompt)
+            held = caches.held(PromptBlocks(prompt), "tiny", engine.server.name)
+            assert held.below == 0
+            before = caches.pictures[engine.server.name].stored
+            assert engine.ask(prompt) == held.on_gpu
+            hits += held.on_gpu > 0
+            new = (len(prompt) - held.on_gpu) // BLOCK
+            until(partial(has_stored, caches.pictures[engine.server.name], before + new))
+        pictures = [caches.pictures[one.server.name] for one in engines]
+        assert hits > 20
+        assert all(one.removed > 50 for one in pictures), "the caches are too large for this test"
+        assert all(not one.ignored for one in pictures)
+        engines[0].server.post("/reset_prefix_cache", {}).raise_for_status()
+        until(lambda: len(pictures[0]) == 0)
+        assert len(pictures[1]) > 0
+
+
+def has_stored(picture: Picture, blocks: int) -> bool:
+    return picture.stored == blocks
+
+
+def test_prefill_engines_hold_what_the_router_expects(engines: list[Engine]) -> None:
+    """The usage in answers of prefill legs is what the router expected of their engines."""
+    addresses = {
+        one.url: {"endpoint": one.events, "replay_endpoint": one.replay} for one in engines
+    }
+    pairing = {"prefill": "cache_aware", "local_prefill_tokens": 0}
+    generator = random.Random(3)
+    system = ids(generator, 200)
+    with routed(
+        engines, engines, engines={"kv_events": addresses}, pairing=pairing, access_log=False
+    ) as url:
+
+        def figures() -> list[float]:
+            names = ("expected_tokens", "reported_tokens")
+            return [metric(url, f"disagg_router_cache_{name}_total") for name in names]
+
+        for _ in range(12):
+            cached(url, [*system, *ids(generator, 60)])
+            settled(url)
+        expected, reported = figures()
+        assert expected == reported >= 11 * (200 // BLOCK * BLOCK)
+
+
+def settled(url: str) -> None:
+    """Wait until the router has heard all events."""
+    last, since = -1.0, time.monotonic()
+    while time.monotonic() - since < 0.5:
+        now = metric(url, "disagg_router_cache_event_blocks_total")
+        if now != last:
+            last, since = now, time.monotonic()
+        time.sleep(0.05)

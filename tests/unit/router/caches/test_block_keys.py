@@ -1,0 +1,69 @@
+"""Keys of a prompt's blocks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from disagg.router.caches import block_keys
+from disagg.router.caches.block_keys import PromptBlocks
+
+
+def keys(
+    ids: list[int], size: int = 16, adapter: str | None = None, salt: str | None = None
+) -> list[int]:
+    return [key for some in PromptBlocks(ids, salt).keys(size, adapter) for key in some]
+
+
+def test_equal_prefixes_have_equal_keys() -> None:
+    generator = random.Random(1)
+    ids = [generator.randrange(1 << 18) for _ in range(3000)]
+    whole = keys(ids)
+    assert len(whole) == len(set(whole)) == 2999 // 16
+    assert keys(ids[:1601]) == whole[:100]
+    changed = [*ids[:800], ids[800] ^ 1, *ids[801:]]
+    assert keys(changed)[:50] == whole[:50]
+    assert not set(keys(changed)[50:]) & set(whole), "what follows a block depends on it"
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "count"), [(0, 16, 0), (1, 1, 0), (16, 16, 0), (17, 16, 1), (33, 16, 2)]
+)
+def test_the_last_token_is_computed(length: int, size: int, count: int) -> None:
+    blocks = PromptBlocks(list(range(length)))
+    assert blocks.count(size) == count
+    assert [len(some) for some in blocks.keys(size)] == [count] * bool(count)
+
+
+def test_what_changes_the_cache_changes_all_keys() -> None:
+    ids = list(range(1000))
+    kinds = [keys(ids), keys(ids, 32), keys(ids, adapter="a"), keys(ids, salt="a")]
+    kinds += [keys(ids, adapter="b"), keys(ids, salt="b"), keys(ids, adapter="a", salt="a")]
+    each = [set(kind) for kind in kinds]
+    assert len(set.union(*each)) == sum(map(len, each))
+
+
+def test_keys_are_worked_out_as_far_as_asked_and_kept() -> None:
+    blocks = PromptBlocks(list(range(16_001)))
+    first = next(blocks.keys(16))
+    assert len(first) < 1000
+    again = [key for some in blocks.keys(16) for key in some]
+    assert len(again) == 1000
+    assert again[: len(first)] == first
+    assert [key for some in blocks.keys(16) for key in some] == again
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 32], ["1"], [1.5], [None], [[1]]])
+def test_what_is_no_token_id_is_refused(ids: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        PromptBlocks(ids)
+
+
+def test_a_key_is_the_same_everywhere() -> None:
+    """Pinned: routers of several versions may compare keys one day, and PYTHONHASHSEED differs."""
+    first = block_keys.next_key(block_keys.packed(range(16)), block_keys.root(16))
+    assert keys(list(range(17))) == [first] == [PINNED]
+
+
+PINNED = 18335588083479875892

@@ -1,0 +1,328 @@
+"""A picture that follows vLLM's own publisher: gaps, replays, restarts, and bytes that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from disagg.router.caches.block_keys import PromptBlocks
+from disagg.router.caches.engine_caches import EngineCaches, Held
+from disagg.router.caches.events import EngineEvents, Source, Turns
+from disagg.testing.vllm_server import free_port
+
+kv_events = pytest.importorskip("vllm.distributed.kv_events")
+
+SIZE = 4
+IDS = list(range(50, 50 + 100 * SIZE + 1))
+
+
+class Publisher:
+    """vLLM's, at ports that stay when it starts again. `replays`: it has a replay endpoint."""
+
+    def __init__(self, *, replays: bool = True, kept: int = 10_000) -> None:
+        self._ports, self._replays, self._kept = [free_port(), free_port()], replays, kept
+        self.start()
+
+    @property
+    def source(self) -> Source:
+        first, second = (f"tcp://127.0.0.1:{port}" for port in self._ports)
+        return Source(first, second if self._replays else None)
+
+    def start(self) -> None:
+        self.real = kv_events.ZmqEventPublisher(
+            0,
+            f"tcp://*:{self._ports[0]}",
+            self.source.replay,
+            buffer_steps=self._kept,
+        )
+
+    def stop(self) -> None:
+        self.real.shutdown()
+
+    def store(self, *numbers: int) -> None:
+        """Publish a batch for each of these blocks of `IDS`."""
+        for number in numbers:
+            ids = IDS[number * SIZE : (number + 1) * SIZE]
+            parent = 999 + number if number else None
+            more = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+            self.tell(
+                kv_events.BlockStored([1000 + number], parent, ids, SIZE, None, "GPU", None, **more)
+            )
+
+    def remove(self, number: int) -> None:
+        self.tell(kv_events.BlockRemoved([1000 + number], "GPU", 0))
+
+    def tell(self, *events: Any) -> None:
+        self.real.publish(kv_events.KVEventBatch(ts=time.time(), events=list(events)))
+
+    def lose(self, count: int = 1) -> None:
+        """These batches get numbers, and are lost for good."""
+        self.settle()
+        for _ in range(count):
+            next(self.real._seq_gen)
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + 10
+        while self.real._event_queue.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def raw(self, payload: bytes) -> None:
+        """A batch of any bytes."""
+        self.settle()
+
+        class Encoded:
+            def encode(self, event: object) -> bytes:
+                return payload
+
+        real, self.real._pack = self.real._pack, Encoded()
+        self.tell()
+        self.settle()
+        self.real._pack = real
+
+
+@contextmanager
+def publishing(**more: Any) -> Iterator[Publisher]:
+    publisher = Publisher(**more)
+    try:
+        yield publisher
+    finally:
+        publisher.stop()
+
+
+class Follower:
+    """What a router knows of one engine."""
+
+    def __init__(self, source: Source, context: zmq.asyncio.Context) -> None:
+        self.caches = EngineCaches()
+        turns = Turns(self.caches.index)
+        picture = self.caches.join("e")
+        self.events = EngineEvents("e", source, picture, turns, context, replay_s=1.0)
+
+    @property
+    def blocks(self) -> int:
+        return self.caches.held(PromptBlocks(IDS), "m", "e").on_gpu // SIZE
+
+
+@asynccontextmanager
+async def following(publisher: Publisher) -> AsyncIterator[Follower]:
+    context: zmq.asyncio.Context = zmq.asyncio.Context()
+    follower = Follower(publisher.source, context)
+    task = asyncio.create_task(follower.events.run())
+    try:
+        yield follower
+        assert not task.done()
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        context.destroy(linger=0)
+
+
+async def until(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < deadline, "it did not come to be"
+        await asyncio.sleep(0.01)
+
+
+async def connected(publisher: Publisher, follower: Follower) -> None:
+    """Without a replay endpoint, what is published before is not heard."""
+    deadline = time.monotonic() + 20
+    while not follower.events.counts.batches:
+        assert time.monotonic() < deadline
+        publisher.tell()
+        await asyncio.sleep(0.05)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        await test()
+
+    asyncio.run(whole())
+
+
+def test_what_was_published_before_is_heard() -> None:
+    async def test() -> None:
+        with publishing() as publisher:
+            publisher.store(*range(10))
+            publisher.settle()
+            async with following(publisher) as follower:
+                await until(lambda: follower.blocks == 10)
+                publisher.store(*range(10, 20))
+                publisher.remove(19)
+                await until(lambda: follower.blocks == 19 and follower.events.picture.removed == 1)
+                publisher.tell(kv_events.AllBlocksCleared())
+                await until(lambda: follower.blocks == 0)
+                publisher.store(0)
+                await until(lambda: follower.blocks == 1)
+                counts = follower.events.counts
+                assert (counts.gaps, counts.dropped, counts.malformed) == (0, 0, 0)
+
+    run(test)
+
+
+def test_a_gap_is_filled_by_a_replay() -> None:
+    """The subscription loses batches; the publisher still has them."""
+
+    async def test() -> None:
+        with publishing() as publisher:
+            async with following(publisher) as follower:
+                publisher.store(0)
+                await until(lambda: follower.blocks == 1)
+                real = publisher.real._pub
+
+                class Deaf:
+                    def send_multipart(self, frames: object) -> None:
+                        pass
+
+                publisher.settle()
+                publisher.real._pub = Deaf()
+                publisher.store(1, 2, 3)
+                publisher.settle()
+                publisher.real._pub = real
+                publisher.store(4, 5)
+                await until(lambda: follower.blocks == 6)
+                counts = follower.events.counts
+                assert (counts.gaps, counts.dropped) == (1, 0)
+                assert counts.replays == 2, "one more at the start"
+
+    run(test)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_what_is_lost_for_good_costs_the_picture(replays: bool) -> None:
+    async def test() -> None:
+        with publishing(replays=replays) as publisher:
+            async with following(publisher) as follower:
+                await connected(publisher, follower)
+                publisher.store(0, 1, 2)
+                await until(lambda: follower.blocks == 3)
+                publisher.lose()
+                publisher.store(3)
+                await until(lambda: follower.events.counts.dropped == 1)
+                assert follower.blocks == 0
+                await until(lambda: follower.events.picture.ignored["unknown_parent"] == 1)
+                publisher.store(0, 1)
+                await until(lambda: follower.blocks == 2)
+                assert follower.events.counts.gaps == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_an_engine_that_starts_again_holds_nothing(replays: bool) -> None:
+    async def test() -> None:
+        with publishing(replays=replays) as publisher:
+            async with following(publisher) as follower:
+                await connected(publisher, follower)
+                publisher.store(0, 1, 2)
+                await until(lambda: follower.blocks == 3)
+                publisher.stop()
+                await until(lambda: follower.blocks == 0)
+                publisher.start()
+                deadline = time.monotonic() + 20
+                while follower.blocks != 1 and time.monotonic() < deadline:
+                    publisher.store(0)  # again and again: a new connection takes its time
+                    await asyncio.sleep(0.1)
+                assert follower.blocks == 1
+                assert len(follower.events.picture) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xff" * 100,
+        b"\x93\x01\x02\x03",
+        b"\x91" * 100_000,  # arrays in arrays
+        b"\x93\xcb" + bytes(8) + b"\xdd\xff\xff\xff\xff",  # an array that claims to be long
+    ],
+)
+def test_bytes_that_are_no_batch_cost_the_picture(payload: bytes) -> None:
+    """It may have removed blocks."""
+
+    async def test() -> None:
+        with publishing() as publisher:
+            async with following(publisher) as follower:
+                publisher.store(0)
+                await until(lambda: follower.blocks == 1)
+                publisher.raw(payload)
+                await until(lambda: follower.events.counts.malformed == 1)
+                assert follower.blocks == 0
+                publisher.store(0, 1)
+                await until(lambda: follower.blocks == 2)
+                assert follower.events.counts.dropped == 1
+
+    run(test)
+
+
+def test_an_event_of_another_kind_is_left_out() -> None:
+    async def test() -> None:
+        with publishing() as publisher:
+            async with following(publisher) as follower:
+                publisher.tell({"type": "BlockMoved"}, {"type": "AllBlocksCleared", "why": 1}, 7)
+                publisher.store(0)
+                await until(lambda: follower.blocks == 1)
+                assert follower.events.counts.malformed == 2
+
+    run(test)
+
+
+def test_frames_that_are_no_batch_are_counted() -> None:
+    async def test() -> None:
+        with publishing() as publisher:
+            async with following(publisher) as follower:
+                publisher.store(0)
+                await until(lambda: follower.blocks == 1)
+                publisher.settle()
+                for frames in ([b""], [b"", b"1", b""], [b""] * 9, [b"", b"\xff" * 8, b""]):
+                    publisher.real._pub.send_multipart(frames)
+                await until(lambda: follower.events.counts.malformed == 4)
+                publisher.store(1)
+                await until(lambda: follower.blocks == 2)
+
+    run(test)
+
+
+def test_a_replay_endpoint_that_says_nothing_is_left() -> None:
+    async def test() -> None:
+        with publishing(replays=False) as publisher, socket_that_is_silent() as silent:
+            publisher.store(0)
+            source = publisher.source
+            context: zmq.asyncio.Context = zmq.asyncio.Context()
+            follower = Follower(Source(source.endpoint, silent), context)
+            task = asyncio.create_task(follower.events.run())
+            await connected(publisher, follower)
+            publisher.store(0)
+            await until(lambda: follower.blocks == 1)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            context.destroy(linger=0)
+
+    run(test)
+
+
+@contextmanager
+def socket_that_is_silent() -> Iterator[str]:
+    context: zmq.Context[Any] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        context.destroy(linger=0)
+
+
+def test_nothing_is_held_without_events() -> None:
+    caches = EngineCaches()
+    assert caches.held(PromptBlocks(IDS), "m", "e") == Held()
