@@ -337,11 +337,20 @@ def router(
     pace_ms: Annotated[
         float, typer.Option(help="Milliseconds between two tokens of an answer.")
     ] = 0,
+    knows: Annotated[
+        bool,
+        typer.Option("--knows", help="Instead: choices among 1,000 engines with known blocks."),
+    ] = False,
     json: Json = None,
     results: Results = None,
     html: Html = None,
 ) -> None:
     """Measure routers in front of fake engines: no router, disagg's, vllm-router and others."""
+    if knows:
+        from disagg.bench.router import known_blocks
+
+        plan_of_blocks = known_blocks.KnownBlocksPlan()
+        raise typer.Exit(known_blocks.run(plan_of_blocks, Output(json, results, writer(html))))
     from disagg.bench.router import run as bench
 
     plan = bench.RouterBenchPlan(

@@ -28,7 +28,7 @@ from disagg.testing.vllm_server import VllmServer, free_port
 from engine.conftest import routed, running
 
 pytestmark = pytest.mark.engine
-BLOCK, BLOCKS = 16, 160
+BLOCK, BLOCKS = 32, 72
 
 
 class Engine:
@@ -122,7 +122,7 @@ def test_a_prompt_goes_where_its_prefix_is(engines: list[Engine], router: str) -
     assert holder.ask(first) == 0, "past the router, which hears of it all the same"
     until(lambda: blocks(router, "decode-1") == 400 // BLOCK)
     assert blocks(router, "decode-0") == 0
-    for length in (400, 380, 300):
+    for length in (400, 380, 290):
         turn = [*first[:length], *ids(generator, 40)]
         assert cached(router, turn) == length // BLOCK * BLOCK, "the idle one would have none"
     assert cached(router, other) == 0
@@ -161,7 +161,9 @@ def test_the_picture_is_what_the_engines_hold(engines: list[Engine]) -> None:
     prompts: list[list[int]] = [ids(generator, 100)]
     hits = 0
     with followed(engines) as caches:
-        for number in range(60):
+        pictures = [caches.pictures[one.server.name] for one in engines]
+        still(lambda: sum(one.stored for one in pictures))
+        for number in range(120):
             engine = engines[number % 2]
             base = generator.choice(prompts)
             base = base[: generator.randrange(len(base) // 2, len(base) + 1)]
@@ -174,11 +176,11 @@ def test_the_picture_is_what_the_engines_hold(engines: list[Engine]) -> None:
             hits += held.on_gpu > 0
             new = (len(prompt) - held.on_gpu) // BLOCK
             until(partial(has_stored, caches.pictures[engine.server.name], before + new))
-        pictures = [caches.pictures[one.server.name] for one in engines]
-        assert hits > 20
-        assert all(one.removed > 50 for one in pictures), "the caches are too large for this test"
+        assert hits > 40
+        assert all(one.removed > 20 for one in pictures), "the caches are too large for this test"
         assert all(not one.ignored for one in pictures)
         engines[0].server.post("/reset_prefix_cache", {}).raise_for_status()
+        engines[0].ask(ids(generator, BLOCK // 2))  # events go out with steps
         until(lambda: len(pictures[0]) == 0)
         assert len(pictures[1]) > 0
 
@@ -212,9 +214,14 @@ def test_prefill_engines_hold_what_the_router_expects(engines: list[Engine]) -> 
 
 def settled(url: str) -> None:
     """Wait until the router has heard all events."""
-    last, since = -1.0, time.monotonic()
+    still(lambda: metric(url, "disagg_router_cache_event_blocks_total"))
+
+
+def still(figure: Callable[[], float]) -> None:
+    """Wait until it has not changed for half a second."""
+    last, since = figure(), time.monotonic()
     while time.monotonic() - since < 0.5:
-        now = metric(url, "disagg_router_cache_event_blocks_total")
+        time.sleep(0.05)
+        now = figure()
         if now != last:
             last, since = now, time.monotonic()
-        time.sleep(0.05)

@@ -157,7 +157,11 @@ ALLOWED = {
         *LEAVES, "tables", "testing", "bench.results", "bench.transfer.gpus", "bench.transfer.nixl",
         "transport.names",
     },
-    "bench.router": {*LEAVES, "tables", "testing", "bench.results"},
+    "bench.router": {
+        *LEAVES, "tables", "testing", "bench.results",
+        # What `--knows` measures.
+        "router.caches", "router.pairing", "router.request", "router.telemetry", "router.topology",
+    },
     "bench.serve": {
         *LEAVES, "tables", "testing", "bench.first_token", "bench.results", "router.upstream",
         "router.topology",

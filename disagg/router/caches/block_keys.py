@@ -9,6 +9,7 @@ engine, never a wrong token: engines match by their own hashes.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import xxhash
 
 BYTES_EACH = 4
 """Of one token id."""
-_CHUNK = 64  # blocks whose keys are worked out at a time
+_CHUNK = 128  # blocks whose keys are worked out at a time
 
 next_key = xxhash.xxh3_64_intdigest
 """`next_key(token ids as `packed` and then `extra_bytes`, key of the block before it or `root`)`"""
@@ -32,8 +33,8 @@ def root(block_size: int) -> int:
 def packed(ids: Sequence[int]) -> bytes:
     """Token ids as 32-bit numbers. Raises ValueError if they are none."""
     try:
-        return struct.pack(f"{len(ids)}I", *ids)
-    except struct.error as error:
+        return array("I", ids).tobytes()
+    except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(str(error)) from None
 
 
@@ -73,14 +74,14 @@ class PromptBlocks:
             yield known[first:]
 
     def _add(self, known: list[int], upto: int, size: int, adapter: str | None) -> None:
-        parent = known[-1] if known else root(size)
-        extra = extra_bytes(adapter)
-        width, data = size * BYTES_EACH, self._data
-        for number in range(len(known), upto):
-            block = data[number * width : (number + 1) * width]
-            if number == 0 and self._salt:
-                block += extra_bytes(adapter, [self._salt])
-            elif extra:
-                block += extra
-            parent = next_key(block, parent)
-            known.append(parent)
+        first, parent = len(known), known[-1] if known else root(size)
+        count, width = upto - first, size * BYTES_EACH
+        data = self._data[first * width : upto * width]
+        # One call for all of them; slices would take as long as the hashing.
+        blocks: Sequence[bytes] = struct.unpack(f"{width}s" * count, data)
+        if adapter is not None or (self._salt and not first):
+            extra = extra_bytes(adapter)
+            blocks = [block + extra for block in blocks]
+            if self._salt and not first:
+                blocks[0] = data[:width] + extra_bytes(adapter, [self._salt])
+        known += [parent := next_key(block, parent) for block in blocks]

@@ -145,18 +145,18 @@ class CacheIndex:
         if lower:
             return self._depths_in_all(keys, among, lower)
         steps: Steps = []
-        depth, left, last = 0, among & self._live, -1
+        depth, left = 0, among & self._live
+        last: int | None = -1
         if dead := among ^ left:
             steps.append((0, dead))
         get = self.gpu.get
         for some in keys:
             if not left:
                 break
-            for key in some:
-                have = get(key, 0)
+            for have in map(get, some):
                 if have is not last:  # else nothing can change: equal sets are one object
                     last, before = have, left
-                    left &= have
+                    left = left & have if have else 0
                     if left != before:
                         steps.append((depth, before ^ left))
                         if not left:

@@ -54,7 +54,7 @@ def test_keys_are_worked_out_as_far_as_asked_and_kept() -> None:
     assert [key for some in blocks.keys(16) for key in some] == again
 
 
-@pytest.mark.parametrize("ids", [[-1], [1 << 32], ["1"], [1.5], [None], [[1]]])
+@pytest.mark.parametrize("ids", [[-1], [1 << 32], ["1"], [1.5], [None], [[1]], "1"])
 def test_what_is_no_token_id_is_refused(ids: list[int]) -> None:
     with pytest.raises(ValueError, match=r"."):
         PromptBlocks(ids)
