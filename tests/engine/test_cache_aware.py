@@ -7,6 +7,7 @@ the truth that the router's picture is held against.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 import time
@@ -24,7 +25,7 @@ from disagg.router.caches.listeners import Listeners
 from disagg.router.caches.picture import Picture
 from disagg.router.topology import EngineEndpoint
 from disagg.testing.http import client
-from disagg.testing.vllm_server import VllmServer, free_port
+from disagg.testing.vllm_server import VllmServer
 from engine.conftest import routed, running
 
 pytestmark = pytest.mark.engine
@@ -35,22 +36,25 @@ class Engine:
     """A vLLM server that publishes KV events."""
 
     def __init__(self, start: Callable[..., VllmServer], model: Path, log: Path, name: str) -> None:
-        self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        port = self.events.rpartition(":")[2]
-        config = (
-            f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{port}", '
-            f'"replay_endpoint": "{self.replay}"}}'
-        )
+        # As `disagg serve` starts them: a free port of the node's address, for each.
+        config = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        config |= {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
         args = ("--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "2048")
-        env = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
+        # For /reset_prefix_cache, and for the node's address.
+        env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1"}
         self.server = start(
             name,
             model,
             log,
-            args=(*args, "--kv-events-config", config),
+            args=(*args, "--kv-events-config", json.dumps(config)),
             env=env,
             block_size=BLOCK,
         )
+
+    def find(self) -> None:
+        """Ask the engine where it publishes."""
+        (source,) = client().get(f"{self.url}/kv_event_sources", timeout=10).json().values()
+        self.events, self.replay = source["endpoint"], source["replay_endpoint"]
 
     @property
     def url(self) -> str:
@@ -76,6 +80,8 @@ def engines(
     logs = tmp_path_factory.mktemp("logs")
     both = [Engine(vllm_server, model, logs / f"e{n}.log", f"e{n}") for n in range(2)]
     with running([one.server for one in both]):
+        for one in both:
+            one.find()
         yield both
 
 
