@@ -93,7 +93,13 @@ class RouterOwner:
 
     def _engines(self) -> list[EngineEndpoint]:
         return [
-            EngineEndpoint(name=name_in(name, info.name), role=info.role, url=info.url)
+            EngineEndpoint(
+                name=name_in(name, info.name),
+                role=info.role,
+                url=info.url,
+                kv_events=info.kv_events,
+                kv_events_replay=info.kv_events_replay,
+            )
             for name, group in self._groups.items()
             for info in group.engines
         ]

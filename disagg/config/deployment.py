@@ -59,6 +59,12 @@ class Deployment(ModelAndEngines):
         """The user's engine arguments for a role. The pool's own override the common ones."""
         return {**self.engine.args, **self.pool(role).args}
 
+    @property
+    def pairing(self) -> PairingSection:
+        """How the router chooses among its engines."""
+        own = next((one for one in self.router.models if one.name == self.name), None)
+        return self.router.pairing if own is None else self.router.of_model(own).pairing
+
     def spreads_ranks(self, role: Role) -> bool:
         """Whether Ray places each rank of an engine, on several nodes if necessary."""
         return self.args(role).get("distributed_executor_backend") == "ray"

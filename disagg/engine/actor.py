@@ -32,6 +32,7 @@ from disagg.engine.ray_metrics import RayMetrics
 from disagg.engine.request_log import open_request_log
 from disagg.engine.server import bind, metrics, run_engine, url_of
 from disagg.engine.spec import EngineFailure, EngineHome, EngineInfo, EngineSpec
+from disagg.vllm_compat.kv_events import KvEventAddresses
 
 TAIL_LINES = 40
 
@@ -169,7 +170,7 @@ class EngineActor:
             await run_engine(
                 args,
                 sock,
-                lambda model: self._ready(url, model),
+                lambda model, events: self._ready(url, model, events),
                 self._stop,
                 lambda: self._grace_s,
                 self._spec.deployment.engine.hang_timeout_s,
@@ -187,7 +188,9 @@ class EngineActor:
         )
         return where
 
-    def _ready(self, url: str, model: dict[str, str | int]) -> None:
+    def _ready(
+        self, url: str, model: dict[str, str | int], events: KvEventAddresses | None
+    ) -> None:
         gc.enable()
         if self._meeting is not None:
             self._meeting.close()
@@ -199,6 +202,8 @@ class EngineActor:
             node_id=self._node_id,
             model=model,
             startup_s=time.monotonic() - self._began,
+            kv_events=events.endpoint if events else None,
+            kv_events_replay=events.replay if events else None,
         )
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._changed.set)

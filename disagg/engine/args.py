@@ -18,6 +18,7 @@ from disagg.config import Deployment, Role, TransferSection
 from disagg.engine.spec import EngineSpec
 from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.engine.vllm_patches.fork_workers import FORK_ENV
+from disagg.vllm_compat import versions
 
 SECRET_ENV = "DISAGG_SECRET"
 KEY_ENV = "VLLM_API_KEY"  # vLLM reads it
@@ -30,6 +31,14 @@ SERVER_DEFAULTS: dict[str, Any] = {
 }
 
 KV_EVENTS = "kv_events_config"
+# Of engines whose caches the router hears of. vLLM binds the node's address, and tells the port.
+_HEARD = {
+    "enable_kv_cache_events": True,
+    "publisher": "zmq",
+    "endpoint": "tcp://*:0",
+    "replay_endpoint": "tcp://*:0",
+}
+_TELLS_PORTS = ">=0.31"  # of vLLM; older ones would bind all addresses
 KV_EVENTS_ENDPOINT = "tcp://*:5557"  # vLLM's default
 # Room for a replay endpoint at the next port, and for an engine of the other role.
 _PORTS_OF_ENGINE, _PORTS_OF_INDEX = 2, 4
@@ -54,6 +63,8 @@ def engine_args(
     deployment = spec.deployment
     args = _model_args(deployment) | SERVER_DEFAULTS | {"distributed_executor_backend": "mp"}
     given = deployment.args(spec.role)
+    if _is_heard(deployment, spec.role):
+        args[KV_EVENTS] = _HEARD
     if is_cpu(spec):
         args |= _cpu_args(given)
     args |= given | _of_its_own(spec, given)
@@ -67,6 +78,11 @@ def engine_args(
         }
     args["kv_transfer_config"] = kv_transfer_config(spec, host=host, engine_id=engine_id)
     return {name: value for name, value in args.items() if value is not None}
+
+
+def _is_heard(deployment: Deployment, role: Role) -> bool:
+    """Whether the router wants to hear of what these engines' caches hold, and can."""
+    return getattr(deployment.pairing, role) == "cache_aware" and versions.matches(_TELLS_PORTS)
 
 
 def kv_events(deployment: Deployment, role: Role) -> dict[str, Any] | None:

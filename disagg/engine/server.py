@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from disagg.engine.liveness import Liveness, LivenessHealth
 from disagg.vllm_compat import server as vllm_server
+from disagg.vllm_compat.kv_events import KvEventAddresses, kv_event_addresses
 
 if TYPE_CHECKING:
     import uvicorn
@@ -89,12 +90,13 @@ def parse_args(args: Mapping[str, Any]) -> Namespace:
 async def run_engine(
     args: Mapping[str, Any],
     sock: socket.socket,
-    ready: Callable[[dict[str, str | int]], None],
+    ready: Callable[[dict[str, str | int], KvEventAddresses | None], None],
     stop: asyncio.Event,
     grace_s: Callable[[], float],
     hang_timeout_s: float,
 ) -> None:
-    """Start the engine, call `ready` with the resolved model, serve until `stop` is set.
+    """Start the engine, call `ready` with the resolved model and where the engine
+    publishes KV events, serve until `stop` is set.
 
     Raises what vLLM raises at start. Raises EngineDied when the engine ends on its own, or makes no
     progress for `hang_timeout_s`. `grace_s` is called at the stop: the seconds that requests in
@@ -113,7 +115,7 @@ async def run_engine(
         server = await _build_server(engine, parsed, liveness)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         await _until_started(server, serving)
-        ready(_model_info(engine, parsed))
+        ready(_model_info(engine, parsed), kv_event_addresses(engine))
         try:
             await _watch(engine, serving, stop, liveness, hang_timeout_s)
         finally:

@@ -75,6 +75,9 @@ class EngineInfo:
     """Values that vLLM resolved: `name`, `root`, `dtype`, `max_model_len`, `block_size`,
     `num_blocks`."""
     startup_s: float
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    """ZMQ addresses at which it publishes KV events, and sends them again."""
 
 
 @dataclass(frozen=True)
