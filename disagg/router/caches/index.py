@@ -136,35 +136,66 @@ class CacheIndex:
 
     # ---- prompts ---------------------------------------------------------------------------------
 
-    def depths(self, keys: Iterable[Sequence[int]], among: int) -> tuple[Steps, Steps]:
+    def depths(
+        self, keys: Iterable[Sequence[int]], among: int, *, leaps: bool = False
+    ) -> tuple[Steps, Steps]:
         """How many leading blocks each engine holds: on its GPU, and in any medium.
 
-        `keys`: of the prompt's blocks, some at a time. `among`: the engines' slots.
+        `keys`: of the prompt's blocks, some at a time. `among`: the engines' slots. `leaps`: look
+        only where engines drop out, by halving. Of a million blocks each look-up misses the
+        processor's caches, so this takes a third of the time. It is right as long as engines that
+        hold a block hold all before it, as they do while vLLM evicts the ends of prompts first; a
+        hole may be overlooked. It does not leap where engines hold blocks in other media.
         """
         lower = [holders for holders in self._lower if holders]
         if lower:
             return self._depths_in_all(keys, among, lower)
         steps: Steps = []
         depth, left = 0, among & self._live
-        last: int | None = -1
         if dead := among ^ left:
             steps.append((0, dead))
-        get = self.gpu.get
+        walk = self._leap if leaps else self._walk
         for some in keys:
             if not left:
                 break
-            for have in map(get, some):
-                if have is not last:  # else nothing can change: equal sets are one object
-                    last, before = have, left
-                    left = left & have if have else 0
-                    if left != before:
-                        steps.append((depth, before ^ left))
-                        if not left:
-                            break
-                depth += 1
+            left = walk(some, depth, left, steps)
+            depth += len(some)
         if left:
-            steps.append((depth, left))
+            _note(steps, depth, left)
         return steps, steps
+
+    def _walk(self, keys: Sequence[int], depth: int, left: int, steps: Steps) -> int:
+        """Which of these engines hold all of these blocks. Notes the others' steps. `depth`: of
+        the first block."""
+        last: int | None = -1
+        for number, have in enumerate(map(self.gpu.get, keys), depth):
+            if have is not last:  # else nothing can change: equal sets are one object
+                last, before = have, left
+                left = left & have if have else 0
+                if left != before:
+                    _note(steps, number, before ^ left)
+                    if not left:
+                        break
+        return left
+
+    def _leap(self, keys: Sequence[int], depth: int, left: int, steps: Steps) -> int:
+        """The same by halving."""
+        get = self.gpu.get
+
+        def halve(first: int, end: int, before: int, after: int) -> None:
+            if before == after:
+                return
+            if end - first == 1:
+                _note(steps, depth + first, before ^ after)
+                return
+            middle = (first + end) // 2
+            amid = before & get(keys[middle - 1], 0) | after
+            halve(first, middle, before, amid)
+            halve(middle, end, amid, after)
+
+        after = left & get(keys[-1], 0)
+        halve(0, len(keys), left, after)
+        return after
 
     def _depths_in_all(
         self, keys: Iterable[Sequence[int]], among: int, lower: Sequence[Holders]
@@ -183,20 +214,20 @@ class CacheIndex:
             for key in some:
                 have = get(key, 0)
                 if lost := gpu_left & ~have:
-                    on_gpu.append((depth, lost))
+                    _note(on_gpu, depth, lost)
                     gpu_left ^= lost
                 for holders in lower:
                     have |= holders.get(key, 0)
                 if lost := left & ~have:
-                    anywhere.append((depth, lost))
+                    _note(anywhere, depth, lost)
                     left ^= lost
                     if not left:
                         break
                 depth += 1
         if gpu_left:
-            on_gpu.append((depth, gpu_left))
+            _note(on_gpu, depth, gpu_left)
         if left:
-            anywhere.append((depth, left))
+            _note(anywhere, depth, left)
         return on_gpu, anywhere
 
     def _one(self, slots: int) -> int:
@@ -204,6 +235,13 @@ class CacheIndex:
         if len(self._sets) >= _MOST_SETS:
             self._sets.clear()
         return self._sets.setdefault(slots, slots)
+
+
+def _note(steps: Steps, depth: int, slots: int) -> None:
+    if steps and steps[-1][0] == depth:
+        steps[-1] = depth, steps[-1][1] | slots
+    else:
+        steps.append((depth, slots))
 
 
 def slots_of(slots: int) -> Iterator[int]:

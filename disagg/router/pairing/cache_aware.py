@@ -88,7 +88,7 @@ class CacheAware:
         adapter, index = self._caches.adapter(model), self._caches.index
         groups: list[tuple[float, Iterable[tuple[float, EngineEndpoint]]]] = []
         for size, slots in among.sizes.items():
-            on_gpu, anywhere = index.depths(blocks.keys(size, adapter), slots)
+            on_gpu, anywhere = index.depths(blocks.keys(size, adapter), slots, leaps=True)
             for depth, holders in anywhere:
                 computed = blocks.tokens - depth * size
                 loads = None if on_gpu is anywhere else (on_gpu, depth, size)

@@ -86,6 +86,43 @@ def test_depths_are_those_of_plain_sets(
     assert set(on_gpu) == set(anywhere) == set(naive.slots)
 
 
+lengths = st.lists(st.integers(0, KEYS), min_size=SLOTS, max_size=SLOTS)
+
+
+@given(lengths, st.integers(1, KEYS), st.integers(0, SLOTS))
+@settings(max_examples=300, deadline=None)
+def test_leaps_find_what_a_walk_finds(held: list[int], part: int, dead: int) -> None:
+    """Of engines that hold prefixes."""
+    index, among = CacheIndex(), 0
+    for number, count in enumerate(held):
+        slot = index.take_slot()
+        among |= index.bit(slot)
+        for key in range(count):
+            index.add(index.gpu, key, slot)
+        if number == dead:
+            index.give_back(slot, range(count))
+    parts = [range(at, min(at + part, KEYS)) for at in range(0, KEYS, part)]
+    leapt = index.depths(parts, among, leaps=True)
+    assert leapt == index.depths(parts, among)
+    expected = {slot: 0 if slot == dead else count for slot, count in enumerate(held)}
+    assert by_slot(leapt[0]) == expected
+
+
+@given(changes, chains)
+@settings(max_examples=100, deadline=None)
+def test_leaps_over_holes_still_tell_of_every_engine_once(
+    all_changes: list[Change], chain: list[int]
+) -> None:
+    naive = Naive()
+    for change in all_changes:
+        naive.apply((*change[:3], "GPU"))
+    among = sum(naive.index.bit(slot) for slot in naive.slots)
+    exact = by_slot(naive.index.depths([chain] if chain else [], among)[0])
+    leapt = by_slot(naive.index.depths([chain] if chain else [], among, leaps=True)[0])
+    assert set(leapt) == set(naive.slots)
+    assert all(leapt[slot] >= depth for slot, depth in exact.items())
+
+
 @given(changes)
 @settings(max_examples=100, deadline=None)
 def test_what_is_dropped_leaves_nothing(all_changes: list[Change]) -> None:
