@@ -160,7 +160,8 @@ ALLOWED = {
     "bench.router": {
         *LEAVES, "tables", "testing", "bench.results",
         # What `--knows` measures.
-        "router.caches", "router.pairing", "router.request", "router.telemetry", "router.topology",
+        "router.caches", "router.pairing", "router.request", "router.server.server",
+        "router.telemetry", "router.topology",
     },
     "bench.serve": {
         *LEAVES, "tables", "testing", "bench.first_token", "bench.results", "router.upstream",

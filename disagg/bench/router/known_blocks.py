@@ -8,7 +8,6 @@ probe measures how late the event loop is.
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import sys
 import time
@@ -35,6 +34,7 @@ from disagg.router.pairing.cache_aware import CacheAware
 from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.policies import PrefixAffinity
 from disagg.router.request.plan import RequestPlan
+from disagg.router.server.server import settle
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
 from disagg.tables import show
@@ -62,7 +62,7 @@ def run(plan: KnownBlocksPlan, output: Output) -> int:
     caches = EngineCaches()
     before = _resident()
     prompts = _fill(plan, caches)
-    gc.collect()
+    settle()  # as a router is, once it is ready
     figures: dict[str, Any] = {
         "engines": plan.engines,
         "blocks": len(caches.index),
