@@ -26,9 +26,13 @@ from disagg.router.caches.picture import Picture
 from disagg.router.topology import EngineEndpoint
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer
+from disagg.vllm_compat import versions
 from engine.conftest import routed, running
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(versions.matches("<0.31"), reason="this vLLM does not tell its ports"),
+]
 BLOCK, BLOCKS = 32, 72
 
 

@@ -10,11 +10,11 @@ from prometheus_client.registry import Collector
 from disagg.router.caches.events import EngineEvents
 
 _COUNTS = {
-    "batches": "Batches of KV events that were applied.",
-    "gaps": "Times that batches of KV events were missing.",
-    "replays": "Times that an engine was asked for its last KV events.",
-    "dropped": "Times that all that was known of an engine's cache was dropped.",
-    "malformed": "Batches and KV events that could not be read.",
+    "disagg_router_cache_batches": "Batches of KV events that were applied.",
+    "disagg_router_cache_gaps": "Times that batches of KV events were missing.",
+    "disagg_router_cache_replays": "Times that an engine was asked for its last KV events.",
+    "disagg_router_cache_dropped": "Times that what was known of an engine's cache was dropped.",
+    "disagg_router_cache_malformed": "Batches and KV events that could not be read.",
 }
 
 
@@ -49,10 +49,9 @@ class CacheMetrics(Collector):
             for reason, count in sorted(picture.ignored.items()):
                 ignored.add_metric((name, reason), count)
         yield from (known, moved, ignored)
-        for what, documentation in _COUNTS.items():
-            family = CounterMetricFamily(
-                f"disagg_router_cache_{what}", documentation, labels=("engine",)
-            )
+        for family_name, documentation in _COUNTS.items():
+            family = CounterMetricFamily(family_name, documentation, labels=("engine",))
+            count = family_name.rpartition("_")[2]
             for name, events in each.items():
-                family.add_metric((name,), getattr(events.counts, what))
+                family.add_metric((name,), getattr(events.counts, count))
             yield family

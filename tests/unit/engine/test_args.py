@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from disagg.config import Deployment, Role
+from disagg.config import Deployment, Role, SeveralDeployments
 from disagg.engine.args import KEY_ENV, engine_args, engine_env, kv_event_endpoints
 from disagg.engine.spec import EngineSpec
+from disagg.vllm_compat import versions
 
 
 def test_the_key_is_in_the_environment_and_nowhere_else() -> None:
@@ -153,3 +154,37 @@ def test_bytes_of_the_cache_that_the_user_sets_on_a_cpu_count() -> None:
             deployment_with(engine={"args": args}), "decode", 0, "run", "/tmp", True, "s", "k"
         )
         assert engine_env(spec, scratch="/tmp/s").get("VLLM_CPU_KVCACHE_SPACE") == expected
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_engines_that_the_router_hears_publish_kv_events(role: Role) -> None:
+    """At a port that vLLM chooses, which it tells since 0.31."""
+    router = {"pairing": {role: "cache_aware"}}
+    made = deployment_with(router=router)
+    expected = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:0",
+        "replay_endpoint": "tcp://*:0",
+    }
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    for each in roles:
+        found = args_of(made, each).get("kv_events_config")
+        assert found == (expected if each == role and versions.matches(">=0.31") else None)
+    own = deployment_with(router=router, **{role: kv_events(endpoint="tcp://*:6000")})
+    assert args_of(own, role)["kv_events_config"]["endpoint"] == "tcp://*:6000"
+
+
+def test_each_deployment_has_its_own_pairing() -> None:
+    several = SeveralDeployments.model_validate(
+        {
+            "router": {"pairing": {"decode": "round_robin"}},
+            "deployments": [
+                {"name": "a", "model": {"path": "a"}, "pairing": {"prefill": "cache_aware"}},
+                {"name": "b", "model": {"path": "b"}},
+            ],
+        }
+    )
+    one, other = several.each()
+    assert (one.pairing.prefill, one.pairing.decode) == ("cache_aware", "round_robin")
+    assert (other.pairing.prefill, other.pairing.decode) == ("least_loaded", "round_robin")

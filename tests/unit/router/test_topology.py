@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from unit.router.conftest import AS_OPERATOR, Loop, certificate, wait_for
 from unit.router.scripted import Script, ScriptedEngine, routed
 
@@ -17,7 +18,7 @@ from disagg.chaos.expected_answers import events
 from disagg.config import RouterSection, load_router
 from disagg.errors import ConfigError
 from disagg.router import main
-from disagg.router.topology import EngineEndpoint, parse_endpoint
+from disagg.router.topology import EngineEndpoint, parse_endpoint, with_events
 
 COMPLETION = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2}
 
@@ -187,3 +188,36 @@ def test_files_that_are_refused(tmp_path: Path, settings: dict[str, str], proble
     with pytest.raises(ConfigError) as caught:
         credentials.engine_tls(RouterSection.model_validate(given))
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint", "replay"),
+    [
+        ("http://10.0.0.1:8000", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"),
+        ("https://engine.svc/prefix", "tcp://engine.svc:5557", "tcp://engine.svc:5558"),
+        ("http://[2001:db8::1]:8000", "tcp://[2001:db8::1]:5557", "tcp://[2001:db8::1]:5558"),
+        ("http://10.0.0.2:8000", "tcp://10.0.0.9:6000", None),
+    ],
+)
+def test_where_engines_publish_kv_events(url: str, endpoint: str, replay: str | None) -> None:
+    sections = RouterSection.model_validate(
+        {
+            "engines": {
+                "kv_events": {
+                    "*": {"endpoint": "tcp://{host}:5557", "replay_endpoint": "tcp://{host}:5558"},
+                    "http://10.0.0.2:8000": {"endpoint": "tcp://10.0.0.9:6000"},
+                }
+            }
+        }
+    ).engines.kv_events
+    engine = EngineEndpoint("decode-0", "decode", url)
+    found = with_events(engine, sections)
+    assert (found.url, found.kv_events, found.kv_events_replay) == (url, endpoint, replay)
+    assert with_events(found, {}) == with_events(found, sections) == found
+    assert with_events(engine, {}) == engine
+
+
+@pytest.mark.parametrize("endpoint", ["http://a:1", "tcp://", "inproc://x", "tcp://a b:1"])
+def test_what_is_no_address_of_events_is_refused(endpoint: str) -> None:
+    with pytest.raises(ValidationError):
+        RouterSection.model_validate({"engines": {"kv_events": {"*": {"endpoint": endpoint}}}})
