@@ -117,6 +117,11 @@ class PairingSection(Section):
     local_prefill_tokens: int = Field(
         64, ge=0, description="Decode computes prompts of up to this many tokens itself"
     )
+    tokenize: Literal["engine"] | None = Field(
+        None,
+        description="engine: for cache_aware, ask an engine for the token ids of texts and chats, "
+        "within 50 ms. Default: only of prompts that clients send as ids",
+    )
     media: MediaSection = Field(default_factory=MediaSection)
     prefill_wait_share: float | None = Field(
         None,

@@ -87,6 +87,29 @@ _DOORS: Sequence[Sequence[str]] = (
     ("extra_body",),
     ("sampling_params", "extra_args"),
 )
+# What `/tokenize` of vLLM 0.32 knows of a request, and what changes a prompt unknown to it.
+_TOKENIZED: Mapping[str, Sequence[str]] = {
+    COMPLETION: ("model", "prompt", "add_special_tokens"),
+    CHAT: (
+        "model",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "add_special_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+    ),
+}
+_NOT_TOKENIZED = (
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+    "documents",
+    "functions",
+    "reasoning_effort",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+)
 NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})
 _OUTER = frozenset([PARAMS, *(path[0] for path in _DOORS if path)])
 
@@ -297,6 +320,20 @@ def continued_body(
 def detokenize_body(model: Any, tokens: list[int]) -> dict[str, Any]:
     """What asks an engine's `/detokenize` for the text of these tokens."""
     return {"model": model, "tokens": tokens}
+
+
+def tokenize_body(body: Mapping[str, Any], path: str) -> dict[str, Any] | None:
+    """What asks an engine's `/tokenize` for the token ids of this request's prompt; None if that
+    would not tell them for certain."""
+    text = {COMPLETION: "prompt", CHAT: "messages"}.get(path)
+    if text is None or not isinstance(body.get(text), str if path == COMPLETION else list):
+        return None
+    if any(body.get(field) is not None for field in _NOT_TOKENIZED):
+        return None
+    if body.get("tools") and body.get("tool_choice", "auto") != "auto":
+        return None
+    fields = _TOKENIZED[path]
+    return {name: body[name] for name in fields if body.get(name) is not None}
 
 
 def last_of_stream(body: Mapping[str, Any], path: str) -> bytes | None:

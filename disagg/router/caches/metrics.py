@@ -51,7 +51,7 @@ class CacheMetrics(Collector):
         yield from (known, moved, ignored)
         for family_name, documentation in _COUNTS.items():
             family = CounterMetricFamily(family_name, documentation, labels=("engine",))
-            count = family_name.rpartition("_")[2]
+            what = family_name.rpartition("_")[2]
             for name, events in each.items():
-                family.add_metric((name,), getattr(events.counts, count))
+                family.add_metric((name,), getattr(events.counts, what))
             yield family

@@ -19,7 +19,7 @@ from disagg.config import MediaSection
 from disagg.router.api import paths, prompt_length, prompt_parts
 from disagg.router.api.errors import Style
 from disagg.router.api.prompt_length import Length, Prefixes, Scales
-from disagg.router.api.prompt_parts import Part
+from disagg.router.api.prompt_parts import Media, Part
 from disagg.router.caches.block_keys import PromptBlocks
 from disagg.router.request import resumable
 
@@ -118,18 +118,32 @@ class RequestPlan:
 
     @_Answer
     def blocks(self) -> PromptBlocks | None:
-        """The prompt's blocks, if its token ids are known: the client sent them."""
-        prompt, salt = self.body.get("prompt"), self.body.get("cache_salt")
+        """The prompt's blocks, if its token ids are known: the client sent them, or see
+        `reads`."""
+        prompt = self.body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
             prompt = prompt[0]
         if self.path != paths.COMPLETION or not prompt or not prompt_parts.is_tokens(prompt):
             return None
         if any(self.body.get(field) is not None for field in _CHANGE_PROMPT):
             return None
+        return self._blocks_of(prompt)
+
+    def reads(self, ids: Sequence[int]) -> None:
+        """An engine told the prompt's token ids."""
+        object.__setattr__(self, "blocks", self._blocks_of(ids))  # as `_Answer` does
+
+    def _blocks_of(self, ids: Sequence[int]) -> PromptBlocks | None:
+        salt = self.body.get("cache_salt")
         try:
-            return PromptBlocks(prompt, salt if isinstance(salt, str) else None)
+            return PromptBlocks(ids, salt if isinstance(salt, str) else None)
         except ValueError:
             return None  # the engine will refuse it
+
+    @property
+    def has_media(self) -> bool:
+        """Whether the prompt has images and the like."""
+        return any(isinstance(part, Media) for part in self._parts)
 
     def has(self, tokens: int) -> None:
         """An engine counted the prompt's tokens."""

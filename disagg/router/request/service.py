@@ -45,6 +45,7 @@ from disagg.router.request.metering import Metering
 from disagg.router.request.plan import Estimates, RequestPlan
 from disagg.router.request.relay import Progress, Relayed
 from disagg.router.request.replay import Replay
+from disagg.router.request.tokenize import Tokenize
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint, Topology, role_of
@@ -108,6 +109,8 @@ class Service:
         )
         self._first_token_hold = FirstTokenHold(settings.pairing.first_token_hold_s)
         self._estimates = Estimates(settings.pairing.media)
+        asks = settings.pairing.hears_caches and settings.pairing.tokenize == "engine"
+        self._tokenize = Tokenize(client, topology, health, metrics) if asks else None
         self.adapters = LoraAdapters(
             client, health, settings.limits.first_byte_timeout_s, self.engines_changed
         )
@@ -131,6 +134,8 @@ class Service:
         plan = RequestPlan(path, body, headers, record.key_name, self._estimates)
         self._check_length(plan)
         self._meter(plan, record)
+        if self._tokenize is not None:
+            await self._tokenize.learn(plan)
         header = upstream.leg_header(upstream.to_engine(headers.raw, record.id, record.trace))
         may_fail_over = self._may_fail_over()
         more = _fields(plan, may_fail_over)

@@ -102,6 +102,12 @@ class RouterMetrics:
             ("role",),
             registry=self.registry,
         )
+        self.tokenized = Counter(
+            "disagg_router_tokenized",
+            "Prompts whose token ids the router wanted of an engine, by what came of it.",
+            ("outcome",),
+            registry=self.registry,
+        )
         self.cache_expected = Counter(
             "disagg_router_cache_expected_tokens",
             "Tokens that the prefill engine held of prompts, as its KV events told the router.",
