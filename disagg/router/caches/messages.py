@@ -6,12 +6,19 @@ to be checked by who uses it.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+MOST_BLOCKS, _MOST_TOKENS, _MOST_EVENTS = 1 << 16, 1 << 20, 1 << 17
+"""Of one event; of one batch. A batch with more of them is not decoded."""
+
 Handle: TypeAlias = int | bytes
 """An engine's hash of a block: its last 64 bits, or all of it."""
+_Handles: TypeAlias = Annotated[list[Handle], msgspec.Meta(max_length=MOST_BLOCKS)]
+_Extras: TypeAlias = Annotated[list[Any], msgspec.Meta(max_length=64)]
+"""Names, salts, and identities of media with their offsets."""
+_Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Stored(msgspec.Struct, tag="BlockStored", gc=False):
@@ -21,13 +28,13 @@ class Stored(msgspec.Struct, tag="BlockStored", gc=False):
     and now in this medium too, as tiers tell it.
     """
 
-    block_hashes: list[Handle]
+    block_hashes: _Handles
     parent_block_hash: Handle | None = None
-    token_ids: list[int] = []
+    token_ids: Annotated[list[int], msgspec.Meta(max_length=_MOST_TOKENS)] = []
     block_size: int = 0
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
+    medium: _Name | None = None
+    lora_name: _Name | None = None
+    extra_keys: Annotated[list[_Extras | None], msgspec.Meta(max_length=MOST_BLOCKS)] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -35,8 +42,8 @@ class Stored(msgspec.Struct, tag="BlockStored", gc=False):
 class Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
     """Blocks went out of a medium of the engine."""
 
-    block_hashes: list[Handle]
-    medium: str | None = None
+    block_hashes: _Handles
+    medium: _Name | None = None
     group_idx: int | None = None
 
 
@@ -49,7 +56,7 @@ Event: TypeAlias = Stored | Removed | Cleared
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MOST_EVENTS)]
 
 
 _BATCH = msgspec.msgpack.Decoder(_Batch)

@@ -123,7 +123,7 @@ class Picture:
         try:
             data = block_keys.packed(event.token_ids)
             extra = self._extra(event, count)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             self.ignored["malformed"] += count
             return
         next_key, at = block_keys.next_key, 0
