@@ -11,7 +11,6 @@ Whatever a peer sends, `run` goes on until it is cancelled.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -100,11 +99,10 @@ class Turns:
 
 @dataclass(frozen=True)
 class Source:
-    """Where an engine publishes. `replay`: its replay endpoint. `topic`: what to subscribe to."""
+    """Where an engine publishes. `replay`: its replay endpoint."""
 
     endpoint: str
     replay: str | None = None
-    topic: str = ""
 
 
 @dataclass
@@ -126,33 +124,28 @@ class EngineEvents:
 
     async def run(self) -> None:
         """Follow the events until cancelled."""
+        last = ""
         while True:
             try:
                 await self._follow()
-            except (zmq.ZMQError, OSError, ValueError) as error:
-                logger.warning("KV events of %s: %s", self.name, error)
-            except Exception:
-                # A defect of ours. It must cost this engine's picture, and nothing else.
-                logger.exception("KV events of %s", self.name)
+            except Exception as error:
+                # Of the socket, or a defect of ours. It must cost this picture, and nothing else.
+                if repr(error) != last:
+                    logger.exception("KV events of %s", self.name)
+                last = repr(error)
             await self._drop()
             await asyncio.sleep(_AGAIN_S)
 
     async def _follow(self) -> None:
-        """Raises ZMQError."""
         with self._socket(zmq.SUB) as subscription:
-            subscription.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
+            subscription.setsockopt(zmq.SUBSCRIBE, b"")
             monitor = subscription.get_monitor_socket(_CONNECTED | zmq.EVENT_DISCONNECTED)
-            subscription.connect(self.source.endpoint)
-            watch = asyncio.create_task(self._watch(monitor))
             try:
-                while True:
-                    frames = await subscription.recv_multipart()
-                    async with self._lock:
-                        await self._hear(frames)
+                subscription.connect(self.source.endpoint)
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._watch(monitor))
+                    tasks.create_task(self._listen(subscription))
             finally:
-                watch.cancel()
-                with contextlib.suppress(asyncio.CancelledError, zmq.ZMQError):
-                    await watch
                 subscription.disable_monitor()
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
@@ -161,8 +154,15 @@ class EngineEvents:
             event = parse_monitor_message(await monitor.recv_multipart())["event"]
             async with self._lock:
                 await self._drop()
+                self._heard = -1
                 if event == _CONNECTED:
                     await self._catch_up()
+
+    async def _listen(self, subscription: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await subscription.recv_multipart()
+            async with self._lock:
+                await self._hear(frames)
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         socket = self.context.socket(kind)
@@ -227,7 +227,7 @@ class EngineEvents:
     async def _drop(self) -> None:
         if len(self.picture) or self._applied is not None:
             self.counts.dropped += 1
-        self._applied, self._heard = None, -1
+        self._applied = None
         await self.turns.drop(self.picture)
 
     # ---- the replay ------------------------------------------------------------------------------

@@ -248,3 +248,38 @@ def socket_that_is_silent() -> Iterator[str]:
 def test_nothing_is_held_without_events() -> None:
     caches = EngineCaches()
     assert caches.held(PromptBlocks(IDS), "m", "e") == Held()
+
+
+def test_an_address_that_is_none_costs_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        context: zmq.asyncio.Context = zmq.asyncio.Context()
+        follower = Follower(Source("tcp://nothing"), context)
+        task = asyncio.create_task(follower.events.run())
+        await until(lambda: bool(caplog.records))
+        assert not task.done()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        context.destroy(linger=0)
+
+    run(test)
+    assert "KV events of e" in caplog.text
+
+
+def test_numbers_that_begin_anew_on_one_connection() -> None:
+    async def test() -> None:
+        with publishing(replays=False) as publisher:
+            async with following(publisher) as follower:
+                await connected(publisher, follower)
+                publisher.store(0, 1, 2)
+                await until(lambda: follower.blocks == 3)
+                publisher.settle()
+                publisher.real._seq_gen = iter(range(1000))
+                publisher.store(0)
+                await until(lambda: follower.blocks == 1)
+                publisher.lose()
+                publisher.store(0, 1)
+                await until(lambda: follower.blocks == 2)
+                assert follower.events.counts.dropped == 2
+
+    run(test)

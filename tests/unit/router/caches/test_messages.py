@@ -30,7 +30,6 @@ def test_what_vllm_encodes() -> None:
         ],
         data_parallel_rank=1,
     )
-    keys: list[list[Any] | None] = [["lora", ["image", 2], "salt"], None]
     assert decoded(_encode(batch)) == [
         Stored(
             [1, 2], 3, [4, 5], 1, "GPU", "lora", [["lora", ["image", 2], "salt"], None], 0, "full"
