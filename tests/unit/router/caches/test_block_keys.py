@@ -67,3 +67,16 @@ def test_a_key_is_the_same_everywhere() -> None:
 
 
 PINNED = 18335588083479875892
+
+
+@pytest.mark.parametrize(("adapter", "salt"), [(None, None), ("a", None), (None, "s"), ("a", "s")])
+def test_a_key_depends_on_the_block_the_one_before_and_the_extra_keys(
+    adapter: str | None, salt: str | None
+) -> None:
+    ids = list(range(5000))
+    parent, expected = block_keys.root(16), []
+    for at in range(0, 4999 // 16 * 16, 16):
+        extra = block_keys.extra_bytes(adapter, [salt] if salt and at == 0 else [])
+        parent = block_keys.next_key(block_keys.packed(ids[at : at + 16]) + extra, parent)
+        expected.append(parent)
+    assert keys(ids, adapter=adapter, salt=salt) == expected

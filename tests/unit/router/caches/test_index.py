@@ -61,7 +61,9 @@ class Naive:
 
 def by_slot(steps: Steps) -> dict[int, int]:
     assert [blocks for blocks, _ in steps] == sorted({blocks for blocks, _ in steps})
-    return {slot: blocks for blocks, slots in steps for slot in slots_of(slots)}
+    found = [(slot, blocks) for blocks, slots in steps for slot in slots_of(slots)]
+    assert len(found) == len(dict(found)), "each engine once"
+    return dict(found)
 
 
 @given(changes, chains, st.integers(1, KEYS))

@@ -147,6 +147,8 @@ def test_an_engine_that_tells_nothing_still_serves(
         seat.leave()
     caches.pictures["prefill-0"].drop()
     assert {policy.choose(ask(), ENGINES).name for _ in range(200)} == {e.name for e in ENGINES}
+    holds(caches, ENGINES[0], PROMPT)
+    assert policy.choose(ask(), ENGINES) == ENGINES[0]
 
 
 def test_of_many_engines_those_that_hold_most_are_compared(in_flight: InFlight) -> None:
