@@ -20,6 +20,11 @@ class Held:
     on_gpu: int = 0
     below: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """Of all media."""
+        return self.on_gpu + self.below
+
 
 class EngineCaches:
     """What is known of the engines' caches."""
@@ -39,6 +44,11 @@ class EngineCaches:
         picture = self.pictures.pop(name, None)
         if picture is not None:
             picture.close()
+
+    def tells(self, name: str) -> bool:
+        """Whether anything was heard of the cache of the engine of this name."""
+        picture = self.pictures.get(name)
+        return picture is not None and picture.block_size is not None
 
     def adapter(self, model: object) -> str | None:
         """The name of the LoRA adapter that reads the prompts of this model, if one does."""

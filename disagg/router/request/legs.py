@@ -60,6 +60,7 @@ class Legs:
         caches: EngineCaches | None = None,
     ) -> None:
         self._client, self._metrics = client, metrics
+        self._caches = caches if settings.pairing.decode == "cache_aware" else None
         self._pairer, self._in_flight, self._admission = pairer, in_flight, admission
         self._limits, self._pairing = settings.limits, settings.pairing
         self._prefill = PrefillLeg(
@@ -328,7 +329,10 @@ class Legs:
         """About how many of the prompt's tokens the decode engine does not hold."""
         if not self._pairing.local_prefill_tokens:
             return plan.tokens
-        known = self.answered.known(plan.prefix_keys, seat.engine.name)
+        name, caches = seat.engine.name, self._caches
+        if caches is not None and plan.blocks is not None and caches.tells(name):
+            return max(0, plan.tokens - caches.held(plan.blocks, plan.model, name).tokens)
+        known = self.answered.known(plan.prefix_keys, name)
         return round(plan.tokens * (1 - plan.prefixes.known(known)))
 
     def _prefill_is_idle(self) -> bool:

@@ -111,7 +111,7 @@ class PrefillLeg:
     ) -> Prefilled | Response | None:
         began = record.elapsed()
         expected = self._expected(plan, seat.engine)
-        seat.reads(plan.tokens)
+        seat.reads(max(0, plan.tokens - (expected or 0)))
         try:
             limit = self._limits.prefill_timeout_s
             answer = await upstream.post_leg(
@@ -152,7 +152,7 @@ class PrefillLeg:
         if self._caches is None or plan.blocks is None:
             return None
         held = self._caches.held(plan.blocks, plan.model, engine.name)
-        return held.on_gpu + held.below
+        return held.tokens
 
     async def _whole(self, answer: UpstreamResponse) -> bytes:
         try:

@@ -90,3 +90,27 @@ def test_a_router_hears_its_engines(make: Callable[..., Setup], hears: bool) -> 
         assert answer.status_code == 200
         setup.loop.run(setup.server.replace(setup.endpoints[1:], {}))
         assert wait_for(lambda: known() == {"decode-0": 2}, 20)
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "least_loaded"])
+def test_decode_computes_what_it_nearly_holds(make: Callable[..., Setup], policy: str) -> None:
+    """The router never sent it the prompt, so without its events prefill computes it."""
+    with publishing() as publisher:
+        publisher.store(*range(90))
+        source = publisher.source
+        where = {"endpoint": source.endpoint, "replay_endpoint": source.replay}
+        pairing = {"prefill": "cache_aware", "decode": policy, "local_prefill_tokens": 64}
+        setup = make(section={"pairing": pairing, "engines": {"kv_events": {"*": where}}})
+
+        def figures(name: str) -> list[str]:
+            text = httpx.get(f"{setup.url}/metrics", timeout=10).text
+            return [line for line in text.splitlines() if line.startswith(name)]
+
+        known = 'disagg_router_cache_blocks{engine="decode-0"} 90.0'
+        assert wait_for(lambda: known in figures("disagg_router_cache_blocks"), 20)
+        body = {"model": "m", "prompt": IDS, "max_tokens": 1}
+        answer = httpx.post(f"{setup.url}/v1/completions", json=body, timeout=20)
+        assert answer.status_code == 200
+        local = 'disagg_router_local_total{reason="prefix_known"} 1.0'
+        assert (local in figures("disagg_router_local")) is (policy == "cache_aware")
+        assert len(setup.prefill.bodies) == (policy != "cache_aware")
