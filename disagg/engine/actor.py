@@ -48,6 +48,7 @@ class EngineActor:
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)
         self._guardian_pid = guardian.spawn(Path(scratch))
+        self._scratch = scratch
         os.environ.update(engine_env(spec, scratch=scratch))
         open_request_log(enabled=spec.deployment.router.access_log)
         context = ray.get_runtime_context()
@@ -165,7 +166,13 @@ class EngineActor:
         with bind(self._address) as sock:
             engine_id = f"{self._spec.run_id}-{self._spec.name}-{os.getpid()}"
             meeting = await self._meeting_place()
-            args = engine_args(self._spec, host=self._address, engine_id=engine_id, meeting=meeting)
+            args = engine_args(
+                self._spec,
+                host=self._address,
+                engine_id=engine_id,
+                meeting=meeting,
+                scratch=self._scratch,
+            )
             url = url_of(sock)
             await run_engine(
                 args,

@@ -31,13 +31,12 @@ SERVER_DEFAULTS: dict[str, Any] = {
 }
 
 KV_EVENTS = "kv_events_config"
-# Of engines whose caches the router hears of. vLLM binds the node's address, and tells the port.
-_HEARD = {
-    "enable_kv_cache_events": True,
-    "publisher": "zmq",
-    "endpoint": "tcp://*:0",
-    "replay_endpoint": "tcp://*:0",
-}
+# Where engines publish if the router hears of their caches. KV events have the prompts' token ids,
+# and whoever connects may read them. So on one machine they go through sockets in the engine's own
+# folder; else through any free port of the node's address, which vLLM tells.
+_HEARD_AT = "tcp://*:0"
+_HEARD_IN = "ipc://{scratch}/inproc-{name}"
+"""vLLM adds the data parallel rank to names with the word inproc, and fails at others."""
 _TELLS_PORTS = ">=0.31"  # of vLLM; older ones would bind all addresses
 KV_EVENTS_ENDPOINT = "tcp://*:5557"  # vLLM's default
 # Room for a replay endpoint at the next port, and for an engine of the other role.
@@ -52,19 +51,24 @@ def is_cpu(spec: EngineSpec) -> bool:
 
 
 def engine_args(
-    spec: EngineSpec, *, host: str, engine_id: str, meeting: tuple[str, int] = ("", 0)
+    spec: EngineSpec,
+    *,
+    host: str,
+    engine_id: str,
+    meeting: tuple[str, int] = ("", 0),
+    scratch: str | None = None,
 ) -> dict[str, Any]:
     """The engine's arguments, by vLLM's names.
 
     `host`: the connector's control channel binds to it, unless the YAML sets `transfer.host`.
     `engine_id`: must be unique for every start. `meeting`: the address and the port at which the
-    first rank of a data parallel group awaits the others.
+    first rank of a data parallel group awaits the others. `scratch`: see `engine_env`.
     """
     deployment = spec.deployment
     args = _model_args(deployment) | SERVER_DEFAULTS | {"distributed_executor_backend": "mp"}
     given = deployment.args(spec.role)
     if _is_heard(deployment, spec.role):
-        args[KV_EVENTS] = _HEARD
+        args[KV_EVENTS] = _heard(scratch if spec.loopback else None)
     if is_cpu(spec):
         args |= _cpu_args(given)
     args |= given | _of_its_own(spec, given)
@@ -83,6 +87,16 @@ def engine_args(
 def _is_heard(deployment: Deployment, role: Role) -> bool:
     """Whether the router wants to hear of what these engines' caches hold, and can."""
     return getattr(deployment.pairing, role) == "cache_aware" and versions.matches(_TELLS_PORTS)
+
+
+def _heard(folder: str | None) -> dict[str, Any]:
+    """`kv_events_config` of an engine that the router hears. `folder`: for its sockets."""
+    names = ("endpoint", "replay_endpoint")
+    at = {
+        name: _HEARD_AT if folder is None else _HEARD_IN.format(scratch=folder, name=name)
+        for name in names
+    }
+    return {"enable_kv_cache_events": True, "publisher": "zmq", **at}
 
 
 def kv_events(deployment: Deployment, role: Role) -> dict[str, Any] | None:

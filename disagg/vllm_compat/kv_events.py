@@ -16,8 +16,8 @@ class KvEventAddresses(NamedTuple):
 
 
 def kv_event_addresses(engine: EngineClient) -> KvEventAddresses | None:
-    """Of this engine, which is one data parallel rank; None if it publishes none over TCP, at all
-    addresses of its node, or to another process that collects them."""
+    """Of this engine, one data parallel rank. None if it publishes none, publishes at all addresses
+    of its node, or to another process that collects them."""
     ask = getattr(engine, "get_kv_event_sources", None)
     for source in (ask() if ask is not None else {}).values():
         if source.publisher == "zmq" and _is_one(source.endpoint):
@@ -27,4 +27,4 @@ def kv_event_addresses(engine: EngineClient) -> KvEventAddresses | None:
 
 
 def _is_one(address: str | None) -> bool:
-    return address is not None and address.startswith("tcp://") and "*" not in address
+    return address is not None and address.startswith(("tcp://", "ipc://")) and "*" not in address

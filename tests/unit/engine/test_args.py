@@ -188,3 +188,14 @@ def test_each_deployment_has_its_own_pairing() -> None:
     one, other = several.each()
     assert (one.pairing.prefill, one.pairing.decode) == ("cache_aware", "round_robin")
     assert (other.pairing.prefill, other.pairing.decode) == ("least_loaded", "round_robin")
+
+
+def test_on_one_machine_kv_events_stay_in_the_engines_folder() -> None:
+    """They have the prompts' token ids, and every user of a machine reaches its ports."""
+    made = deployment_with(router={"pairing": {"prefill": "cache_aware"}})
+    for loopback in (True, False):
+        spec = EngineSpec(made, "prefill", 0, "run", "/tmp/kv", loopback, "leases", "engines")
+        args = engine_args(spec, host="127.0.0.1", engine_id="1", scratch="/tmp/s")
+        endpoints = [args["kv_events_config"][key] for key in ("endpoint", "replay_endpoint")]
+        own = ["ipc:///tmp/s/inproc-endpoint", "ipc:///tmp/s/inproc-replay_endpoint"]
+        assert endpoints == (own if loopback else ["tcp://*:0"] * 2)

@@ -24,7 +24,8 @@ def told(**source: Any) -> Any:
             ("tcp://[::1]:5", "tcp://[::1]:6"),
         ),
         ([told(endpoint="tcp://*:5557")], None),
-        ([told(endpoint="ipc:///tmp/x")], None),
+        ([told(endpoint="ipc:///tmp/x")], ("ipc:///tmp/x", None)),
+        ([told(endpoint="inproc://x")], None),
         ([told(endpoint="tcp://10.0.0.1:5", publisher="null")], None),
     ],
 )

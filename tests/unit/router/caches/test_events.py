@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,5 +282,31 @@ def test_numbers_that_begin_anew_on_one_connection() -> None:
                 publisher.store(0, 1)
                 await until(lambda: follower.blocks == 2)
                 assert follower.events.counts.dropped == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_that_publishes_in_a_folder(tmp_path: Path, rank: int) -> None:
+    """As `disagg serve` starts engines on one machine, data parallel ranks too."""
+
+    async def test() -> None:
+        given = [f"ipc://{tmp_path}/inproc-{name}" for name in ("endpoint", "replay_endpoint")]
+        real = kv_events.ZmqEventPublisher(rank, *given)
+        config = real.get_publisher_config()
+        context: zmq.asyncio.Context = zmq.asyncio.Context()
+        follower = Follower(Source(config.endpoint, config.replay_endpoint), context)
+        more = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+        stored = kv_events.BlockStored([1], None, IDS[:SIZE], SIZE, None, "GPU", None, **more)
+        real.publish(kv_events.KVEventBatch(ts=1.0, events=[stored]))
+        task = asyncio.create_task(follower.events.run())
+        try:
+            await until(lambda: follower.blocks == 1)
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            context.destroy(linger=0)
+            real.shutdown()
 
     run(test)
