@@ -15,7 +15,7 @@ import pytest
 from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import running, tiers
 from engine.processes import core_of
-from engine.waiting import eventually
+from engine.waiting import eventually, reset_caches
 from engine.windows import SLIDING, make_windows
 
 Prompt = Callable[[int], list[int]]
@@ -41,7 +41,7 @@ def engine(
 
 def forget(engine: VllmServer, *, host: bool) -> None:
     assert eventually(lambda: not engine.metric("disagg_tier_in_use_chunks", tier="host"))
-    engine.post(f"/reset_prefix_cache?reset_external={host}", {}).raise_for_status()
+    reset_caches(engine, host=host)
 
 
 def test_all_of_many_loads_end(engine: VllmServer, prompt: Prompt) -> None:
