@@ -464,7 +464,8 @@ def test_two_side_by_side_and_one_dies(
     assert "decode-1 is idle and ends" in said
     assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0"), "up")
 
-    living.until(lambda: shown_by_ray(living, "ray_disagg_handoffs_total", **loaded) == moved, 40)
+    shown = partial(shown_by_ray, living, "ray_disagg_handoffs_total", **loaded)
+    living.until(lambda: shown() == moved, START_S)
     assert shown_by_ray(living, "ray_vllm_generation_tokens_total", **decode)
     answered = {"deployment": "test", "route": "/v1/completions", "status": "200"}
     assert shown_by_ray(living, "ray_disagg_router_requests_total", **answered)
