@@ -14,7 +14,6 @@ import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import running, tiers
-from engine.processes import core_of
 from engine.waiting import eventually, reset_caches
 from engine.windows import SLIDING, make_windows
 
@@ -50,7 +49,7 @@ def test_all_of_many_loads_end(engine: VllmServer, prompt: Prompt) -> None:
         engine.complete(ids, max_tokens=1)
     forget(engine, host=False)
     asked = [[*ids, *prompt(400)] for ids in begun]
-    pool, core = ThreadPoolExecutor(REQUESTS), core_of(engine)
+    pool, core = ThreadPoolExecutor(REQUESTS), engine.core()
     core.suspend()  # so that it finds all of them at once
     try:
         futures = [pool.submit(engine.complete, ids, max_tokens=8) for ids in asked]

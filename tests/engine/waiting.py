@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 from disagg.testing.vllm_server import VllmServer
+from disagg.testing.waiting import eventually
 
-
-def eventually(condition: Any, timeout: float = 15.0) -> bool:
-    """Whether the condition holds before the deadline."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return bool(condition())
+__all__ = ["eventually", "reset_caches"]
 
 
 def reset_caches(engine: VllmServer, *, host: bool = False) -> None:
