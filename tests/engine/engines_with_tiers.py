@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from disagg.testing.vllm_server import VllmServer, token_ids
-from engine.waiting import eventually, reset_caches
+from disagg.testing.waiting import eventually
+from engine.resets import reset_caches
 
 Prompt = Callable[[int], list[int]]
 ANSWER = 150

@@ -17,7 +17,7 @@ from disagg.testing.followed_legs import (
     prefill_params,
 )
 from disagg.testing.vllm_server import VllmServer, token_ids
-from engine.waiting import eventually
+from disagg.testing.waiting import eventually
 
 TRIES = 5
 STEPS_THAT_SHOW = 3

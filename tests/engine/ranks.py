@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import begun, routed
+from engine.resets import reset_caches
 from engine.streams import Streamed, stream
-from engine.waiting import eventually, reset_caches
 
 N = 128
 

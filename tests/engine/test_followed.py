@@ -31,6 +31,7 @@ from disagg.testing.followed_legs import (
     waiting,
 )
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import LEASE_S, Fleet, running, transfer
 from engine.followed import (
     check_followed,
@@ -41,7 +42,6 @@ from engine.followed import (
     loads,
 )
 from engine.test_exactness import BLOCK, WAYS
-from engine.waiting import eventually
 
 ENGINES = ("consumer", "single")
 Prompt = Callable[[int], list[int]]

@@ -28,8 +28,9 @@ from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.testing.http import client
 from disagg.testing.tokenizer import write_tokenizer
 from disagg.testing.vllm_server import VllmServer
+from disagg.testing.waiting import eventually
 from engine.conftest import beside, routed, running, tiers, transfer
-from engine.waiting import eventually, reset_caches
+from engine.resets import reset_caches
 from engine.windows import SIZES, VOCABULARY
 
 SIDE, SEEN = 56, 144  # pixels, and tokens that stand for a picture: more than a block

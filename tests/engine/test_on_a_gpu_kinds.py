@@ -25,11 +25,11 @@ from gpu_layouts.description import RECORD
 
 from disagg.testing.checkpoint import make_model
 from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.testing.waiting import eventually
 from disagg.transport.nixl.settings import is_installed
 from engine import followed
 from engine.conftest import beside, tiers, transfer
 from engine.engines_with_tiers import ANSWER, EnginesWithTiers, files, forget, is_idle
-from engine.waiting import eventually
 from engine.windows import (
     make_dense_gated_deltas,
     make_latent,

@@ -16,10 +16,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet, beside, routed, running, tiers, transfer
 from engine.fields import CHAT, COMPLETION, cases, differing, numbered, streamed, whole
 from engine.followed import check_followed
-from engine.waiting import eventually, reset_caches
+from engine.resets import reset_caches
 
 ENGINES = ("producer", "single")
 Prompt = Callable[[int], list[int]]

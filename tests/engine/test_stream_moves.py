@@ -13,9 +13,9 @@ from assembled_stream import AssembledStream
 
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet, routed
 from engine.streams import Streamed, events_of, stream
-from engine.waiting import eventually
 
 STREAMS, TOKENS = 16, 320
 WORDS = [

@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet, beside, running, tiers, transfer
-from engine.waiting import eventually, reset_caches
+from engine.resets import reset_caches
 
 ENGINES = ("producer", "single")
 Prompt = Callable[[int], list[int]]

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import running, tiers
-from engine.waiting import eventually, reset_caches
+from engine.resets import reset_caches
 from engine.windows import SLIDING, make_windows
 
 Prompt = Callable[[int], list[int]]

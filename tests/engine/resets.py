@@ -1,11 +1,9 @@
-"""Waiting with a deadline."""
+"""Engines forget what they have cached."""
 
 from __future__ import annotations
 
 from disagg.testing.vllm_server import VllmServer
 from disagg.testing.waiting import eventually
-
-__all__ = ["eventually", "reset_caches"]
 
 
 def reset_caches(engine: VllmServer, *, host: bool = False) -> None:
