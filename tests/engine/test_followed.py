@@ -325,7 +325,9 @@ def test_the_stream_of_another_prompt(scene: Scene, prompt: Prompt) -> None:
     answer = scene.decode.complete(other, kv_transfer_params=params)
     assert token_ids(answer) == scene.right(other)
     assert failures(scene.decode, "prompt_mismatch") == before + 1
-    assert first.answer()["choices"]
+    loaded = loads(scene.decode)
+    scene.end(ids, first)
+    assert loads(scene.decode) == loaded + 1
 
 
 @pytest.mark.parametrize(
