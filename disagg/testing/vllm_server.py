@@ -154,9 +154,17 @@ class VllmServer:
 
     def worker(self) -> psutil.Process:
         """The process that holds the KV cache."""
+        return self._child("Worker")
+
+    def core(self) -> psutil.Process:
+        """The process that schedules."""
+        return self._child("EngineCore")
+
+    def _child(self, word: str) -> psutil.Process:
+        """The first with this word in its command line."""
         assert self.process is not None
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child for child in children if "Worker" in " ".join(child.cmdline()))
+        return next(child for child in children if word in " ".join(child.cmdline()))
 
     def tail(self, lines: int = 30) -> str:
         """The end of its log."""

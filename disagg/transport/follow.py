@@ -126,11 +126,11 @@ def followed(
         raise
 
 
-def has_begun(
+def awaited(
     peers: Peers, endpoint: Endpoint, stream: Stream, seconds: float, deadline: Deadline
-) -> bool:
+) -> p.Awaited:
     """Whether the prompt's first step has begun; waits at most `seconds` for it. Raises
     `TransferError` if it never will."""
     with peers.connection(endpoint, deadline) as connection:
         message = p.Await(endpoint.generation, stream.name, stream.prompt, seconds)
-        return connection.ask(message, p.Awaited, deadline).has_begun
+        return connection.ask(message, p.Awaited, deadline)

@@ -146,9 +146,10 @@ class Acquired(msgspec.Struct, frozen=True, tag="acquired"):
 
 
 class Awaited(msgspec.Struct, frozen=True, tag="awaited"):
-    """Answers Await."""
+    """Answers Await. is_queued: the prompt's request waits for its first step."""
 
     has_begun: bool
+    is_queued: bool = False
 
 
 class Grown(msgspec.Struct, frozen=True, tag="grown"):

@@ -31,6 +31,7 @@ def installed() -> str:
     return "0"
 
 
+@cache  # it is asked in each step
 def matches(specifier: str, vllm: str | None = None) -> bool:
     """Whether a version of vLLM, by default the installed one, is within a PEP 440 specifier."""
     try:

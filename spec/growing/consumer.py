@@ -50,7 +50,7 @@ def watch(setup: Setup, state: State) -> Iterator[State]:
 @ACTIONS.add(
     "the producer says that a prompt has begun, or never will",
     "both",
-    f"{_FOLLOW}.has_begun",
+    f"{_FOLLOW}.awaited",
     f"{_SESSION}._await",
     f"{_LEASES}.has_begun",
     f"{_LEASES}.check_stream",

@@ -25,7 +25,7 @@ from disagg.testing.checkpoint import make_model
 from disagg.testing.http import client
 from disagg.testing.ray_nodes import RayNodes
 from disagg.testing.vllm_server import CPU_ENV
-from engine.waiting import eventually
+from disagg.testing.waiting import eventually
 
 pytestmark = pytest.mark.timeout(420)
 

@@ -269,11 +269,13 @@ def test_engine_that_cannot_start_says_why(broken: Served) -> None:
     broken.check_nothing_left()
 
 
-def handed_over(port: int) -> float:
+def handed_over(port: int, engine: str = "") -> float:
+    """To all decode engines, or to this one."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         lines = response.read().decode().splitlines()
-    loaded = [line for line in lines if line.startswith("disagg_handoffs_total{")]
-    return sum(float(line.rpartition(" ")[2]) for line in loaded if 'outcome="loaded"' in line)
+    words = ("disagg_handoffs_total{", 'outcome="loaded"', f'engine="{engine}')
+    loaded = [line for line in lines if all(word in line for word in words)]
+    return sum(float(line.rpartition(" ")[2]) for line in loaded)
 
 
 def shown_by_ray(served: Served, name: str, **labels: str) -> float | None:
@@ -420,6 +422,7 @@ def test_two_side_by_side_and_one_dies(
     """
     living, living_port = beside
     living.until_shown("Ready: ")
+    complete(living_port)  # by the only decode engine
     scaling = command(living, "scale", "decode=2")
     dying_port = free_port()
     mortal = deployment(model, dying_port)
@@ -448,7 +451,8 @@ def test_two_side_by_side_and_one_dies(
     assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), "up")
     living.note()
     decode = {"deployment": "test", "engine": "decode-0", "role": "decode", "model_name": "tiny"}
-    moved, loaded = handed_over(living_port), {**decode, "outcome": "loaded"}
+    moved, loaded = handed_over(living_port, "decode-0"), {**decode, "outcome": "loaded"}
+    assert moved
     said, status = apply(living, tmp_path, deployment(model, dying_port))
     assert status == 2, said
     assert f"router.port: {living_port} -> {dying_port}" in said
@@ -464,7 +468,8 @@ def test_two_side_by_side_and_one_dies(
     assert "decode-1 is idle and ends" in said
     assert states(living_port) == dict.fromkeys(("prefill-0", "decode-0"), "up")
 
-    living.until(lambda: shown_by_ray(living, "ray_disagg_handoffs_total", **loaded) == moved, 40)
+    shown = partial(shown_by_ray, living, "ray_disagg_handoffs_total", **loaded)
+    living.until(lambda: shown() == moved, START_S)
     assert shown_by_ray(living, "ray_vllm_generation_tokens_total", **decode)
     answered = {"deployment": "test", "route": "/v1/completions", "status": "200"}
     assert shown_by_ray(living, "ray_disagg_router_requests_total", **answered)

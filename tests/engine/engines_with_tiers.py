@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from disagg.testing.vllm_server import VllmServer, token_ids
-from engine.waiting import eventually
+from disagg.testing.waiting import eventually
+from engine.resets import reset_caches
 
 Prompt = Callable[[int], list[int]]
 ANSWER = 150
@@ -99,4 +100,4 @@ def is_idle(engine: VllmServer) -> bool:
 def forget(engine: VllmServer, *, host: bool) -> None:
     """What its own cache has, and the host tier."""
     assert eventually(lambda: is_idle(engine))
-    engine.post(f"/reset_prefix_cache?reset_external={host}", {}).raise_for_status()
+    reset_caches(engine, host=host)

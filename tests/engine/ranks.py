@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import begun, routed
+from engine.resets import reset_caches
 from engine.streams import Streamed, stream
-from engine.waiting import eventually
 
 N = 128
 
@@ -25,7 +26,7 @@ def check_tiers(server: VllmServer, single: VllmServer, ids: list[int], block_by
     assert eventually(lambda: server.metric(stored, tier="directory") >= before + blocks)
     for source, host in (("CPU_to_GPU", False), ("STORAGE_to_CPU", True)):
         assert eventually(lambda: not server.metric("disagg_tier_in_use_chunks", tier="host"))
-        server.post(f"/reset_prefix_cache?reset_external={host}", {}).raise_for_status()
+        reset_caches(server, host=host)
         bytes_loaded = "vllm:kv_offload_total_bytes_total"
         loaded = server.metric(bytes_loaded, transfer_type=source)
         assert token_ids(server.complete(ids)) == reference

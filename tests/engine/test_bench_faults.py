@@ -50,6 +50,11 @@ def test_the_driver_speaks_as_each_peer_expects(
         ("several prompts in a request", {Outcome.RIGHT: 2}),
         ("both directions at once", None),
         ("producer killed before the decode leg", {Outcome.COMPUTED: 2}),
+        ("streamed: handoffs, one by one", {Outcome.RIGHT: 2}),
+        ("streamed: consumer killed amid the prompt", {Outcome.RIGHT: 2}),
+        ("streamed: decode's client leaves amid the prompt", {Outcome.COMPUTED: 2}),
+        ("streamed: prefill's cache reset amid the prompt", {Outcome.RIGHT: 2}),
+        ("streamed: another prompt's stream", {Outcome.COMPUTED: 4}),
     ],
 )
 def test_ours(engines: Engines, kind: str, outcomes: dict[Outcome, int] | None) -> None:
@@ -59,6 +64,16 @@ def test_ours(engines: Engines, kind: str, outcomes: dict[Outcome, int] | None) 
         assert sum(found.values()) == 6
     else:
         assert found == {str(outcome): count for outcome, count in outcomes.items()}
+
+
+def test_blocks_that_nobody_gives_back_are_seen(engines: Engines, monkeypatch: Any) -> None:
+    """Those of a lease that nobody fetches, before its time is over."""
+    assert engines.kept() == []
+    monkeypatch.setattr("disagg.chaos.faults.engines.KEPT_S", 0.5)
+    engines.prefill(engines.prompts(200))
+    assert engines.kept() == ["left"]
+    monkeypatch.undo()
+    assert engines.kept() == []
 
 
 def test_the_judge_sees_what_is_wrong(engines: Engines) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet
-from engine.waiting import eventually
 
 Prompt = Callable[[int], list[int]]
 BLOCK = 4 * 2 * 128 * 2 * 64 * 4  # layers, KV heads, tokens, K and V, head dim, float32

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from disagg.testing.vllm_server import token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet
-from engine.waiting import eventually
 
 ENGINES = ("producer", "files", "single")
 Prompt = Callable[[int], list[int]]

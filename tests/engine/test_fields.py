@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet, begun, routed
 from engine.fields import (
     BOTH,
@@ -24,7 +25,6 @@ from engine.fields import (
     streamed,
     whole,
 )
-from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "single")
 Ask = Callable[[str, str, dict[str, Any]], dict[str, Any]]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from disagg.testing.http import client
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet, begun, routed
 from engine.streams import Streamed, stream
-from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "single")
 PATH = "/v1/completions"

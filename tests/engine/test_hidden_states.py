@@ -25,7 +25,7 @@ from disagg.connector.hidden_states import (
 )
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
-from engine.waiting import eventually
+from disagg.testing.waiting import eventually
 
 LAYERS = [0, 1, 2, 4]  # the embeddings and the last layer's output among them
 CHUNK = 512

@@ -28,8 +28,9 @@ from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.testing.http import client
 from disagg.testing.tokenizer import write_tokenizer
 from disagg.testing.vllm_server import VllmServer
+from disagg.testing.waiting import eventually
 from engine.conftest import beside, routed, running, tiers, transfer
-from engine.waiting import eventually
+from engine.resets import reset_caches
 from engine.windows import SIZES, VOCABULARY
 
 SIDE, SEEN = 56, 144  # pixels, and tokens that stand for a picture: more than a block
@@ -158,7 +159,7 @@ def test_tiers_tell_pictures_apart(pair: Pair) -> None:
     stored = pair.second.metric(name, tier="host")
     answer(pair.second.url, picture(5), words)
     assert eventually(lambda: pair.second.metric(name, tier="host") - stored >= 2)
-    pair.second.post("/reset_prefix_cache", {}).raise_for_status()
+    reset_caches(pair.second)
     for seed, is_known in ((6, False), (5, True)):
         before = pair.second.metric(LOADED, transfer_type="CPU_to_GPU")
         right = answer(pair.first.url, picture(seed), words)

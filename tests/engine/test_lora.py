@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import AS_OPERATOR, beside, routed, running, tiers, transfer
 from engine.followed import check_followed
-from engine.waiting import eventually
 
 Prompt = Callable[[int], list[int]]
 RANK, BLOCK = 8, 128

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from disagg.testing.vllm_server import completion, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import LEASE_S, Fleet
-from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "single")
 Prompt = Callable[[int], list[int]]

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet, beside, running, tiers, transfer
 from engine.followed import check_followed
 from engine.ranks import check_streams, check_tiers
-from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "single")
 TRIES = 5

@@ -22,9 +22,9 @@ from disagg.models.catalogue import SMOLLM2
 from disagg.models.get import get_model
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer
+from disagg.testing.waiting import eventually
 from engine.conftest import routed, running, transfer
 from engine.streams import Streamed, stream
-from engine.waiting import eventually
 
 MODELS = Path(__file__).parents[2] / ".cache" / "models"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

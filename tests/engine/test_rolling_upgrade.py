@@ -24,8 +24,8 @@ from disagg.testing.forked_servers import ForkServer
 from disagg.testing.http import client
 from disagg.testing.launch import launch
 from disagg.testing.vllm_server import VllmServer
+from disagg.testing.waiting import eventually
 from engine.conftest import running, transfer
-from engine.waiting import eventually
 
 OTHER = os.environ.get("DISAGG_TEST_OTHER_VLLM", "")
 pytestmark = pytest.mark.skipif(not OTHER, reason="with `make matrix` alone")

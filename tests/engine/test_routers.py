@@ -18,8 +18,8 @@ import pytest
 
 from disagg.testing.http import client
 from disagg.testing.vllm_server import completion, free_port, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import LEASE_S, Fleet, routed
-from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "single")
 Prompt = Callable[[int], list[int]]

@@ -16,10 +16,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet, beside, routed, running, tiers, transfer
 from engine.fields import CHAT, COMPLETION, cases, differing, numbered, streamed, whole
 from engine.followed import check_followed
-from engine.waiting import eventually
+from engine.resets import reset_caches
 
 ENGINES = ("producer", "single")
 Prompt = Callable[[int], list[int]]
@@ -177,7 +178,7 @@ def test_tiers_keep_it(pair: Pair, fleet: Fleet, prompt: Prompt) -> None:
     assert eventually(lambda: pair.second.metric(name, tier="directory") - stored >= blocks)
     right = answer(fleet.single, ids)
     for host in (False, True):
-        pair.second.post(f"/reset_prefix_cache?reset_external={host}", {}).raise_for_status()
+        reset_caches(pair.second, host=host)
         read, before = loads(pair.second), guessed(pair.second)
         assert answer(pair.second, ids) == right
         assert loads(pair.second) > read

@@ -18,12 +18,12 @@ import pytest
 from disagg.errors import StartupError
 from disagg.router.api.bodies import PARAMS, REMOTE_DECODE_AND_TOKEN
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import begun, beside, routed, running, tiers, transfer
 from engine.engines_with_tiers import ANSWER, EnginesWithTiers
 from engine.followed import check_followed
 from engine.streams import Streamed, stream
 from engine.test_soak import check_under_sabotage
-from engine.waiting import eventually
 from engine.windows import PAGE, STATES, make_gated_deltas, make_states
 
 Prompt = Callable[[int], list[int]]

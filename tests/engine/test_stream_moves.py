@@ -13,10 +13,9 @@ from assembled_stream import AssembledStream
 
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet, routed
-from engine.processes import core_of
 from engine.streams import Streamed, events_of, stream
-from engine.waiting import eventually
 
 STREAMS, TOKENS = 16, 320
 WORDS = [
@@ -90,7 +89,7 @@ def kill(server: VllmServer, what: str) -> None:
     if what == "group":
         os.killpg(server.process.pid, signal.SIGKILL)
         return
-    core_of(server).kill()
+    server.core().kill()
 
 
 def are_up(url: str) -> bool:

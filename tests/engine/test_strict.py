@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet, beside, running, tiers, transfer
 from engine.followed import handed_off, invitation
-from engine.waiting import eventually
 
 ENGINES = ("producer", "consumer", "strict", "single")
 Prompt = Callable[[int], list[int]]

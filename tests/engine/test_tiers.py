@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import Fleet, beside, running, tiers, transfer
-from engine.waiting import eventually
+from engine.resets import reset_caches
 
 ENGINES = ("producer", "single")
 Prompt = Callable[[int], list[int]]
@@ -89,7 +90,7 @@ def is_idle(engine: VllmServer) -> bool:
 def forget(engine: VllmServer, *, host: bool = False) -> None:
     """The engine's own cache, and the host tier."""
     assert eventually(lambda: is_idle(engine))
-    engine.post(f"/reset_prefix_cache?reset_external={host}", {}).raise_for_status()
+    reset_caches(engine, host=host)
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 640, 1000, 3000])

@@ -15,8 +15,8 @@ import pytest
 import safetensors
 
 from disagg.testing.vllm_server import Started, VllmServer, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import beside, running, tiers, transfer
-from engine.waiting import eventually
 
 OTHER = os.environ.get("DISAGG_TEST_OTHER_VLLM", "")
 pytestmark = pytest.mark.skipif(not OTHER, reason="with `make matrix` alone")

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.testing.waiting import eventually
 from engine.conftest import running, tiers
-from engine.processes import core_of
-from engine.waiting import eventually
+from engine.resets import reset_caches
 from engine.windows import SLIDING, make_windows
 
 Prompt = Callable[[int], list[int]]
@@ -41,7 +41,7 @@ def engine(
 
 def forget(engine: VllmServer, *, host: bool) -> None:
     assert eventually(lambda: not engine.metric("disagg_tier_in_use_chunks", tier="host"))
-    engine.post(f"/reset_prefix_cache?reset_external={host}", {}).raise_for_status()
+    reset_caches(engine, host=host)
 
 
 def test_all_of_many_loads_end(engine: VllmServer, prompt: Prompt) -> None:
@@ -50,7 +50,7 @@ def test_all_of_many_loads_end(engine: VllmServer, prompt: Prompt) -> None:
         engine.complete(ids, max_tokens=1)
     forget(engine, host=False)
     asked = [[*ids, *prompt(400)] for ids in begun]
-    pool, core = ThreadPoolExecutor(REQUESTS), core_of(engine)
+    pool, core = ThreadPoolExecutor(REQUESTS), engine.core()
     core.suspend()  # so that it finds all of them at once
     try:
         futures = [pool.submit(engine.complete, ids, max_tokens=8) for ids in asked]

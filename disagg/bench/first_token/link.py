@@ -7,6 +7,8 @@ not slowed. The ways, each with a fresh prompt in every repeat:
 - prefill alone: a plain request to the prefill engine, without a handoff, before each handoff.
 - serial: the prefill leg, then the decode leg, which fetches the KV cache.
 - streamed: both legs at once; decode fetches each step's KV while the next one is computed.
+- beside: a plain request to the prefill engine while plain sockets carry as many bytes over the
+  link. What the link alone takes from prefill, where both are on the same cores.
 
 The time of a way runs from the prefill request to decode's first token. With `--link auto` the
 transfer takes as long as the prefill alone just before, so `serial` takes at best twice that time,
@@ -28,7 +30,7 @@ from rich.console import Console
 from disagg.bench.first_token import link_report as report
 from disagg.bench.first_token.link_engines import BLOCK, Engines, running
 from disagg.bench.first_token.link_report import Sample
-from disagg.bench.first_token.pairs import SHOWN, Pair, example, nixl, ours, random_prompt
+from disagg.bench.first_token.pairs import SHOWN, SOCKETS, Pair, example, nixl, ours, random_prompt
 from disagg.bench.results import Output
 from disagg.errors import ConfigError, StartupError
 from disagg.tables import show as show_table
@@ -135,13 +137,14 @@ def run(plan: LinkPlan, output: Output) -> int:
         bench.measure()
     auto = plan.paced and plan.rate is None
     rows = report.rows(bench.samples, plan.bytes, auto=auto)
-    wrong = sum(not sample.right for sample in bench.samples)
+    handoffs = [sample for sample in bench.samples if sample.connector != SOCKETS]
+    wrong = sum(not sample.right for sample in handoffs)
     way = "a slow link" if plan.paced else plan.transport
     title = f"First token of {plan.tokens:,} tokens ({plan.bytes / 1e6:.0f} MB) over {way}, medians"
     show_table(report.table(rows, title), keys=3)
     for note in bench.notes:
         console.print(note)
-    console.print(f"{len(bench.samples)} answers, {wrong} with other tokens than prefill's own")
+    console.print(f"{len(handoffs)} answers, {wrong} with other tokens than prefill's own")
     output.write(
         "handoff-link" if plan.paced else f"handoff-steps-{plan.transport}",
         {"rows": rows, "samples": [asdict(sample) for sample in bench.samples]},
@@ -224,6 +227,11 @@ class Bench:
             got = hand(prompt)
             right = got.tokens == engines.computed(prompt, len(got.tokens))
             taken.append(Sample(name, way, steps, alone, got.first_s, got.prefilled_s, right, rate))
+        if self.link is not None and name == "ours":
+            alone = engines.alone(self._prompt(self.plan.tokens))
+            rate = self._paced(engines.pair, alone)
+            beside = engines.beside(self._prompt(self.plan.tokens), self.link, self.plan.bytes)
+            taken.append(Sample(SOCKETS, "beside", steps, alone, beside, beside, True, rate))
         engines.require_no_failure()
         for file in (self.folder / "example").glob("*/*"):
             file.unlink()  # ExampleConnector never removes its files, and /dev/shm is memory

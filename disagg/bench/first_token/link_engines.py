@@ -4,11 +4,19 @@ which a prompt goes from one to the other."""
 from __future__ import annotations
 
 import secrets
+import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +34,7 @@ BLOCK = 128
 """Tokens; `VllmServer`'s."""
 _ANSWER_TOKENS = 8
 _LEG_S = 300.0
+_PIECE = 1 << 20
 _REMOTE_COUNT = "remote_prefill_cached_tokens"
 # What a decode leg needs to begin before the prefill leg has answered.
 _STREAM, _INVITATION = "disagg_stream", "disagg_invitation"
@@ -73,6 +82,13 @@ class Engines:
             return time.monotonic() - began
         finally:
             self.decode.resume()
+
+    def beside(self, prompt: list[int], link: Link, size: int) -> float:
+        """As `alone`, while plain sockets carry so many bytes over the link."""
+        moved = self._legs.submit(carry, link, size)
+        taken_s = self.alone(prompt)
+        moved.result(_LEG_S)
+        return taken_s
 
     def computed(self, prompt: list[int], tokens: int) -> list[int]:
         """The prefill engine's own answer."""
@@ -158,6 +174,31 @@ def _explained(server: VllmServer) -> Iterator[None]:
 
 def _same_id(pair: Pair) -> dict[str, str] | None:
     return {"X-Request-Id": uuid.uuid4().hex} if pair.same_id else None
+
+
+def carry(link: Link, size: int) -> None:
+    """Carry so many bytes over the link, from its first network to its second."""
+    with ExitStack() as stack:
+        with link.networks[1].inside():
+            listener = stack.enter_context(socket.create_server((link.addresses[1], 0)))
+        with link.networks[0].inside():
+            sends = stack.enter_context(socket.create_connection(listener.getsockname(), _LEG_S))
+        listener.settimeout(_LEG_S)
+        receives = stack.enter_context(listener.accept()[0])
+        receives.settimeout(_LEG_S)
+        sender = threading.Thread(target=_send, args=(sends, size), daemon=True)
+        sender.start()
+        left, buffer = size, bytearray(_PIECE)
+        while left and (count := receives.recv_into(buffer)):
+            left -= count
+        sender.join(_LEG_S)
+
+
+def _send(connection: socket.socket, size: int) -> None:
+    piece = bytes(_PIECE)
+    with suppress(OSError):  # the receiver then notices
+        for at in range(0, size, _PIECE):
+            connection.sendall(piece[: size - at])
 
 
 def places(link: Link | None) -> Sequence[Place]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from disagg.bench.first_token.pairs import SHOWN
+from disagg.bench.first_token.pairs import SHOWN, SOCKETS
 from disagg.bench.results import Cell, Row, Target, target
 from disagg.bench.results import Table as ResultTable
 
@@ -19,7 +19,8 @@ _RATIO, _AFTER = "over prefill alone", "after prefill, ms"
 
 @dataclass(frozen=True)
 class Sample:
-    """One handoff, and a plain request to the same prefill engine just before.
+    """One handoff, and a plain request to the same prefill engine just before. Of the way `beside`
+    both times are the prefill engine's.
 
     In seconds from the start: first_s to decode's first token, prefilled_s to the prefill engine's
     answer. rate: of the link, in bits per second; None: there was none.
@@ -64,8 +65,9 @@ def rows(samples: Sequence[Sample], kv_bytes: int, *, auto: bool) -> list[Row]:
         if auto and way == "streamed" and steps in AIMS:
             row["aim"] = AIMS[steps]
         row["prefill alone, ms"] = _ms([one.alone_s for one in ones])
-        row["prefill leg, ms"] = _ms([one.prefilled_s for one in ones])
-        row[_AFTER] = _ms([one.first_s - one.prefilled_s for one in ones])
+        if connector != SOCKETS:
+            row["prefill leg, ms"] = _ms([one.prefilled_s for one in ones])
+            row[_AFTER] = _ms([one.first_s - one.prefilled_s for one in ones])
         if rates := [one.rate for one in ones if one.rate]:
             row["link, Mbit/s"] = round(statistics.median(rates) / 1e6, 1)
         found.append(row)
@@ -75,6 +77,8 @@ def rows(samples: Sequence[Sample], kv_bytes: int, *, auto: bool) -> list[Row]:
 def ideal(way: str, steps: int, transfer: float) -> float:
     """First token over prefill alone where nothing else takes time. transfer: over prefill alone,
     too."""
+    if way == "beside":
+        return 1
     if way == "serial":
         return 1 + transfer
     # The last step's part follows prefill; or, on a slower link, all parts follow the first step.

@@ -13,11 +13,13 @@ from disagg.bench.transfer import nixl as nixl_peer
 from disagg.errors import ConfigError
 from disagg.transport.names import TransportName
 
+SOCKETS = "sockets"
 SHOWN = {
     "ours": "disagg",
     "example": "ExampleConnector",
     "nixl": "NixlConnector",
     "nixl-push": "NixlPushConnector",
+    SOCKETS: "plain sockets",
 }
 
 

@@ -263,6 +263,7 @@ def _measure(
     targets: dict[str, _Target],
     console: Console,
 ) -> Samples:
+    """A peer that answers wrong, or not in time, is taken out of the targets and the samples."""
     samples: Samples = defaultdict(list)
     generator = random.Random(1)
     cases = [RouterCase(mode, clients) for mode in plan.modes for clients in plan.clients]
@@ -272,7 +273,16 @@ def _measure(
             for name in generator.sample(list(targets), len(targets)):
                 # The first round warms connections and caches.
                 requests = plan.requests if number else plan.requests // _WARM_UP_SHARE
-                sample = _batch(case, name, targets[name], requests)
+                try:
+                    sample = _batch(case, name, targets[name], requests)
+                except (RuntimeError, OSError) as error:
+                    if name not in (PEER, *PEERS):
+                        raise
+                    console.print(f"{name}: left out from here on: {error}", markup=False)
+                    del targets[name]
+                    for one in cases:
+                        samples.pop((one, name), None)
+                    continue
                 if number:
                     samples[case, name].append(sample)
         done = f"round {number} of {plan.rounds}" if number else "warmed up"

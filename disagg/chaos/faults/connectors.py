@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import httpx
 
 from disagg.errors import StartupError
 from disagg.router.api.bodies import REMOTE_DECODE
+from disagg.testing import followed_legs
 from disagg.testing.http import client
 from disagg.testing.vllm_server import START_S, free_port
 from disagg.vllm_compat.versions import installed as vllm_version
@@ -47,7 +49,8 @@ class Connector:
     engines share. env: of each engine. prefill: the params of the prefill leg. decode: those of the
     decode leg, of the prefill engine's environment, the prefill leg's params and its answer's;
     None: this connector takes no params, so that references cannot go wrong. beside: what has to
-    run besides the engines; the argument is the folder.
+    run besides the engines; the argument is the folder. follow: the params of both legs if they are
+    sent at once, of what an earlier prefill leg answered; None: decode's leg waits for that answer.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Connector:
     decode: Callable[[Mapping[str, str], Params, Any], Params | None]
     module: str = "vllm"
     beside: Callable[[Path], contextlib.AbstractContextManager[None]] = _nothing
+    follow: Callable[[Params], tuple[Params, Params]] | None = None
 
     @property
     def missing(self) -> str | None:
@@ -92,6 +96,7 @@ def _ours(folder: Path) -> dict[str, Any]:
         "transports": ["process_memory", "tcp"],
         "lease_s": float(LEASE_S),
         "load_deadline_s": 10.0,
+        "lease_limit_s": 20.0,
     }
     return {
         "kv_connector": "DisaggConnector",
@@ -102,6 +107,11 @@ def _ours(folder: Path) -> dict[str, Any]:
 
 def _ours_env() -> dict[str, str]:
     return {"DISAGG_SECRET": "the secret of this bench"}
+
+
+def _ours_at_once(answered: Params) -> tuple[Params, Params]:
+    stream, invited = secrets.token_hex(16), answered[followed_legs.INVITATION]
+    return followed_legs.prefill_params(stream), followed_legs.decode_params(invited, stream)
 
 
 def _nixl(name: str) -> Callable[[Path], dict[str, Any]]:
@@ -236,7 +246,16 @@ def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
 
 
 CONNECTORS = (
-    Connector("disagg", "disagg", _ours, _ours_env, _remote_decode, _answered, "disagg"),
+    Connector(
+        "disagg",
+        "disagg",
+        _ours,
+        _ours_env,
+        _remote_decode,
+        _answered,
+        "disagg",
+        follow=_ours_at_once,
+    ),
     Connector(
         "NixlConnector",
         "nixl",

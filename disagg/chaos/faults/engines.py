@@ -10,14 +10,18 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from disagg.chaos.faults.connectors import REQUEST_ID, Connector, Params
+from disagg.chaos.faults.connectors import LEASE_S, REQUEST_ID, Connector, Params
 from disagg.errors import StartupError
+from disagg.testing.followed_legs import is_idle
 from disagg.testing.vllm_server import Started, VllmServer, completion, token_ids
+from disagg.testing.waiting import eventually
 
 BLOCK_SIZE, NUM_BLOCKS, LONGEST = 32, 100, 1536
 VOCABULARY = 4096
@@ -25,12 +29,16 @@ ANSWER_S = 30.0
 """An answer that takes longer has hung. The deadlines of all connectors are shorter."""
 MOST_HUNG = 3
 """Of the requests that are sent one after the other: more say the same, and take 30 s each."""
+KEPT_S = 3.0 * LEASE_S
+"""Blocks that are in use for longer, when no request is left, are kept for ever."""
 _ARGS = (
     *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)),
     *("--max-model-len", str(LONGEST), "--max-num-seqs", "16"),
 )
 # Decode has no prefix cache, so that each reference is used.
 _DECODE_ARGS = (*_ARGS, "--no-enable-prefix-caching")
+# Steps end within blocks.
+_STEPS_ARGS = (*_ARGS, "--max-num-batched-tokens", "80")
 Start = Callable[[Sequence[str], dict[str, str], Path], Started]
 Task = Callable[[], "list[Outcome]"]
 
@@ -44,6 +52,13 @@ class Outcome(enum.StrEnum):
     WRONG = "wrong tokens"
     HUNG = "hung"
     DIED = "engine died"
+    KEPT = "blocks kept"
+    """Of an engine, not of a request: it gave blocks back to nobody. Looked at for ours only, as an
+    idle engine with another connector counts no blocks."""
+
+
+class NotPlayed(Exception):
+    """This kind says nothing about this connector, and why."""
 
 
 class Prompts:
@@ -64,12 +79,14 @@ class Engines:
     ) -> None:
         self.connector, self._models, self._folder, self._start = connector, models, folder, start
         self.prompts = Prompts(7)
-        self.left, self.right = self._engine("left", _ARGS), self._engine("right", _DECODE_ARGS)
+        self._in_steps = False
+        self.left, self.right = self._engine("left"), self._engine("right")
         self.plain = VllmServer("plain", models[0], folder / "plain.log", None, _ARGS, start=start)
         self._at_once = False
         self._plain: list[int] = []  # tokens of prompts that are not handed off
 
-    def _engine(self, name: str, args: Sequence[str], model: int = 0) -> VllmServer:
+    def _engine(self, name: str, model: int = 0) -> VllmServer:
+        args = _DECODE_ARGS if name == "right" else _STEPS_ARGS if self._in_steps else _ARGS
         config = {**self.connector.config(self._folder), "kv_role": "kv_both"}
         log = self._folder / f"{self.connector.name}-{name}.log"
         env = {"VLLM_SERVER_DEV_MODE": "1", **self.connector.env()}
@@ -107,9 +124,15 @@ class Engines:
         old: VllmServer = getattr(self, name)
         self.kill(old)
         old.stop()
-        new = self._engine(name, _ARGS if name == "left" else _DECODE_ARGS, model)
+        new = self._engine(name, model)
         setattr(self, name, new)
         self._launch(new)
+
+    def compute_in_steps(self, wanted: bool) -> None:
+        """Whether `left` computes a prompt in several steps, or in one. Changes it if need be."""
+        if wanted is not self._in_steps:
+            self._in_steps = wanted
+            self.restart("left")
 
     def meet(self) -> None:
         """One handoff, however it ends: as in service, decode has fetched from prefill before."""
@@ -121,6 +144,13 @@ class Engines:
         for name in dead:
             self.restart(name)
         return dead
+
+    def kept(self) -> list[str]:
+        """Names of the engines that keep blocks although no request is left."""
+        if self.connector.follow is None:
+            return []
+        both = (self.left, self.right)
+        return [one.name for one in both if not eventually(partial(is_idle, one), KEPT_S)]
 
     def serves(self, server: VllmServer) -> bool:
         """Whether it computes a prompt."""
@@ -246,7 +276,7 @@ def _outcomes(task: Task) -> list[Outcome]:
     """What raises, because an engine is gone, has died."""
     try:
         return task()
-    except httpx.TimeoutException:
+    except (httpx.TimeoutException, TimeoutError):
         return [Outcome.HUNG]
-    except (httpx.HTTPError, StartupError):
+    except (httpx.HTTPError, HTTPException, OSError, StartupError):
         return [Outcome.DIED]

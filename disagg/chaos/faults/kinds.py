@@ -18,16 +18,13 @@ from typing import Any
 
 import httpx
 
+from disagg.chaos.faults import streamed
 from disagg.chaos.faults.connectors import LEASE_S, REQUEST_ID, Params
-from disagg.chaos.faults.engines import LONGEST, Engines, Outcome, Task
+from disagg.chaos.faults.engines import LONGEST, Engines, NotPlayed, Outcome, Task
 from disagg.testing.vllm_server import VllmServer
 
 Play = Callable[[Engines, int], list[Outcome]]
 _SHORT, _MIDDLE, _LONG = 100, 300, 900
-
-
-class NotPlayed(Exception):
-    """This kind says nothing about this connector, and why."""
 
 
 def handoffs(engines: Engines, times: int) -> list[Outcome]:
@@ -336,10 +333,12 @@ LEFT = frozenset({"left"})
 
 @dataclass(frozen=True)
 class Kind:
-    """kills: the engines that it leaves dead itself."""
+    """kills: the engines that it leaves dead itself. streamed: decode follows a lease while prefill
+    computes the prompt in several steps; few connectors can."""
 
     play: Play
     kills: frozenset[str] = frozenset()
+    streamed: bool = False
 
 
 KINDS: Mapping[str, Kind] = {
@@ -365,4 +364,5 @@ KINDS: Mapping[str, Kind] = {
     "producer killed after the first token": Kind(producer_killed_after, LEFT),
     "consumer killed during its leg": Kind(consumer_killed),
     "prefill on another checkpoint": Kind(rolled_checkpoint),
+    **{f"streamed: {name}": Kind(play, streamed=True) for name, play in streamed.PLAYS.items()},
 }

@@ -20,8 +20,8 @@ from disagg.bench.results import Output, Target, target
 from disagg.bench.results import Row as ResultRow
 from disagg.bench.results import Table as ResultTable
 from disagg.chaos.faults.connectors import CONNECTORS, Connector
-from disagg.chaos.faults.engines import Engines, Outcome
-from disagg.chaos.faults.kinds import KINDS, NotPlayed
+from disagg.chaos.faults.engines import Engines, NotPlayed, Outcome
+from disagg.chaos.faults.kinds import KINDS
 from disagg.errors import ConfigError, StartupError
 from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
@@ -32,8 +32,9 @@ OURS = CONNECTORS[0].name
 MODELS = (Path(".cache/models/faults-0"), Path(".cache/models/faults-1"))
 STATE = Path(".cache/bench-faults.json")
 INTERRUPTED = "interrupted"
-_BAD = (Outcome.WRONG, Outcome.HUNG, Outcome.DIED)
-_COLORS = {Outcome.RIGHT: "green", Outcome.WRONG: "red", Outcome.HUNG: "red", Outcome.DIED: "red"}
+_BAD = (Outcome.WRONG, Outcome.HUNG, Outcome.DIED, Outcome.KEPT)
+_COLORS = {Outcome.RIGHT: "green"} | dict.fromkeys(_BAD, "red")
+_NOT_STREAMED = "not streamed: its decode leg waits for prefill's answer"
 Cell = dict[str, Any]
 """{"outcomes": {outcome: count}, "note": why it was not played, or what did not start}."""
 
@@ -41,8 +42,8 @@ Cell = dict[str, Any]
 def run(
     names: Sequence[str], kinds: Sequence[str], times: int, *, fresh: bool, output: Output
 ) -> int:
-    """Play and print. Returns the exit status: 1 if ours gave a wrong token, hung, died, or was not
-    played to the end."""
+    """Play and print. Returns the exit status: 1 if ours gave a wrong token, hung, died, kept
+    blocks, or was not played to the end."""
     console = Console(highlight=False, soft_wrap=True)
     chosen, played = _connectors(names), _kinds(kinds)
     state = State(STATE, fresh=fresh)
@@ -94,6 +95,10 @@ def _of_connector(
     if connector.missing:
         return connector.missing
     mine = state.cells_of(connector, times)
+    if connector.follow is None:
+        for kind in (kind for kind in kinds if KINDS[kind].streamed):
+            mine[kind] = {"outcomes": {}, "note": _NOT_STREAMED}
+        kinds = [kind for kind in kinds if not KINDS[kind].streamed]
     left = [kind for kind in kinds if kind not in mine]
     if len(left) < len(kinds):
         console.print(
@@ -131,9 +136,11 @@ def _cause(error: StartupError) -> str:
 
 def play(engines: Engines, kind: str, times: int) -> Cell:
     """Play one kind. Afterwards the engines serve again; raises `StartupError` if they do not. An
-    engine that the kind did not kill, and that does not serve, has died. If an answer hung, the
-    next kind begins with new engines, so that each one is counted by itself."""
+    engine that the kind did not kill, and that does not serve, has died. If an answer hung, or an
+    engine kept blocks, the next kind begins with new ones, so that each one is counted by itself.
+    """
     chosen, note = KINDS[kind], ""
+    engines.compute_in_steps(chosen.streamed)
     engines.meet()
     try:
         outcomes = Counter(chosen.play(engines, times))
@@ -145,9 +152,13 @@ def play(engines: Engines, kind: str, times: int) -> Cell:
     died = revived - chosen.kills
     if died:
         outcomes[Outcome.DIED] += len(died)
+    kept = set(engines.kept())
+    if kept:
+        outcomes[Outcome.KEPT] += len(kept)
     if outcomes[Outcome.HUNG]:  # what hung may hold blocks for ever
-        for name in {"left", "right"} - revived:
-            engines.restart(name)
+        kept = {"left", "right"}
+    for name in kept - revived:
+        engines.restart(name)
     return {"outcomes": {str(outcome): count for outcome, count in outcomes.items()}, "note": note}
 
 
@@ -222,6 +233,8 @@ def _report(
             figures = [_count(cell, outcome) for outcome in Outcome]
             row: ResultRow = {"fault": kind, "connector": connector.name}
             rows.append(row | {str(o): n for o, n in zip(Outcome, figures, strict=True)})
+            if connector.follow is None:  # not looked at
+                rows[-1][str(Outcome.KEPT)] = None
             if not cell["outcomes"]:
                 rows[-1] = row | dict.fromkeys(map(str, Outcome), None) | {"right": cell["note"]}
             shown.add_row(

@@ -161,7 +161,8 @@ class ConsumerScheduler:
             )
             self._stats.count("failures", report.problem)
             self._stats.count("handoffs", "none|failed")
-            self._release(load.handoff)
+            if report.problem != "prompt_mismatch":  # then the lease is another request's
+                self._release(load.handoff)
             if self._settings.strict:
                 load.problem, load.handoff = report.problem, _nobodys(load.handoff.block_size)
             else:

@@ -13,6 +13,7 @@ import functools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from disagg.connector.handoff.messages import (
 from disagg.connector.handoff.per_peer_threads import PerPeerThreads
 from disagg.connector.handoff.rank import RankCache, WorkerRank
 from disagg.connector.handoff.settings import ConnectorSettings
-from disagg.errors import PeerLost, PeerRefused, TransferError
+from disagg.errors import LeaseGone, PeerLost, PeerRefused, TransferError
 from disagg.safe_logging import foreign
 from disagg.transport import fetch as handoff
 from disagg.transport.base import FetchJob, Receiver
@@ -39,13 +40,15 @@ from disagg.transport.blocks import Selection
 from disagg.transport.control.client import Endpoint, Peers
 from disagg.transport.deadline import Deadline, Event
 from disagg.transport.fetch import LeaseName, Moved
-from disagg.transport.follow import Stream, has_begun
+from disagg.transport.follow import Stream, awaited
 from disagg.transport.protocol import Part
 
 logger = logging.getLogger(__name__)
 
 _LEASE_MESSAGE_S, _LEASE_MESSAGES_AT_ONCE = 5.0, 2
 _FOLLOWS = 256
+# How long prefill may not know a stream: both legs are sent at about the same time.
+_UNHEARD_S = 30.0
 
 Fence = Event | TransferError | None
 """When the model's stream has finished all steps launched so far, or why that is unknown."""
@@ -155,13 +158,18 @@ class ConsumerWorker:
     def _watch(self, watch: Watch, cancelled: threading.Event) -> None:
         """Report when a stream begins. Nobody keeps blocks for it until then."""
         stream, problem = Stream(watch.stream, watch.prompt), None
-        give_up = Deadline.after(self._settings.lease_limit_s)
+        give_up, heard = Deadline.after(self._settings.lease_limit_s), time.monotonic()
         try:
             while not cancelled.is_set():
                 give_up.left()
                 limit = Deadline.after(NEWS_S + _LEASE_MESSAGE_S)
-                if has_begun(self._peers, watch.endpoint, stream, NEWS_S, limit):
+                answer = awaited(self._peers, watch.endpoint, stream, NEWS_S, limit)
+                if answer.has_begun:
                     break
+                if answer.is_queued:
+                    heard = time.monotonic()
+                elif time.monotonic() > heard + _UNHEARD_S:
+                    raise LeaseGone("prefill was not sent its prompt")
         except TransferError as error:
             problem = error.reason
             logger.info("stream of %s: %s", foreign(watch.request_id), foreign(error))

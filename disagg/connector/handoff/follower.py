@@ -20,10 +20,10 @@ from disagg.connector.handoff.settings import ConnectorSettings
 from disagg.errors import LeaseGone
 from disagg.transport.base import FetchJob, Receiver
 from disagg.transport.blocks import Selection
-from disagg.transport.control.client import Peers
+from disagg.transport.control.client import Endpoint, Peers
 from disagg.transport.deadline import Deadline, Event
 from disagg.transport.fetch import FetchRequest, Moved
-from disagg.transport.follow import Followed, Stream, followed, has_begun
+from disagg.transport.follow import Followed, Stream, awaited, followed
 
 # How often a load that waits for news looks whether its request has ended.
 NEWS_S = 0.05
@@ -141,13 +141,18 @@ class Follower:
         for request, _ in self._fetches(load, whole(load)):
             # The scheduler knows that the first rank has begun. Another one may come to the step
             # later: a pipeline stage does when the one before it is done.
-            while request.endpoint != load.endpoints[0] and not has_begun(
-                self._peers, request.endpoint, stream, NEWS_S, Deadline.after(NEWS_S + _ANSWER_S)
-            ):
-                _check_goes_on(cancelled, deadline)
+            if request.endpoint != load.endpoints[0]:
+                self._await(request.endpoint, stream, cancelled, deadline)
             one = followed(self._peers, request, stream, self._receivers, deadline)
             leases.append(following.enter_context(one))
         return Leases(leases)
+
+    def _await(
+        self, endpoint: Endpoint, stream: Stream, cancelled: threading.Event, deadline: Deadline
+    ) -> None:
+        limit = NEWS_S + _ANSWER_S
+        while not awaited(self._peers, endpoint, stream, NEWS_S, Deadline.after(limit)).has_begun:
+            _check_goes_on(cancelled, deadline)
 
     def _fetch(
         self, load: HandoffLoad, leases: Leases, chunk: Chunk, after: Event | None

@@ -48,6 +48,7 @@ class GrowingLeases:
         self._asked: dict[str, tuple[Request, bytes]] = {}
         self._leases: dict[str, _GrowingLease] = {}
         self._streams: set[bytes] = set()
+        self._come: list[str] = []  # requests that were asked since the last step
         self._work = StepWork()
         self._tracer = open_tracer()
         self._spans: dict[int, GrowthSpan] = {}
@@ -60,6 +61,7 @@ class GrowingLeases:
             return
         if block_digests.hashable(request):
             self._asked[request.request_id] = request, stream
+            self._come.append(request.request_id)
             self._streams.add(stream)
         else:
             self._work.unwanted.append(stream)
@@ -119,6 +121,8 @@ class GrowingLeases:
         mine, self._work = self._work, StepWork()
         work.growing, work.grown = mine.growing, mine.grown
         work.stopped, work.unwanted = mine.stopped, mine.unwanted
+        work.queued = [self._asked[one][1] for one in self._come if one in self._asked]
+        self._come.clear()
         # The step before has reported, also of leases that ended with it.
         while self._stopped:
             self._spans.pop(self._stopped.pop()).end()

@@ -120,11 +120,13 @@ class LeaseMessage:
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """Scheduler -> worker: everything to do in this step. stopped: leases that no longer grow, and
-    will not be granted. unwanted: streams that will never begin. watches: report when these streams
-    begin. unwatched, cancels: request ids. revoked: end all leases with a lower number, even if a
-    consumer still wants them. taken_back: end these."""
+    """Scheduler -> worker: everything to do in this step. queued: streams whose prompts wait for
+    their first step. stopped: leases that no longer grow, and will not be granted. unwanted:
+    streams that will never begin. watches: report when these streams begin. unwatched, cancels:
+    request ids. revoked: end all leases with a lower number, even if a consumer still wants them.
+    taken_back: end these."""
 
+    queued: list[bytes] = field(default_factory=list)
     growing: list[Growing] = field(default_factory=list)
     grown: list[Grown] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)

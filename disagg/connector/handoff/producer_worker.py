@@ -59,6 +59,8 @@ class ProducerWorker:
     def start(self, work: StepWork) -> None:
         """Keep the leases that were granted, and let others grow; end those that were revoked,
         taken back or stopped."""
+        for stream in work.queued:
+            self._leases.queue(stream)
         for new in work.growing:
             self._leases.grow(new.lease, new.request_id, new.stream, new.prompt, new.blocks)
         if work.grown:

@@ -17,7 +17,7 @@ from disagg.engine.vllm_patches import (
 )
 
 # Switches that `disagg serve` sets in the environment.
-SWITCHES = (busy_poll.PATCH, fork_workers.PATCH)
+SWITCHES = (busy_poll.PATCH, busy_poll.IN_WORKERS, fork_workers.PATCH)
 # Functions that our connector needs and for which vLLM has no setting.
 EXTENSIONS = (kv_memory_headroom.PATCH, load_failure_policy.PATCH)
 # Faults of vLLM.

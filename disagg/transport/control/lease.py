@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 FETCHED, ABORTED, TAKEN_BACK = "fetched", "aborted", "taken_back"
 _AFTER_LOSS_S = 2.0
-_PAST_STREAMS = 4096
+_MOST_STREAMS = 4096
 
 
 @dataclass
@@ -104,6 +104,7 @@ class LeaseTable:
         self._leases: dict[int, Lease] = {}
         self._streams: dict[bytes, Lease] = {}
         self._past: dict[bytes, None] = {}  # streams that ended, or that nobody wants
+        self._queued: dict[bytes, None] = {}  # streams of prompts that wait for their first step
         self._highest = -1
         self._changed = threading.Condition()
 
@@ -240,10 +241,22 @@ class LeaseTable:
 
     # ---- while a prompt is computed ------------------------------------------------------------
 
+    def queue(self, stream: bytes) -> None:
+        """The prompt's request has come, and waits for its first step."""
+        with self._changed:
+            if stream not in self._past:
+                _remember(self._queued, stream)
+
+    def is_queued(self, stream: bytes) -> bool:
+        """Whether the prompt's request has come, and its first step has not."""
+        with self._changed:
+            return stream in self._queued
+
     def grow(self, lease: int, request_id: str, stream: bytes, prompt: bytes, blocks: int) -> None:
         """Begin a lease of so many blocks, none of them final. `grant` or `stop` must follow. If
         there is such a stream already, this lease does not grow, and `grant` begins it."""
         with self._changed:
+            self._queued.pop(stream, None)
             if stream in self._streams:
                 return
             growth, none = Growth(stream, prompt), [-1] * blocks
@@ -355,9 +368,8 @@ class LeaseTable:
             self._is_past(stream)
 
     def _is_past(self, stream: bytes) -> None:
-        self._past[stream] = None
-        if len(self._past) > _PAST_STREAMS:
-            del self._past[next(iter(self._past))]
+        self._queued.pop(stream, None)
+        _remember(self._past, stream)
         self._changed.notify_all()
 
     # ---- all leases ----------------------------------------------------------------------------
@@ -397,6 +409,13 @@ class LeaseTable:
         if held.kept_until is None:
             held.kept_until = now + self._read_limit_s
         return now > held.kept_until
+
+
+def _remember(streams: dict[bytes, None], stream: bytes) -> None:
+    """The oldest are forgotten."""
+    streams[stream] = None
+    if len(streams) > _MOST_STREAMS:
+        del streams[next(iter(streams))]
 
 
 def _stream(held: Lease) -> bytes | None:

@@ -209,7 +209,7 @@ class _Session:
         if leases.has_begun(request.stream, self._patience_s(request.seconds)):
             leases.check_stream(request.stream, request.prompt)
             return p.Awaited(has_begun=True)
-        return p.Awaited(has_begun=False)
+        return p.Awaited(has_begun=False, is_queued=leases.is_queued(request.stream))
 
     def _follow(self, request: p.Follow) -> p.Answer:
         if problem := self._may_begin(request.generation):

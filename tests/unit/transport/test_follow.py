@@ -32,7 +32,7 @@ from disagg.transport.control.lease import LeaseTable
 from disagg.transport.control.server import ControlServer
 from disagg.transport.deadline import Deadline
 from disagg.transport.fetch import FetchRequest, Moved
-from disagg.transport.follow import Followed, Stream, followed, has_begun
+from disagg.transport.follow import Followed, Stream, awaited, followed
 from disagg.transport.registry import Means, make_receivers, make_senders
 from disagg.transport.shared_storage import Storage
 
@@ -238,12 +238,14 @@ def test_several_readers_end_it_together(pair: Pair) -> None:
 
 
 def test_whether_a_stream_has_begun(pair: Pair) -> None:
-    def begun(seconds: float = 0.0, stream: Stream = STREAM) -> bool:
-        return has_begun(pair.peers, pair.endpoint, stream, seconds, Deadline.after(5))
+    def begun(seconds: float = 0.0, stream: Stream = STREAM) -> p.Awaited:
+        return awaited(pair.peers, pair.endpoint, stream, seconds, Deadline.after(5))
 
-    assert not begun()
+    assert begun() == p.Awaited(has_begun=False)
+    pair.leases.queue(NAME)
+    assert begun() == p.Awaited(has_begun=False, is_queued=True)
     grow(pair)
-    assert begun(60)
+    assert begun(60) == p.Awaited(has_begun=True)
     with pytest.raises(TransferError) as error:
         begun(60, Stream(NAME, b"q" * 16))
     assert error.value.reason == "prompt_mismatch"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from disagg.bench.first_token.link_engines import Engines, places
+from disagg.bench.first_token.link_engines import Engines, carry, places
 from disagg.bench.first_token.pairs import Pair, example, nixl, ours
 from disagg.errors import StartupError
 from disagg.testing import network
@@ -165,3 +165,15 @@ def test_each_engine_has_a_network_of_its_own() -> None:
             assert there.server_address[0] == "127.0.0.1"
             with pytest.raises(OSError, match="refused"):
                 socket.create_connection(("127.0.0.1", there.server_address[1]), 5)
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_plain_sockets_carry_all_bytes_over_the_link() -> None:
+    size = (3 << 20) + 17
+    with Link() as link:
+        link.pace(10**9)
+        carry(link, size)
+        with link.networks[1].inside():
+            lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    (counts,) = (line.split(":")[1].split() for line in lines if link.device in line)
+    assert size < int(counts[0]) < 1.1 * size

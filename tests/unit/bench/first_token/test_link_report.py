@@ -43,6 +43,21 @@ def test_a_row_has_medians() -> None:
     }
 
 
+def test_what_plain_sockets_cost_prefill_is_no_handoff() -> None:
+    (row,) = report.rows([sample("beside", 16, 2.1, "sockets")], BYTES, auto=True)
+    assert row == {
+        "steps": 16,
+        "connector": "plain sockets",
+        "way": "beside",
+        "first token, ms": 2100.0,
+        "over prefill alone": 1.05,
+        "ideal": 1,
+        "prefill alone, ms": 2000.0,
+        "link, Mbit/s": 400.0,
+    }
+    assert len(found([row])) == 1  # that no answer was wrong
+
+
 @pytest.mark.parametrize(
     ("way", "steps", "transfer", "ratio"),
     [

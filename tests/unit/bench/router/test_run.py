@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from disagg.bench.results import Output, newest
 from disagg.bench.router import load as router_load
@@ -195,6 +196,20 @@ def test_a_peer_that_is_not_installed_is_left_out(
     for name in names[2:]:
         assert f"{name}: left out: not installed; to install it:\n" in said
         assert PEERS[name].install in said
+
+
+def test_a_peer_that_answers_wrong_is_left_out_from_then_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = router.RouterBenchPlan(4, 1, [1], ["whole"], ["direct", "vllm-router"], 0)
+    with ExitStack() as stack:
+        url, engine = launch(stack, "decode", router._engine("decode", 0))
+        targets = {name: router._Target(url, None, [engine]) for name in plan.targets}
+        samples = router._measure(plan, targets, Console())
+        assert [name for _, name in samples] == [*targets] == ["direct"]
+        with pytest.raises(RuntimeError, match="the prefill leg was left out"):
+            router._measure(plan, {"ours": targets["direct"]}, Console())
+    assert "vllm-router: left out from here on: " in capsys.readouterr().out
 
 
 def test_versions_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

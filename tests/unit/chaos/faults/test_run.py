@@ -21,9 +21,17 @@ from disagg.errors import StartupError
 @dataclass
 class FakeEngines:
     dead: list[str] = field(default_factory=list)
+    keep: list[str] = field(default_factory=list)
+    steps: list[bool] = field(default_factory=list)
     restarted: list[str] = field(default_factory=list)
 
+    def compute_in_steps(self, wanted: bool) -> None:
+        self.steps.append(wanted)
+
     def meet(self) -> None: ...
+
+    def kept(self) -> list[str]:
+        return self.keep
 
     def revive(self) -> list[str]:
         return self.dead
@@ -49,6 +57,37 @@ def test_after_an_answer_that_hung_engines_are_new(
     cell = run.play(cast("Engines", engines), "a kind", 1)
     assert cell["outcomes"] == {str(outcome): 1}
     assert sorted(engines.restarted) == restarted
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_an_engine_that_keeps_blocks_is_counted_and_replaced(
+    monkeypatch: Any, streamed: bool
+) -> None:
+    kind = Kind(lambda engines, times: [Outcome.RIGHT], streamed=streamed)
+    monkeypatch.setattr(run, "KINDS", {"a kind": kind})
+    engines = FakeEngines(keep=["right"])
+    cell = run.play(cast("Engines", engines), "a kind", 1)
+    assert cell["outcomes"] == {str(Outcome.RIGHT): 1, str(Outcome.KEPT): 1}
+    assert run._bad(cell) == 1
+    assert engines.restarted == ["right"]
+    assert engines.steps == [streamed]
+
+
+def test_a_connector_that_cannot_stream_says_so_without_engines(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "make_model", MagicMock())
+    monkeypatch.setattr(run, "ForkServer", MagicMock())
+    monkeypatch.setattr(run, "Engines", MagicMock(side_effect=AssertionError))
+    monkeypatch.setattr(run, "STATE", tmp_path / "state.json")
+    results = tmp_path / "results"
+    output = Output(None, results)
+    assert run.run(["ExampleConnector"], ["streamed"], 2, fresh=False, output=output) == 0
+    (saved,) = results.iterdir()
+    _, answers = load(saved).tables
+    streamed = [kind for kind in KINDS if KINDS[kind].streamed]
+    assert [row["fault"] for row in answers.rows] == streamed
+    assert {row["right"] for row in answers.rows} == {run._NOT_STREAMED}
 
 
 def test_the_reason_is_the_last_error_of_the_log() -> None:

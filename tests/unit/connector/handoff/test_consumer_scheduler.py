@@ -327,22 +327,27 @@ def test_who_follows_takes_no_blocks_before_prefill_begins() -> None:
     assert stats["hidden"] == {"tcp": 20}
 
 
+@pytest.mark.parametrize(
+    ("problem", "said"), [("lease_gone", [RELEASE_STREAM]), ("prompt_mismatch", [])]
+)
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_prompt_that_prefill_never_begins_with(strict: bool) -> None:
-    """It is computed here, or fails; nobody else's request is touched."""
+def test_a_prompt_that_prefill_never_begins_with(
+    strict: bool, problem: str, said: list[LeaseMessage]
+) -> None:
+    """It is computed here, or fails; nobody else's request, or lease, is touched."""
     consumer, asked = Consumer(strict=strict), request()
     consumer.follows(asked)
-    consumer.begins(problem="lease_gone")
-    consumer.begins(problem="lease_gone")
+    consumer.begins(problem=problem)
+    consumer.begins(problem=problem)
     work = consumer.work()
-    assert work.releases == [RELEASE_STREAM]
-    assert consumer.counts("failures") == {"lease_gone": 1}
+    assert work.releases == said
+    assert consumer.counts("failures") == {problem: 1}
     if not strict:
         assert consumer.half.num_new_matched_tokens(asked, 0) == (0, False)
     else:
         assert consumer.half.num_new_matched_tokens(asked, 0) == (LENGTH, True)
         consumer.allocates(asked, LENGTH)
-        assert [load.problem for load in consumer.work().loads] == ["lease_gone"]
+        assert [load.problem for load in consumer.work().loads] == [problem]
     consumer.clock.now += 100
     assert consumer.work() == StepWork()
 

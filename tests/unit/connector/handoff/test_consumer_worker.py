@@ -657,6 +657,21 @@ def test_a_stream_that_never_begins(engines: Engines) -> None:
     assert begun(hasty) == BegunReport("r", "deadline")
 
 
+def test_a_stream_that_prefill_never_hears_of(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up soon; one whose prompt waits is not."""
+    monkeypatch.setattr(consumer_worker, "_UNHEARD_S", 0.2)
+    (producer,), (consumer,) = engines.produces(), engines.consumes()
+    producer.worker.start(StepWork(queued=[STREAM]))
+    consumer.worker.start(StepWork(watches=[watch(producer, "waits")]))
+    consumer.worker.start(StepWork(watches=[replace(watch(producer), stream=b"t" * 16)]))
+    assert begun(consumer) == BegunReport("r", "lease_gone")
+    assert consumer.worker._unwatched.keys() == {"waits"}
+    Prompt([producer]).begins()
+    assert begun(consumer) == BegunReport("waits")
+
+
 def test_who_does_not_watch_any_more_is_not_kept(engines: Engines) -> None:
     (producer,), (consumer,) = engines.produces(), engines.consumes()
     consumer.worker.start(StepWork(watches=[watch(producer, name) for name in "ab"]))

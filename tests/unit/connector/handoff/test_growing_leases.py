@@ -70,7 +70,8 @@ def test_a_prompt_of_three_steps() -> None:
     """What a step computes counts from the next one on, and whole blocks alone."""
     made, asked = producer(), prompt()
     made.asked(asked)
-    assert made.step() == StepWork(), "it waits"
+    assert made.step() == StepWork(queued=[STREAM]), "it waits"
+    assert made.step() == StepWork()
     digest = prompt_digest(DIGESTS.of(asked, BLOCK, LENGTH))
     assert made.step("r") == StepWork(growing=[Growing(0, "r", STREAM, digest, 7)])
     asked.num_computed_tokens = 40

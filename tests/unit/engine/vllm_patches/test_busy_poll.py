@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
 
 import pytest
 
+from disagg.engine.vllm_patches import busy_poll
 from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV
 
 # vLLM is imported once. Each value of the environment is tried in a fork.
@@ -40,6 +42,29 @@ def yields() -> dict[str, tuple[float, bool]]:
     words = [line.split() for line in done.stdout.splitlines()]
     lines = [line[1:] for line in words if line[:1] == ["measured"]]
     return {value: (float(seconds), own == "True") for value, seconds, own in lines}
+
+
+def test_a_worker_sleeps_longer_in_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = 0.0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds + 5e-6
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", sleep)
+    nap = busy_poll.Naps(50e-6)
+    now = 1.0
+    while now < 1.02:
+        nap()
+    assert slept == sorted(slept)
+    assert (slept[0], slept[-1]) == (50e-6, 1e-3)
+    assert len(slept) < 60, "of 400"
+    for _ in range(20):  # one message after the other
+        now += 0.001
+        nap()
+    assert slept[-20:] == [50e-6] * 20
 
 
 def test_vllm_finds_it() -> None:

@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+from PIL import Image
 from unit.router.server import chromium
 from unit.router.server.metered_engine import TOKENS, MeteredEngine
 
@@ -131,11 +132,19 @@ async def take(url: str, folder: Path) -> None:
                 await page.look(width, dark=is_dark)
                 await asyncio.sleep(0.5)  # it draws anew
                 await page.screenshot(folder / name, most_height=height)
+                _make_small(folder / name)
     sizes = {name: (folder / name).stat().st_size for name, *_ in SHOTS}
     for name, size in sizes.items():
         print(f"{folder / name}: {size:,} bytes")
     if max(sizes.values()) > MOST_BYTES:
         raise SystemExit(f"one is over {MOST_BYTES:,} bytes")
+
+
+def _make_small(picture: Path) -> None:
+    """256 colors show all of it."""
+    with Image.open(picture) as opened:
+        colors = opened.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    colors.save(picture, optimize=True)
 
 
 async def main() -> None:

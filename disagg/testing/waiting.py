@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
 
 
-def eventually(condition: Any, timeout: float = 15.0) -> bool:
-    """Whether the condition holds before the deadline."""
+def eventually(condition: Callable[..., object], timeout: float = 15.0) -> bool:
+    """Whether the condition holds within so many seconds."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if condition():

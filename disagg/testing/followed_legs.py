@@ -1,0 +1,108 @@
+"""Both legs of a request that are sent at once, so that decode follows the lease while prefill
+computes the prompt. Prefill can be held amid the prompt, and each client may leave."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import select
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+from disagg.router.api.bodies import PARAMS, REMOTE_DECODE
+from disagg.testing.vllm_server import VllmServer, completion
+
+PATH = "/v1/completions"
+STREAM, INVITATION = "disagg_stream", "disagg_invitation"
+"""Keys of `kv_transfer_params`, as docs/streaming.md has them."""
+_SLICE_S, _HOLD_S = 0.01, 60.0
+
+
+def prefill_params(stream: str) -> dict[str, Any]:
+    """What makes a prefill's lease grow under this name."""
+    return {**REMOTE_DECODE, STREAM: stream}
+
+
+def decode_params(invited: dict[str, Any], stream: str) -> dict[str, Any]:
+    """What makes decode follow that lease. invited: what an earlier answer of prefill had."""
+    return {"do_remote_prefill": True, INVITATION: invited, STREAM: stream}
+
+
+def prefill_body(prompt: Any, params: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """The prefill leg of a completion."""
+    begins = {**completion(prompt, **options), "max_tokens": 1, "min_tokens": 0, "n": 1}
+    return {**begins, PARAMS: params}
+
+
+class Leg:
+    """A request that was sent, and that its client may leave. Reading it has a deadline."""
+
+    def __init__(
+        self, server: VllmServer, body: dict[str, Any], path: str = PATH, timeout_s: float = 120
+    ) -> None:
+        port = server.port
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+        content = json.dumps({"model": "tiny", **body})
+        self._connection.request("POST", path, content, {"content-type": "application/json"})
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether there is some of an answer, or its end."""
+        return bool(select.select([self._connection.sock], [], [], 0)[0])
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for it. Raises RuntimeError unless the status is 200, TimeoutError, and other
+        OSErrors and HTTPExceptions if the server is gone."""
+        response = self._connection.getresponse()
+        content = response.read()
+        self.leave()
+        if response.status != 200:
+            raise RuntimeError(f"{response.status}: {content.decode(errors='replace')}")
+        answer: dict[str, Any] = json.loads(content)
+        return answer
+
+    def leave(self) -> None:
+        """Disconnect."""
+        self._connection.close()
+
+
+def used(server: VllmServer) -> float:
+    """The share of its cache that is in use."""
+    return server.metrics("vllm:kv_cache_usage_perc")["vllm:kv_cache_usage_perc{}"]
+
+
+def waiting(server: VllmServer) -> float:
+    """How many requests wait in it."""
+    return server.metrics("vllm:num_requests_waiting")["vllm:num_requests_waiting{}"]
+
+
+def is_idle(server: VllmServer) -> bool:
+    """Whether nothing is left of its requests."""
+    samples = server.metrics("vllm:num_requests_")
+    running = [value for name, value in samples.items() if "{}" in name]
+    return not (used(server) or server.metric("disagg_leases_held") or any(running))
+
+
+@contextlib.contextmanager
+def held_at(prefill: VllmServer, share: float) -> Iterator[None]:
+    """Within the context the scheduler stands still amid a prompt, which has this share of the
+    cache, or more. Its workers go on. Nothing else may be in the cache. Raises TimeoutError if the
+    prompt does not begin."""
+    core, deadline = prefill.core(), time.monotonic() + _HOLD_S
+    core.suspend()
+    try:
+        # In slices, so that it does not run away while somebody looks.
+        while used(prefill) < share:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{prefill.name}: the prompt did not begin")
+            core.resume()
+            time.sleep(_SLICE_S)
+            core.suspend()
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            core.resume()
