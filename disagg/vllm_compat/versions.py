@@ -31,11 +31,15 @@ def installed() -> str:
     return "0"
 
 
-@cache  # it is asked in each step
 def matches(specifier: str, vllm: str | None = None) -> bool:
     """Whether a version of vLLM, by default the installed one, is within a PEP 440 specifier."""
+    return _matches(specifier, vllm or installed())
+
+
+@cache  # asked in each step
+def _matches(specifier: str, vllm: str) -> bool:
     try:
-        return SpecifierSet(specifier).contains(Version(vllm or installed()), prereleases=True)
+        return SpecifierSet(specifier).contains(Version(vllm), prereleases=True)
     except InvalidVersion:
         return False
 
