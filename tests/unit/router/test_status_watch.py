@@ -42,7 +42,8 @@ class Terminal:
         self.end, own = pty.openpty()
         fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 100, 0, 0))
         env = {**os.environ, "TERM": "xterm-256color"}
-        env.pop("COLUMNS", None)
+        for name in ("COLUMNS", "LINES"):  # they may be another terminal's
+            env.pop(name, None)
         self.process = subprocess.Popen(
             [*COMMAND, *words], stdin=own, stdout=own, stderr=own, env=env, start_new_session=True
         )
