@@ -18,7 +18,7 @@ from disagg.config import Deployment, Role, TransferSection
 from disagg.engine.spec import EngineSpec
 from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.engine.vllm_patches.fork_workers import FORK_ENV
-from disagg.vllm_compat import versions
+from disagg.vllm_compat.kv_events import are_told
 
 SECRET_ENV = "DISAGG_SECRET"
 KEY_ENV = "VLLM_API_KEY"  # vLLM reads it
@@ -37,7 +37,6 @@ KV_EVENTS = "kv_events_config"
 _HEARD_AT = "tcp://*:0"
 _HEARD_IN = "ipc://{scratch}/inproc-{name}"
 """vLLM adds the data parallel rank to names with the word inproc, and fails at others."""
-_TELLS_PORTS = ">=0.31"  # of vLLM; older ones would bind all addresses
 KV_EVENTS_ENDPOINT = "tcp://*:5557"  # vLLM's default
 # Room for a replay endpoint at the next port, and for an engine of the other role.
 _PORTS_OF_ENGINE, _PORTS_OF_INDEX = 2, 4
@@ -86,7 +85,7 @@ def engine_args(
 
 def _is_heard(deployment: Deployment, role: Role) -> bool:
     """Whether the router wants to hear of what these engines' caches hold, and can."""
-    return getattr(deployment.pairing, role) == "cache_aware" and versions.matches(_TELLS_PORTS)
+    return getattr(deployment.pairing, role) == "cache_aware" and are_told()
 
 
 def _heard(folder: str | None) -> dict[str, Any]:

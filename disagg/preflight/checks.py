@@ -29,6 +29,7 @@ from disagg.private_files import PrivateFolder, UnsafePathError, user_folder
 from disagg.transport.nixl.settings import INSTALL
 from disagg.transport.nixl.settings import is_installed as nixl_installed
 from disagg.vllm_compat import versions
+from disagg.vllm_compat.kv_events import TOLD_SINCE, are_told
 
 
 def check(*deployments: Deployment, running: bool = False) -> list[str]:
@@ -94,6 +95,7 @@ def _own_warnings(deployment: Deployment) -> Iterator[str]:
     yield from _space_warnings(deployment)
     yield from _nixl_missing(deployment) if runs_here(deployment) else ()
     yield from _secret_warnings(deployment)
+    yield from _unheard(deployment)
 
 
 def storage_folder(deployment: Deployment) -> Path:
@@ -117,6 +119,15 @@ def _nixl_missing(deployment: Deployment) -> Iterator[str]:
         yield (
             f"transfer.transports: {show(deployment.transfer.transports)} — NIXL is not installed "
             f"here, so nixl is not used; {INSTALL}, or leave it out"
+        )
+
+
+def _unheard(deployment: Deployment) -> Iterator[str]:
+    if deployment.pairing.hears_caches and not are_told():
+        yield (
+            "router.pairing: cache_aware — the router cannot hear from vLLM "
+            f"{versions.installed()} what engines hold, so prefix_affinity "
+            f"chooses; install vLLM {TOLD_SINCE} or newer"
         )
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 
+from disagg.router.api import bodies
 from disagg.router.api.bodies import PARAMS, REMOTE_DECODE
 from disagg.testing.vllm_server import VllmServer, completion
 
 PATH = "/v1/completions"
-STREAM, INVITATION = "disagg_stream", "disagg_invitation"
-"""Keys of `kv_transfer_params`, as docs/streaming.md has them."""
+STREAM, INVITATION = bodies.STREAM, bodies.INVITATION
 _SLICE_S, _HOLD_S = 0.01, 60.0
 
 

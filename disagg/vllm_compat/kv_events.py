@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from disagg.vllm_compat import versions
+
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
+
+
+TOLD_SINCE = "0.31"
+"""The first vLLM that tells. Older ones would bind all addresses of the node."""
+
+
+def are_told() -> bool:
+    """Whether the installed vLLM tells."""
+    return versions.matches(f">={TOLD_SINCE}")
 
 
 class KvEventAddresses(NamedTuple):

@@ -26,6 +26,7 @@ import httpx
 
 from disagg.bench.first_token.pairs import Pair
 from disagg.errors import StartupError
+from disagg.testing.followed_legs import INVITATION, STREAM, decode_params
 from disagg.testing.network import OWN_SYSFS, Link
 from disagg.testing.openai_stream import stream
 from disagg.testing.vllm_server import VllmServer, completion, free_port, spawn, token_ids
@@ -36,8 +37,6 @@ _ANSWER_TOKENS = 8
 _LEG_S = 300.0
 _PIECE = 1 << 20
 _REMOTE_COUNT = "remote_prefill_cached_tokens"
-# What a decode leg needs to begin before the prefill leg has answered.
-_STREAM, _INVITATION = "disagg_stream", "disagg_invitation"
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Engines:
     ) -> None:
         self.pair, self._places, self._legs = pair, places, legs
         self.prefill, self.decode = servers
-        self.invitation: str | None = None
+        self.invitation: dict[str, Any] | None = None
         """Of the last serial way: what streamed needs. None: this connector has none."""
 
     def alone(self, prompt: list[int]) -> float:
@@ -101,13 +100,15 @@ class Engines:
         began = time.monotonic()
         params, prefilled = self._prefilled(prompt, {}, headers)
         first, tokens = self._decoded(prompt, params, headers)
-        self.invitation = (params or {}).get(_INVITATION)  # engines may renew it
+        self.invitation = (params or {}).get(INVITATION)  # engines may renew it
         return Answer(first - began, prefilled - began, tokens)
 
     def streamed(self, prompt: list[int]) -> Answer:
         """Both legs at once. Only after `serial` has found an invitation."""
-        key = {_STREAM: secrets.token_hex(16)}
-        params = {"do_remote_prefill": True, **key, _INVITATION: self.invitation}
+        assert self.invitation is not None
+        stream = secrets.token_hex(16)
+        key = {STREAM: stream}
+        params = decode_params(self.invitation, stream)
         began = time.monotonic()
         prefill = self._legs.submit(self._prefilled, prompt, key, None)
         decode = self._legs.submit(self._decoded, prompt, params, None)

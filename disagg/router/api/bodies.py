@@ -69,6 +69,8 @@ REMOTE_DECODE = {
 # The same, and the leg's own token counts: else models with recurrent state stop before it.
 REMOTE_DECODE_AND_TOKEN = {**REMOTE_DECODE, "first_token": True}
 PARAMS = "kv_transfer_params"
+STREAM, INVITATION = "disagg_stream", "disagg_invitation"
+"""Keys of them, as docs/streaming.md has them."""
 _KEY = PARAMS.encode()
 _ESCAPED = b"\\u00"
 _HALF_AT_END = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}[^"]{0,3}"')

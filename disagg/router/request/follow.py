@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+from disagg.router.api.bodies import INVITATION, STREAM
 from disagg.router.api.errors import ApiError
 from disagg.router.pairing.in_flight import InFlight
 from disagg.router.request.decode_leg import Opened
@@ -21,7 +22,6 @@ from disagg.router.topology import EngineEndpoint
 
 # Of the estimated wait: prefill may be faster, and a leg that is sent early costs little.
 _PATIENCE = 0.7
-_INVITATION, _STREAM = "disagg_invitation", "disagg_stream"
 OpenEarly: TypeAlias = Callable[[EngineEndpoint, dict[str, Any]], Awaitable[Opened]]
 """Opens decode's leg with these params, before this prefill engine has answered."""
 
@@ -42,7 +42,7 @@ class Invitations:
 
     def note(self, engine: EngineEndpoint, params: Mapping[str, Any]) -> None:
         """Read the params that the engine answered."""
-        given = params.get(_INVITATION)
+        given = params.get(INVITATION)
         tokens = given.get("step_tokens") if isinstance(given, dict) else None
         if isinstance(given, dict) and isinstance(tokens, int) and tokens > 0:
             self._of[engine.name] = Invitation(given, tokens)
@@ -87,10 +87,10 @@ class EarlyDecode:
         if invitation is None or self.was_sent:
             return {}
         stream = secrets.token_hex(16)
-        params = {"do_remote_prefill": True, _INVITATION: invitation.given, _STREAM: stream}
+        params = {"do_remote_prefill": True, INVITATION: invitation.given, STREAM: stream}
         delay_s = _PATIENCE * self._in_flight.reading_s(prefill)
         self._task = asyncio.create_task(self._send(prefill, params, delay_s))
-        return {_STREAM: stream}
+        return {STREAM: stream}
 
     def failed(self, prefill: EngineEndpoint) -> None:
         """The prefill leg failed there."""

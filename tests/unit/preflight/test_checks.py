@@ -16,6 +16,7 @@ from disagg.preflight import checks, vllm_args
 from disagg.preflight.argument_keys import ROLES
 from disagg.preflight.resolved_plan import resolve
 from disagg.transport.nixl.settings import NixlSettings
+from disagg.vllm_compat import versions
 
 
 @pytest.fixture
@@ -311,6 +312,15 @@ def test_some_transport_must_fit_the_engines(
     checks.check(
         deployment_with(prefill=pool, decode=pool, transfer={"transports": [*transports, "tcp"]})
     )
+
+
+def test_a_vllm_that_does_not_tell_where_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = deployment_with(router={"pairing": {"prefill": "cache_aware"}})
+    assert not any("cache_aware" in line for line in checks.check(deployment))
+    monkeypatch.setattr(versions, "installed", lambda: "0.30.1")
+    (line,) = checks._unheard(deployment)
+    assert line.startswith("router.pairing: cache_aware — the router cannot hear")
+    assert "vLLM 0.30.1 what engines hold, so prefix_affinity chooses; install vLLM 0.31" in line
 
 
 def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

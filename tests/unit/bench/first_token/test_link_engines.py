@@ -99,10 +99,10 @@ def test_serial_hands_the_params_over(fakes: list[FakeServer], tmp_path: Path) -
 
 
 def test_streamed_sends_both_legs_at_once(fakes: list[FakeServer], tmp_path: Path) -> None:
-    fakes[0].params["disagg_invitation"] = "come in"
+    fakes[0].params["disagg_invitation"] = {"ticket": "come in"}
     with engines(fakes, tmp_path) as made:
         made.serial(PROMPT)
-        assert made.invitation == "come in"
+        assert made.invitation == {"ticket": "come in"}
         # Neither answers before the other was asked.
         fakes[0].barrier = fakes[1].barrier = threading.Barrier(2)
         assert made.streamed(PROMPT).tokens == [7, 8]
@@ -115,7 +115,7 @@ def test_streamed_sends_both_legs_at_once(fakes: list[FakeServer], tmp_path: Pat
         assert decode["kv_transfer_params"] == {
             "do_remote_prefill": True,
             "disagg_stream": key,
-            "disagg_invitation": "come in",
+            "disagg_invitation": {"ticket": "come in"},
         }
         keys.append(key)
     assert [len(bytes.fromhex(key)) for key in keys] == [16, 16]
