@@ -19,7 +19,7 @@ from disagg.testing.vllm_server import VllmServer, completion
 
 PATH = "/v1/completions"
 STREAM, INVITATION = bodies.STREAM, bodies.INVITATION
-_SLICE_S, _HOLD_S = 0.01, 60.0
+_SLICE_S, _HOLD_S = 0.002, 60.0
 
 
 def prefill_params(stream: str) -> dict[str, Any]:
