@@ -22,7 +22,8 @@ pytestmark = pytest.mark.usefixtures("distributed")
 ONE_SEED = os.environ.get("DISAGG_TEST_SEED")
 MANY = int(os.environ.get("DISAGG_TEST_HANDOFFS", "1000000"))
 SHORT = 500
-_PROCESSES = 2
+# Their transfers wait half of the time.
+_PROCESSES = 2 * (os.cpu_count() or 1)
 # So slow is no machine: it ends a run that hangs.
 _LEAST_RATE = 10
 
