@@ -8,6 +8,9 @@ A router may also send both legs at once. It names the stream in both, by a rand
 decode the invitation that an earlier answer of the prefill engine had. Decode then follows the
 lease while prefill computes the prompt. Nobody can guess the number, and a stream serves no other
 prompt than its own.
+
+A prefill leg may have a ticket too: of an engine whose cache holds a prefix of the prompt. It
+fetches that, computes the rest, and grants a lease of the whole.
 """
 
 from __future__ import annotations
@@ -80,18 +83,18 @@ def read(params: object, secret: bytes) -> Requested:
     if not isinstance(params, dict):
         return Requested(False, None, None if params is None else "malformed")
     stream = _stream(params.get(STREAM))
-    if params.get("do_remote_decode"):
-        return Requested(True, None, None, stream)
+    prefill = bool(params.get("do_remote_decode"))
     if not params.get("do_remote_prefill"):
-        return Requested(False, None, None)
+        return Requested(prefill, None, None, stream if prefill else b"")
     try:
         invited = params.get(INVITATION)
-        if stream and TICKET not in params and isinstance(invited, dict):
+        if not prefill and stream and TICKET not in params and isinstance(invited, dict):
             invitation = verify_invitation(invited.get("ticket"), secret)
             return Requested(False, None, None, stream, invitation)
-        return Requested(False, verify(params.get(TICKET), secret), None)
+        handoff = verify(params.get(TICKET), secret)
+        return Requested(prefill, handoff, None, stream if prefill else b"")
     except TransferError as error:
-        return Requested(False, None, error.reason)
+        return Requested(prefill, None, error.reason, stream if prefill else b"")
 
 
 def _stream(name: object) -> bytes:

@@ -37,7 +37,7 @@ from unit.connector.handoff.places import (
 from unit.connector.handoff.points import Points
 from unit.connector.modelless import BLOCK, PREFILL, VOCABULARY, answer
 
-from disagg.connector.handoff.kv_transfer_params import INVITATION, STREAM
+from disagg.connector.handoff.kv_transfer_params import INVITATION, STREAM, TICKET
 from disagg.errors import TransferError
 from disagg.transport.control.ticket import Handoff, verify
 from disagg.transport.deadline import Deadline
@@ -182,14 +182,21 @@ class Episode:
         for name in list(finished):
             reason = finished.pop(name)
             if name in place.prefilling:
-                self._end_prefill(place, name)
+                self._end_prefill(place, name, reason)
             elif name in place.decoding:
                 self._end_decode(place, name, reason)
             place.engine.answers.pop(name, None)
         return got_on
 
-    def _end_prefill(self, place: Place, name: str) -> None:
+    def _end_prefill(self, place: Place, name: str, reason: str) -> None:
         prompt = place.prefilling.pop(name)
+        if place.fetching.pop(name, None) is not None:
+            outcome = place.outcome.pop(name, "not loaded")
+            self.tally.events[f"fetched: {outcome}"] += 1
+            if reason == "error":
+                if not place.plan.strict or outcome == "loaded":
+                    raise WrongError(f"{place}: {name} ended in an error, its load in: {outcome}")
+                return
         has_states = any(group.state for group in place.plan.groups)
         computed = prompt[:-1] if has_states and len(prompt) > 1 else prompt
         self._check_answer(place, name, Asked(computed, 1, None, place.weights))
@@ -314,6 +321,30 @@ class Episode:
     def _prefill(self, place: Place) -> None:
         prompt = self._prompt()
         place.prefilling[place.engine.add(prompt, 1, PREFILL)] = prompt
+
+    def prefill_from_a_neighbour(self) -> None:
+        """A prompt that goes on behind a ticket's, at an engine that fetches what that one holds;
+        others refuse the ticket, and compute. Decode may be asked at once."""
+        place = self._some(lambda place: place.plan.produces)
+        assert place is not None
+        if not self.tickets or self._under_way() >= self.plan.at_once:
+            return
+        ticket = self.tickets.pop(self.random.randrange(len(self.tickets)))
+        prompt = [*ticket.prompt, *self._fresh_prompt()][: self.plan.longest]
+        params = {**PREFILL, "do_remote_prefill": True, TICKET: ticket.params[TICKET]}
+        stream = ""
+        if self.random.random() < 0.3 and place.life in self._invitations:
+            stream = f"{self.random.getrandbits(128):032x}"
+            params[STREAM] = stream
+        name = place.engine.add(prompt, 1, params)
+        handoff = _handoff(ticket.params)
+        place.prefilling[name] = prompt
+        place.fetching[name] = Asked(prompt, 1, handoff, place.weights, ticket.life)
+        assert handoff is not None
+        self.note(f"{place} computes {name}, {len(prompt)} tokens, with lease {handoff.lease}")
+        if stream:
+            self._followed.add((place.life, name))
+            self._follow(place.life, prompt, stream, begins=True)
 
     def decode(self) -> None:
         """The usual: one request for one ticket; or several (n > 1)."""
@@ -452,6 +483,8 @@ class Episode:
         if place is not None:
             name = self.random.choice(list(place.prefilling))
             del place.prefilling[name]
+            place.fetching.pop(name, None)
+            place.outcome.pop(name, None)
             place.engine.abort(name)
             self.note(f"{place}: the client of {name} leaves")
 
@@ -469,6 +502,7 @@ class Episode:
 
 EVENTS: dict[Callable[[Episode], None], tuple[float, bool]] = {
     Episode.prefill: (14, False),
+    Episode.prefill_from_a_neighbour: (3, False),
     Episode.decode: (14, False),
     Episode.follow: (10, False),
     Episode.compute: (0.5, False),

@@ -113,7 +113,8 @@ class Place:
         self.weights, self.lives = WEIGHTS, 0
         self.prefilling: dict[str, list[int]] = {}
         self.decoding: dict[str, Asked] = {}
-        self.outcome: dict[str, str] = {}  # of decoding requests whose load has ended
+        self.fetching: dict[str, Asked] = {}  # prefills that have a ticket of a neighbour
+        self.outcome: dict[str, str] = {}  # of requests whose load has ended
         self.begun: dict[str, Began] = {}
         self.halted = 0  # turns for which it takes no step
         self.hangs, self._hung = False, contextlib.ExitStack()
@@ -166,6 +167,10 @@ class Place:
     def life(self) -> Life:
         return self.number, self.lives
 
+    def asked(self, name: str) -> Asked | None:
+        """The request of this name that may load blocks; None if its client has left."""
+        return self.decoding.get(name) or self.fetching.get(name)
+
     def leases(self) -> set[int]:
         """The numbers of those that the worker holds."""
         return set() if self.producer is None else set(self.producer._leases._leases)
@@ -176,7 +181,15 @@ class Place:
         port = self.producer.endpoint.port if same_port and self.producer is not None else 0
         self._ledger.dead.add(self.life)
         self.engine.close()
-        for requests in (self.prefilling, self.decoding, self.outcome, self.begun, self._granted):
+        mine = (
+            self.prefilling,
+            self.decoding,
+            self.fetching,
+            self.outcome,
+            self.begun,
+            self._granted,
+        )
+        for requests in mine:
             requests.clear()
         try:
             self.engine = self._start(port)
@@ -215,7 +228,9 @@ class Place:
 
     def _note(self, work: StepWork) -> None:
         for load in work.loads:
-            life = self.decoding[load.request_id].life
+            asked = self.asked(load.request_id)
+            assert asked is not None
+            life = asked.life
             too_late = life is not None and self._ledger.is_over(life, load.lease)
             self.begun[load.request_id] = Began(load, too_late)
         self._granted.update({grant.request_id: grant.lease for grant in work.grants})
@@ -226,7 +241,7 @@ class Place:
         for request in moved.finished_sending or ():
             self._ledger.over.add((self.life, self._granted.pop(request)))
         for request in moved.finished_recving or ():
-            began, asked = self.begun.pop(request), self.decoding.get(request)
+            began, asked = self.begun.pop(request), self.asked(request)
             invalid = moved.invalid_block_ids.intersection(began.load.block_ids)
             if invalid and asked is not None:
                 right = sum(block not in invalid for block in began.load.block_ids)
@@ -244,7 +259,7 @@ class Place:
         report = moved.kv_connector_worker_meta
         if isinstance(report, StepReport):
             for ended in report.loads:
-                if ended.outcome != "loaded" and ended.request_id in self.decoding:
+                if ended.outcome != "loaded" and self.asked(ended.request_id) is not None:
                     self.outcome[ended.request_id] = _failure(ended)
 
     def _check_bytes(

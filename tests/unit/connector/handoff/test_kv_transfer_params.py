@@ -80,6 +80,17 @@ def test_an_invitation_that_is_none(invitation: object, problem: str) -> None:
     assert read({**FOLLOWS, INVITATION: invitation}, SECRET) == Requested(False, None, problem)
 
 
+def test_a_prefill_leg_fetches_what_a_neighbour_holds() -> None:
+    """And may grow a lease of the whole prompt itself."""
+    both = {"do_remote_decode": True, **TICKETED}
+    assert read(both, SECRET) == Requested(True, HANDOFF, None)
+    assert read({**both, STREAM: NAME}, SECRET) == Requested(True, HANDOFF, None, RAW)
+    assert read({**both, TICKET: "%", STREAM: NAME}, SECRET) == Requested(
+        True, None, "malformed", RAW
+    )
+    assert read({**both, **FOLLOWS, TICKET: None}, SECRET).handoff is None
+
+
 def test_nobody_asks_for_anything() -> None:
     assert read(None, SECRET) == Requested(False, None, None)
     assert read({STREAM: NAME, INVITATION: FOLLOWS[INVITATION]}, SECRET) == Requested(
