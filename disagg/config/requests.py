@@ -122,6 +122,12 @@ class PairingSection(Section):
         description="engine: for cache_aware, ask an engine for the token ids of texts and chats, "
         "within 50 ms. Default: only of prompts that clients send as ids",
     )
+    share_caches: Literal["never", "if_faster", "always"] = Field(
+        "never",
+        description="With cache_aware: an engine fetches what another engine's cache holds of a "
+        "prompt, of whichever role. if_faster: where that takes less time than computing it, by "
+        "the measured speeds of both",
+    )
     media: MediaSection = Field(default_factory=MediaSection)
     prefill_wait_share: float | None = Field(
         None,
@@ -154,6 +160,20 @@ class PairingSection(Section):
     def hears_caches(self) -> bool:
         """Whether a policy chooses by what engines' caches hold."""
         return "cache_aware" in (self.prefill, self.decode)
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether an engine may fetch from another engine's cache."""
+        return self.share_caches != "never"
+
+    @model_validator(mode="after")
+    def _knows_what_it_shares(self) -> PairingSection:
+        if self.shares_caches and not self.hears_caches:
+            raise ValueError(
+                "share_caches needs to know what engines' caches hold; set prefill and decode to "
+                "cache_aware, or remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _holds_prefills(self) -> PairingSection:

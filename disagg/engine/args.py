@@ -85,7 +85,9 @@ def engine_args(
 
 def _is_heard(deployment: Deployment, role: Role) -> bool:
     """Whether the router wants to hear of what these engines' caches hold, and can."""
-    return getattr(deployment.pairing, role) == "cache_aware" and are_told()
+    pairing = deployment.pairing
+    is_wanted = pairing.shares_caches or getattr(pairing, role) == "cache_aware"
+    return is_wanted and are_told()
 
 
 def _heard(folder: str | None) -> dict[str, Any]:
@@ -193,8 +195,9 @@ def _cpu_args(given: dict[str, Any]) -> dict[str, Any]:
 def kv_transfer_config(spec: EngineSpec, *, host: str, engine_id: str) -> dict[str, Any]:
     """vLLM's `kv_transfer_config`: the handoff connector, and the offload connector if there are
     tiers."""
+    role = "kv_producer" if spec.role == "prefill" else "kv_consumer"
     common = {
-        "kv_role": "kv_producer" if spec.role == "prefill" else "kv_consumer",
+        "kv_role": "kv_both" if spec.deployment.pairing.shares_caches else role,
         "kv_load_failure_policy": "fail" if spec.deployment.transfer.strict else "recompute",
     }
     handoff, tiers = _handoff(spec, host), _tiers(spec)

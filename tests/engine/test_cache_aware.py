@@ -39,7 +39,14 @@ BLOCK, BLOCKS = 32, 72
 class Engine:
     """A vLLM server that publishes KV events."""
 
-    def __init__(self, start: Callable[..., VllmServer], model: Path, log: Path, name: str) -> None:
+    def __init__(
+        self,
+        start: Callable[..., VllmServer],
+        model: Path,
+        log: Path,
+        name: str,
+        transfer: dict[str, object] | None = None,
+    ) -> None:
         # As `disagg serve` starts them: a free port of the node's address, for each.
         config = {"enable_kv_cache_events": True, "publisher": "zmq"}
         config |= {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
@@ -50,6 +57,7 @@ class Engine:
             name,
             model,
             log,
+            transfer,
             args=(*args, "--kv-events-config", json.dumps(config)),
             env=env,
             block_size=BLOCK,

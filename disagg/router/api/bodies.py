@@ -69,6 +69,8 @@ REMOTE_DECODE = {
 # The same, and the leg's own token counts: else models with recurrent state stop before it.
 REMOTE_DECODE_AND_TOKEN = {**REMOTE_DECODE, "first_token": True}
 PARAMS = "kv_transfer_params"
+TICKET = "disagg"
+"""The key of them by which engines find a lease."""
 STREAM, INVITATION = "disagg_stream", "disagg_invitation"
 """Keys of them, as docs/streaming.md has them."""
 _KEY = PARAMS.encode()
@@ -298,6 +300,17 @@ def prefill_body(
     if "max_completion_tokens" in body:
         leg["max_completion_tokens"] = 1
     return leg
+
+
+def source_body(body: Mapping[str, Any], ids: list[int]) -> dict[str, Any]:
+    """What asks an engine for a lease on these tokens of a prompt, which its cache has."""
+    leg = {key: body[key] for key in ("model", "cache_salt", "priority", "user") if key in body}
+    return {**leg, "prompt": ids, "max_tokens": 1, "temperature": 0, PARAMS: REMOTE_DECODE}
+
+
+def fetching(params: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """A prefill leg's params with the lease of another engine. `source`: the params that gave."""
+    return {**params, "do_remote_prefill": True, TICKET: source.get(TICKET)}
 
 
 def decode_body(

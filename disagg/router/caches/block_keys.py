@@ -54,6 +54,10 @@ class PromptBlocks:
         self._data, self._salt = packed(ids), salt
         self._keys: dict[tuple[int, str | None], list[int]] = {}
 
+    def ids(self, count: int) -> list[int]:
+        """The first `count` token ids."""
+        return array("I", self._data[: count * BYTES_EACH]).tolist()
+
     def count(self, size: int) -> int:
         """How many blocks of so many tokens an engine may find in its cache. It always computes
         the last token."""

@@ -5,11 +5,14 @@ It has no sockets: `listeners.py` feeds it.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disagg.router.caches.block_keys import PromptBlocks
 from disagg.router.caches.index import CacheIndex
 from disagg.router.caches.picture import Picture
+from disagg.router.topology import EngineEndpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +67,28 @@ class EngineCaches:
         on_gpu, anywhere = self.index.depths(keys, self.index.bit(picture.slot))
         first = on_gpu[-1][0]
         return Held(first * size, (anywhere[-1][0] - first) * size)
+
+
+class Among:
+    """The engines of a choice by their slots; kept from one choice to the next.
+
+    `sizes`: the slots of the engines of each block size. `unknown`: engines without a picture.
+    """
+
+    def __init__(self, engines: Sequence[EngineEndpoint], caches: EngineCaches) -> None:
+        self._engines, self._index = engines, caches.index
+        self._version = caches.index.version
+        self.by_slot: dict[int, EngineEndpoint] = {}
+        self.unknown: list[EngineEndpoint] = []
+        self.sizes: dict[int, int] = defaultdict(int)
+        for engine in engines:
+            picture = caches.pictures.get(engine.name)
+            if picture is None or picture.block_size is None:
+                self.unknown.append(engine)
+            else:
+                self.by_slot[picture.slot] = engine
+                self.sizes[picture.block_size] |= caches.index.bit(picture.slot)
+
+    def is_of(self, engines: Sequence[EngineEndpoint]) -> bool:
+        """Whether it is still right for a choice among these engines."""
+        return self._version == self._index.version and self._engines == engines

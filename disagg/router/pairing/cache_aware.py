@@ -1,9 +1,10 @@
 """The engine that has least to do before a request's first token, by what its cache holds.
 
-    cost = computed + 0.1 * loaded + queue        in prompt tokens; the smallest wins
+    cost = computed + 0.1 * loaded + moved + queue    in prompt tokens; the smallest wins
 
-    computed   tokens of the prompt that the engine holds in no medium
+    computed   tokens of the prompt that the engine holds in no medium, and does not fetch
     loaded     tokens that it holds below its GPU (host memory, files) and has to load
+    moved      of what it fetches from another engine's cache, where engines do (`sharing.py`)
     queue      the work that routers have in flight at it (`InFlight.cost`)
 
 Of equal costs the shorter queue wins, then chance. What engines hold is heard from their KV events
@@ -17,16 +18,16 @@ the same a sample is taken.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from disagg.router.caches.block_keys import PromptBlocks
-from disagg.router.caches.engine_caches import EngineCaches
+from disagg.router.caches.engine_caches import Among, EngineCaches
 from disagg.router.caches.index import Steps, slots_of
 from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.prefix_memory import PrefixMemory
 from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.pairing.sharing import LEAST_TOKENS, Sharing
 from disagg.router.topology import EngineEndpoint
 
 LOAD_COST = 0.1
@@ -44,10 +45,17 @@ class _Otherwise(Protocol):
 class CacheAware:
     """See the module. `otherwise` chooses where this policy cannot."""
 
-    def __init__(self, in_flight: InFlight, caches: EngineCaches, otherwise: _Otherwise) -> None:
+    def __init__(
+        self,
+        in_flight: InFlight,
+        caches: EngineCaches,
+        otherwise: _Otherwise,
+        sharing: Sharing | None = None,
+    ) -> None:
         self._in_flight, self._caches, self._otherwise = in_flight, caches, otherwise
+        self._sharing = sharing
         self._random = random.Random()
-        self._among = _Among((), caches)
+        self._among = Among((), caches)
 
     @property
     def memory(self) -> PrefixMemory:
@@ -59,12 +67,12 @@ class CacheAware:
         if blocks is None or len(engines) == 1:
             return self._otherwise.choose(request, engines)
         if not self._among.is_of(engines):
-            self._among = _Among(engines, self._caches)
+            self._among = Among(engines, self._caches)
         if not self._among.sizes:
             return self._otherwise.choose(request, engines)
         return self._cheapest(blocks, request.model, self._among)
 
-    def _cheapest(self, blocks: PromptBlocks, model: object, among: _Among) -> EngineEndpoint:
+    def _cheapest(self, blocks: PromptBlocks, model: object, among: Among) -> EngineEndpoint:
         best: tuple[float, int, float] | None = None
         chosen: EngineEndpoint | None = None
         left = _MOST_COMPARED
@@ -81,33 +89,45 @@ class CacheAware:
         return chosen
 
     def _by_cost(
-        self, blocks: PromptBlocks, model: object, among: _Among
+        self, blocks: PromptBlocks, model: object, among: Among
     ) -> list[tuple[float, Iterable[tuple[float, EngineEndpoint]]]]:
         """Groups of engines, and the least that an engine of the group costs without its queue;
         the cheapest first."""
         adapter, index = self._caches.adapter(model), self._caches.index
         groups: list[tuple[float, Iterable[tuple[float, EngineEndpoint]]]] = []
+        anywhere_held = 0
+        if self._sharing is not None:
+            anywhere_held = self._sharing.held_anywhere(blocks, model)
         for size, slots in among.sizes.items():
             on_gpu, anywhere = index.depths(blocks.keys(size, adapter), slots, leaps=True)
             for depth, holders in anywhere:
-                computed = blocks.tokens - depth * size
+                computed = self._after_moves(blocks.tokens, depth * size, anywhere_held)
                 loads = None if on_gpu is anywhere else (on_gpu, depth, size)
                 groups.append((computed, self._costs(computed, holders, among, loads)))
         if among.unknown:
             some = among.unknown
             if len(some) > _MOST_COMPARED:
                 some = self._random.sample(some, _MOST_COMPARED)
-            groups.append((blocks.tokens, [(blocks.tokens, engine) for engine in some]))
+            computed = self._after_moves(blocks.tokens, 0, anywhere_held)
+            groups.append((computed, [(computed, engine) for engine in some]))
         groups.sort(key=lambda group: group[0])
         return groups
 
+    def _after_moves(self, tokens: int, held: int, anywhere: int) -> float:
+        """What an engine computes of so many tokens, and what it costs to fetch more than it holds.
+        `anywhere`: what some engine holds."""
+        lacking = anywhere - held
+        if self._sharing is None or lacking < LEAST_TOKENS:
+            return tokens - held
+        return tokens - held - lacking + min(lacking, self._sharing.moves.cost(lacking))
+
     def _costs(
-        self, computed: int, holders: int, among: _Among, loads: tuple[Steps, int, int] | None
+        self, computed: float, holders: int, among: Among, loads: tuple[Steps, int, int] | None
     ) -> Iterator[tuple[float, EngineEndpoint]]:
         """The engines of these slots, which hold the same, and what each costs without its queue.
         `loads`: what they hold on their GPUs, the blocks that they hold, and the block size."""
         for slot in self._some(holders):
-            cost: float = computed
+            cost = computed
             if loads is not None:
                 on_gpu, depth, size = loads
                 first = next(blocks for blocks, slots in on_gpu if slots >> slot & 1)
@@ -123,28 +143,3 @@ class CacheAware:
             rest = slots >> start
             found.add(start + (rest & -rest).bit_length() - 1)
         return found
-
-
-class _Among:
-    """The engines of a choice by their slots; kept from one choice to the next.
-
-    `sizes`: the slots of the engines of each block size. `unknown`: engines without a picture.
-    """
-
-    def __init__(self, engines: Sequence[EngineEndpoint], caches: EngineCaches) -> None:
-        self._engines, self._index = engines, caches.index
-        self._version = caches.index.version
-        self.by_slot: dict[int, EngineEndpoint] = {}
-        self.unknown: list[EngineEndpoint] = []
-        self.sizes: dict[int, int] = defaultdict(int)
-        for engine in engines:
-            picture = caches.pictures.get(engine.name)
-            if picture is None or picture.block_size is None:
-                self.unknown.append(engine)
-            else:
-                self.by_slot[picture.slot] = engine
-                self.sizes[picture.block_size] |= caches.index.bit(picture.slot)
-
-    def is_of(self, engines: Sequence[EngineEndpoint]) -> bool:
-        """Whether it is still right for a choice among these engines."""
-        return self._version == self._index.version and self._engines == engines

@@ -47,6 +47,11 @@ class Seat:
     _is_taken: bool = True
     _tokens: int = 0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process has no other request at the engine."""
+        return self._load.requests == 1
+
     def reads(self, tokens: int) -> None:
         """The engine has to compute so many tokens, until `has_read`, `answers` or `leave`."""
         self._tokens = tokens

@@ -22,6 +22,7 @@ from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.other_routers import MemoryName
 from disagg.router.pairing.prefix_memory import PrefixMemory
 from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.pairing.sharing import Sharing
 from disagg.router.topology import EngineEndpoint, Topology
 
 # How much busier the engine that knows a prefix may be before another one gets the request.
@@ -106,7 +107,11 @@ def _rank(session: str, engine: EngineEndpoint) -> int:
 
 
 def make_policy(
-    name: PolicyName, settings: PairingSection, in_flight: InFlight, caches: EngineCaches
+    name: PolicyName,
+    settings: PairingSection,
+    in_flight: InFlight,
+    caches: EngineCaches,
+    sharing: Sharing | None = None,
 ) -> Policy:
     """The policy of this name."""
     match name:
@@ -119,7 +124,7 @@ def make_policy(
         case "session_affinity":
             return SessionAffinity(settings.session_header, in_flight)
         case "cache_aware":
-            return CacheAware(in_flight, caches, PrefixAffinity(in_flight))
+            return CacheAware(in_flight, caches, PrefixAffinity(in_flight), sharing)
 
 
 class Pairer:
@@ -133,13 +138,14 @@ class Pairer:
         health: Health,
         compatibility: Compatibility,
         caches: EngineCaches | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self._topology, self._in_flight, self._health = topology, in_flight, health
         self._compatibility = compatibility
         caches = caches or EngineCaches()
         self._policies: dict[Role, Policy] = {
-            "prefill": make_policy(settings.prefill, settings, in_flight, caches),
-            "decode": make_policy(settings.decode, settings, in_flight, caches),
+            "prefill": make_policy(settings.prefill, settings, in_flight, caches, sharing),
+            "decode": make_policy(settings.decode, settings, in_flight, caches, sharing),
         }
 
     def memories(self) -> dict[MemoryName, PrefixMemory]:

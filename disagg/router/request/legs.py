@@ -28,10 +28,12 @@ from disagg.router.pairing.in_flight import InFlight, Seat
 from disagg.router.pairing.local_prefill import LocalPrefill
 from disagg.router.pairing.policies import Pairer
 from disagg.router.pairing.prefix_memory import PrefixMemory
+from disagg.router.pairing.sharing import Sharing
 from disagg.router.request.decode_leg import Call, DecodeLeg, Opened
 from disagg.router.request.follow import EarlyDecode, Invitations
 from disagg.router.request.plan import RequestPlan
 from disagg.router.request.prefill_leg import PrefillLeg
+from disagg.router.request.source_leg import SourceLeg
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
@@ -58,8 +60,14 @@ class Legs:
         strict: bool,
         connector: ConnectorName,
         caches: EngineCaches | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self._client, self._metrics = client, metrics
+        self._releases = LeaseReleases(session, metrics)
+        self._sources: SourceLeg | None = None
+        if sharing is not None:
+            limits = settings.limits
+            self._sources = SourceLeg(client, sharing, in_flight, health, metrics, limits)
         self._caches = caches if settings.pairing.decode == "cache_aware" else None
         self._pairer, self._in_flight, self._admission = pairer, in_flight, admission
         self._limits, self._pairing = settings.limits, settings.pairing
@@ -72,9 +80,10 @@ class Legs:
             strict=strict,
             gives_params=connector != "example",
             caches=caches,
+            sources=self._sources,
+            releases=self._releases,
         )
         self.decode_leg = DecodeLeg(admission, health, metrics, settings.limits)
-        self._releases = LeaseReleases(session, metrics)
         self.answered = PrefixMemory()
         """Which decode engines answered which prompts."""
         self.invitations = Invitations()
@@ -224,12 +233,33 @@ class Legs:
             self._prefill.skip(reason, record)
             seat.reads(self._unknown_tokens(plan, seat))
             return None
+        if self._sources is not None:
+            found = await self._from_source(self._sources, plan, seat, header, record)
+            if found is not None:
+                return found
         prefilled = await self._prefill.run(plan, seat.engine, header, record, more, early)
         if prefilled is not None and not isinstance(prefilled, Response):
             self._releases.hold(prefilled)
             if self._may_follow:
                 self.invitations.note(prefilled.prefill, prefilled.params)
         return prefilled
+
+    async def _from_source(
+        self, sources: SourceLeg, plan: RequestPlan, seat: Seat, header: bytes, record: Record
+    ) -> Prefilled | None:
+        """What decode fetches of another engine's cache, if it then computes the little that is
+        left itself."""
+        source = sources.sharing.source(plan, seat.engine)
+        left = plan.tokens - source.tokens if source is not None else plan.tokens
+        if source is None or left > self._pairing.local_prefill_tokens:
+            return None
+        asked = await sources.ask(plan, source, header, record)
+        if asked is None:
+            return None
+        self._prefill.skip("prefix_elsewhere", record)
+        seat.reads(left)
+        self._releases.hold(asked[1])
+        return asked[1]
 
     async def decode(
         self,

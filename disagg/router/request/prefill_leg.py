@@ -14,11 +14,13 @@ from disagg.router.api import bodies
 from disagg.router.api.errors import ApiError
 from disagg.router.caches.engine_caches import EngineCaches
 from disagg.router.engines.health import Health
-from disagg.router.engines.lease_releases import Prefilled
+from disagg.router.engines.lease_releases import LeaseReleases, Prefilled
 from disagg.router.pairing.admission import Admission
 from disagg.router.pairing.in_flight import Seat
+from disagg.router.pairing.sharing import Source
 from disagg.router.request.follow import EarlyDecode
 from disagg.router.request.plan import RequestPlan
+from disagg.router.request.source_leg import SourceLeg
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
@@ -34,7 +36,8 @@ _ATTEMPTS = 2
 class PrefillLeg:
     """`strict`: a prompt that could not be handed off is an error. `gives_params`: the engines'
     connector answers params; without, decode finds the cache by itself. `caches`: to count
-    what engines were expected to hold; None: nothing is expected."""
+    what engines were expected to hold; None: nothing is expected. `sources`: for what other
+    engines' caches hold of a prompt; with `releases`, of their leases."""
 
     def __init__(
         self,
@@ -47,7 +50,10 @@ class PrefillLeg:
         strict: bool,
         gives_params: bool,
         caches: EngineCaches | None = None,
+        sources: SourceLeg | None = None,
+        releases: LeaseReleases,
     ) -> None:
+        self._sources, self._releases = sources, releases
         self._client, self._admission, self._health = client, admission, health
         self._metrics, self._limits = metrics, limits
         self._strict, self._gives_params, self._caches = strict, gives_params, caches
@@ -73,15 +79,25 @@ class PrefillLeg:
         while seat is not None:
             tried.append(seat.engine)
             record.prefill = seat.engine.name
+            source, more_params = await self._fetches(seat, plan, header, record)
+            if early is not None:
+                more_params |= early.begins(seat.engine)
             sent = data
-            if early is not None and (stream := early.begins(seat.engine)):
-                sent = bodies.encoded({**body, bodies.PARAMS: {**body[bodies.PARAMS], **stream}})
+            if more_params:
+                params = {**body[bodies.PARAMS], **more_params}
+                sent = bodies.encoded({**body, bodies.PARAMS: params})
             try:
-                return await self._on(seat, plan, sent, header, record)
+                prefilled = await self._on(seat, plan, sent, header, record, source)
             except _EngineFailed as failure:
                 logger.warning("prefill on %s failed: %s", seat.engine.name, failure)
                 if early is not None:
                     early.failed(seat.engine)
+                self._give_back(source)
+            except BaseException:
+                self._give_back(source)
+                raise
+            else:
+                return prefilled
             seat = None
             if len(tried) < _ATTEMPTS:
                 seat = self._admission.another("prefill", plan, tried, decode)
@@ -90,6 +106,24 @@ class PrefillLeg:
                 record.retries += 1
         self._alone("prefill_failed" if tried else "no_prefill_engine", record)
         return None
+
+    async def _fetches(
+        self, seat: Seat, plan: RequestPlan, header: bytes, record: Record
+    ) -> tuple[tuple[Source, Prefilled] | None, dict[str, Any]]:
+        """The lease that the engine shall fetch first, if there is one, and the params for it."""
+        if self._sources is None:
+            return None, {}
+        try:
+            source = await self._sources.run(plan, seat.engine, header, record)
+        except BaseException:
+            seat.leave()
+            raise
+        return source, {} if source is None else bodies.fetching({}, source[1].params)
+
+    def _give_back(self, source: tuple[Source, Prefilled] | None) -> None:
+        """Release the lease: the engine that should fetch it may never have."""
+        if source is not None:
+            self._releases.give_back(source[1])
 
     def skip(self, reason: str, record: Record) -> None:
         """Decode works alone."""
@@ -108,18 +142,23 @@ class PrefillLeg:
         data: bytes,
         header: bytes,
         record: Record,
+        source: tuple[Source, Prefilled] | None = None,
     ) -> Prefilled | Response | None:
         began = record.elapsed()
         expected = self._expected(plan, seat.engine)
-        seat.reads(max(0, plan.tokens - (expected or 0)))
+        moved = source[0].lacking if source is not None else 0
+        reads, is_alone = max(0, plan.tokens - (expected or 0) - moved), seat.is_alone
+        seat.reads(reads)
         try:
             limit = self._limits.prefill_timeout_s
             answer = await upstream.post_leg(
                 self._client, seat.engine, plan.path, data, header, limit
             )
             content = await self._whole(answer)
-            if answer.status == 200:
+            if answer.status == 200 and source is None:
                 seat.has_read()
+            elif answer.status == 200 and self._sources is not None and is_alone:
+                self._sources.fetched(moved, record.elapsed() - began, reads)
         except ApiError as error:
             self._health.failed(seat.engine)
             raise _EngineFailed(error.message) from error
@@ -138,7 +177,7 @@ class PrefillLeg:
         if prompt_tokens is not None:
             plan.has(prompt_tokens)
         if expected is not None and cached is not None:
-            self._metrics.cache_expected.inc(expected)
+            self._metrics.cache_expected.inc(expected + moved)
             self._metrics.cache_reported.inc(cached)
         if not self._gives_params:
             return None

@@ -35,6 +35,7 @@ from disagg.router.pairing.other_routers import MemoryName, OtherRouters, Report
 from disagg.router.pairing.policies import Pairer
 from disagg.router.pairing.prefix_memory import PrefixMemory
 from disagg.router.pairing.rate_limits import RateLimits
+from disagg.router.pairing.sharing import Moves, Sharing
 from disagg.router.request import first_token, stream_state
 from disagg.router.request.decode_leg import Opened
 from disagg.router.request.failover import Failover
@@ -81,7 +82,13 @@ class Service:
         self._in_flight = in_flight = InFlight(metrics, self._others)
         self._metrics, self._settings = metrics, settings
         self._keep_alive_s = settings.stream_keep_alive_s
-        pairer = Pairer(topology, settings.pairing, in_flight, health, compatibility, caches)
+        sharing = None
+        if settings.pairing.shares_caches and caches is not None and connector == "disagg":
+            moves = Moves(in_flight, always=settings.pairing.share_caches == "always")
+            sharing = Sharing(topology, caches, in_flight, health, compatibility, moves)
+        pairer = Pairer(
+            topology, settings.pairing, in_flight, health, compatibility, caches, sharing
+        )
         served: dict[Role, Served] = {role: Served(settings.shares) for role in get_args(Role)}
         self._served = served["decode"]
         self._rate_limits = RateLimits(self._served.share, settings.processes)
@@ -98,6 +105,7 @@ class Service:
             strict=strict,
             connector=connector,
             caches=caches if settings.pairing.hears_caches else None,
+            sharing=sharing,
         )
         self._memories: dict[MemoryName, PrefixMemory] = {
             **pairer.memories(),

@@ -48,6 +48,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     deployment: str = ""
     prefill: str | None = None
     decode: str | None = None
+    source: str | None = None
     local: str | None = None
     followed: str | None = None
     retries: int = 0
@@ -74,8 +75,9 @@ class Metered(Protocol):
 @dataclass(slots=True)
 class Record:
     """One request, filled in while it is served. Times are seconds from its arrival. `deployment`:
-    that serves it, if the router has several. `followed`: as `disagg_router_followed_total` counts
-    it. `early_s`: when decode's leg was sent, if prefill had not answered."""
+    that serves it, if the router has several. `source`: the engine whose cache served another one.
+    `followed`: as `disagg_router_followed_total` counts it. `early_s`: when decode's leg was sent,
+    if prefill had not answered."""
 
     route: str
     id: str
@@ -86,6 +88,7 @@ class Record:
     prefill: str | None = None
     prefill_s: float | None = None
     decode: str | None = None
+    source: str | None = None
     first_byte_s: float | None = None
     local: str | None = None
     followed: str | None = None
@@ -119,6 +122,7 @@ class Record:
             self.deployment,
             self.prefill,
             self.decode,
+            self.source,
             self.local,
             self.followed,
             self.retries,

@@ -118,6 +118,17 @@ class RouterMetrics:
             "Tokens of the same prompts that the engine then took from its caches.",
             registry=self.registry,
         )
+        self.sources = Counter(
+            "disagg_router_sources",
+            "Engines that were asked for what their caches hold of a prompt, by what came of it.",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self.shared_tokens = Counter(
+            "disagg_router_shared_tokens",
+            "Tokens of prompts that one engine lacked and another's cache had under a lease.",
+            registry=self.registry,
+        )
         self.engine_resting = Gauge(
             "disagg_router_engine_resting",
             "1 while an engine that keeps failing gets only trial requests.",
