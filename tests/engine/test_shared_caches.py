@@ -6,20 +6,25 @@ All engines take either role, so that each test chooses who prefills and who dec
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from disagg.testing.followed_legs import is_idle
 from disagg.testing.http import client
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from disagg.vllm_compat import versions
 from engine.conftest import LEASE_S, routed, running, transfer
-from engine.test_cache_aware import BLOCK, Engine, ids, metric, settled
+from engine.test_cache_aware import BLOCK, Engine, ids, metric, settled, until
 
 pytestmark = [
     pytest.mark.engine,
@@ -149,3 +154,95 @@ def test_decode_fetches_from_decode(fresh: Scene) -> None:
         assert answers == [fresh.right(prompt) for prompt in prompts]
         elsewhere = metric(url, "disagg_router_local_total", reason="prefix_elsewhere")
         assert elsewhere == leased(url) > 0
+
+
+# ---- many, while something goes wrong ----------------------------------------------------------
+
+
+class Load:
+    """Conversations that several clients go on with at once. Every answer is checked later."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self.url, self.failed = url, 0
+        self.answers: list[tuple[list[int], list[int]]] = []
+        self._random, self._lock = random.Random(seed), threading.Lock()
+        systems = [ids(self._random, size) for size in (200, 420)]
+        self._prompts = [[*self._random.choice(systems), *ids(self._random, 60)] for _ in range(8)]
+
+    def run(self, count: int, disturb: Callable[[int], None], clients: int = 3) -> None:
+        """So many requests; `disturb` is called with the number of each, before it is sent."""
+        with ThreadPoolExecutor(clients) as pool:
+            for done in [pool.submit(self._ask, number, disturb) for number in range(count)]:
+                done.result()
+
+    def _ask(self, number: int, disturb: Callable[[int], None]) -> None:
+        with self._lock:
+            disturb(number)
+            prompt = self._prompts.pop(self._random.randrange(len(self._prompts)))
+        body = {"model": "tiny", **completion(prompt, max_tokens=40)}
+        answer = client().post(f"{self.url}/v1/completions", json=body, timeout=120)
+        with self._lock:
+            if answer.status_code != 200:
+                assert "error" in answer.json(), answer.text
+                self.failed += 1
+                self._prompts.append(prompt)
+                return
+            (tokens,) = token_ids(answer.json())
+            self.answers.append((prompt, tokens))
+            turn = [*prompt, *tokens, *ids(self._random, self._random.randrange(20, 100))]
+            self._prompts.append(turn if len(turn) < 900 else prompt[:260])
+
+
+def check_idle(engines: Sequence[Engine]) -> None:
+    """Nothing is held, once leases that lost their consumer have run out."""
+    for engine in engines:
+        until(partial(is_idle, engine.server), 3 * LEASE_S)
+
+
+MANY = pytest.mark.parametrize(
+    "count", [40, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.soak])]
+)
+
+
+@MANY
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("roles", [(1, 2), (2, 1)], ids=["two-decode", "two-prefill"])
+def test_under_eviction_and_resets(fresh: Scene, count: int, roles: tuple[int, int]) -> None:
+    """The caches are too small for all conversations, and are reset now and then."""
+    split, engines = roles[0], fresh.engines
+    choose = random.Random(count)
+
+    def reset(number: int) -> None:
+        if number % 20 == 19:
+            path = "/reset_prefix_cache?reset_external=true&reset_running_requests=true"
+            choose.choice(engines).server.post(path, {}).raise_for_status()
+
+    with fresh.routed(engines[:split], engines[split:], local_prefill_tokens=16) as url:
+        load = Load(url, count)
+        load.run(count, reset)
+        assert leased(url) > count / 20
+    assert load.failed == 0
+    for prompt, tokens in load.answers:
+        assert tokens == fresh.right(prompt, max_tokens=40)
+    check_idle(engines)
+
+
+@MANY
+@pytest.mark.timeout(1800)
+def test_an_engine_dies(fresh: Scene, count: int) -> None:
+    """The one that others fetch from. Last, as it stays away."""
+    prefill, stays, dies = fresh.engines
+
+    def kill(number: int) -> None:
+        if number == count // 2 and dies.server.process is not None:
+            os.killpg(dies.server.process.pid, signal.SIGKILL)
+
+    with fresh.routed([prefill], [stays, dies], local_prefill_tokens=16) as url:
+        load = Load(url, count)
+        load.run(count, kill)
+        assert leased(url) > count / 20
+    assert load.failed <= 3, "what was at the engine, and no more"
+    assert len(load.answers) + load.failed == count
+    for prompt, tokens in load.answers:
+        assert tokens == fresh.right(prompt, max_tokens=40)
+    check_idle([prefill, stays])
