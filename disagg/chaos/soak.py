@@ -125,7 +125,7 @@ def _rows(
 
 
 def _deployment(file: Path | None, transports: Sequence[TransportName] | None) -> Deployment:
-    """The deployment with short leases. Raises `ConfigError`."""
+    """The deployment with short leases, which decode follows. Raises `ConfigError`."""
     if file is None:
         deployment = cpu_deployment("soak")
         deployment.engine.args["max_num_batched_tokens"] = _STEP_TOKENS
@@ -137,8 +137,11 @@ def _deployment(file: Path | None, transports: Sequence[TransportName] | None) -
     changed: dict[str, Any] = {"lease_s": LEASE_S, "load_deadline_s": LOAD_DEADLINE_S}
     if transports is not None:
         changed["transports"] = list(transports)
-    transfer = deployment.transfer.model_copy(update=changed)
-    return deployment.model_copy(update={"transfer": transfer})
+    sections: dict[str, Any] = {"transfer": deployment.transfer.model_copy(update=changed)}
+    if router.pairing.follow == "auto":  # which follows nothing on one host
+        pairing = router.pairing.model_copy(update={"follow": True})
+        sections["router"] = router.model_copy(update={"pairing": pairing})
+    return deployment.model_copy(update=sections)
 
 
 def as_options(args: Mapping[str, Any]) -> list[str]:

@@ -101,7 +101,8 @@ def router(
         bool | None,
         typer.Option(
             "--follow/--no-follow",
-            help="Send decode's leg while prefill still computes the prompt. [default: follow]",
+            help="Send decode's leg while prefill still computes the prompt. [default: if both "
+            "engines are on different hosts]",
         ),
     ] = None,
     root_path: Annotated[

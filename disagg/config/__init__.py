@@ -40,6 +40,7 @@ from disagg.config.engines import (
 from disagg.config.loading import load, load_all, load_router, read, replicas_of, schema
 from disagg.config.requests import (
     OTHERS,
+    Follow,
     LimitsSection,
     MediaSection,
     ModelLimitsSection,
@@ -82,6 +83,7 @@ __all__ = [
     "EngineSection",
     "EngineUrlsSection",
     "Environment",
+    "Follow",
     "HostTierSection",
     "KubernetesSection",
     "KvEventsSection",

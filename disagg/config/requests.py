@@ -86,6 +86,8 @@ class LimitsSection(ModelLimitsSection):
 PolicyName = Literal[
     "round_robin", "least_loaded", "prefix_affinity", "session_affinity", "cache_aware"
 ]
+Follow = bool | Literal["auto"]
+"""Whether decode follows a prompt's lease; auto: only where that can pay."""
 
 
 class MediaSection(Section):
@@ -150,10 +152,11 @@ class PairingSection(Section):
         "slowest 10 % is not held",
     )
 
-    follow: bool = Field(
-        True,
+    follow: Follow = Field(
+        "auto",
         description="Send decode's leg while prefill computes a prompt of several steps, where its "
-        "engines offer that (transfer.stream)",
+        "engines offer that (transfer.stream). auto: only if prefill and decode are on different "
+        "hosts",
     )
 
     @property

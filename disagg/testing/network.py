@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from disagg.errors import ConfigError, DisaggError
@@ -31,6 +32,8 @@ _MTU = 9000
 _BUCKET_S, _LEAST_BUCKET = 0.002, 128 << 10
 _WAIT_MS = 200
 """The longest queue before a packet is dropped, as time on the link."""
+_SENT = 8
+"""The column of the bytes sent in /proc/net/dev, after the device's name."""
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)bit", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
@@ -134,6 +137,13 @@ class Link:
         for network in self.networks:
             with network.inside():
                 run(f"tc qdisc replace dev {self.device} root {words}")
+
+    def sent(self, number: int) -> int:
+        """Bytes that the first (0) or the second (1) network has sent over it, headers included."""
+        with self.networks[number].inside():
+            lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        (counts,) = (line.split(":")[1].split() for line in lines if f"{self.device}:" in line)
+        return int(counts[_SENT])
 
 
 @contextmanager

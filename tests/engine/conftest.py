@@ -125,15 +125,16 @@ AS_OPERATOR = {"authorization": f"Bearer {OPERATOR.value}"}
 
 @contextmanager
 def routed(prefills: Sequence[HasUrl], decodes: Sequence[HasUrl], **section: Any) -> Iterator[str]:
-    """The URL of a router of ours in front of these; `section` as in the YAML. Everybody may
-    infer, and `OPERATOR` operates."""
+    """The URL of a router of ours in front of these; `section` as in the YAML, but leases are
+    followed on this one host, too. Everybody may infer, and `OPERATOR` operates."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     engines = [EngineEndpoint(f"prefill-{i}", "prefill", s.url) for i, s in enumerate(prefills)]
     engines += [EngineEndpoint(f"decode-{i}", "decode", s.url) for i, s in enumerate(decodes)]
     sock = bind("127.0.0.1", 0)
-    settings = RouterSection.model_validate({"port": 0, **section})
+    pairing = {"follow": True, **section.pop("pairing", {})}
+    settings = RouterSection.model_validate({"port": 0, "pairing": pairing, **section})
     server = RouterServer(create_app(settings, engines, api_keys=[OPERATOR]), sock)
     asyncio.run_coroutine_threadsafe(server.start(), loop).result(20)
     try:

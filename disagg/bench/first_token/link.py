@@ -6,18 +6,21 @@ not slowed. The ways, each with a fresh prompt in every repeat:
 
 - prefill alone: a plain request to the prefill engine, without a handoff, before each handoff.
 - serial: the prefill leg, then the decode leg, which fetches the KV cache.
-- streamed: both legs at once; decode fetches each step's KV while the next one is computed.
+- streamed: both legs at once; decode fetches each step's KV while the next one is computed. Peers
+  have no such way.
 - beside: a plain request to the prefill engine while plain sockets carry as many bytes over the
   link. What the link alone takes from prefill, where both are on the same cores.
 
 The time of a way runs from the prefill request to decode's first token. With `--link auto` the
 transfer takes as long as the prefill alone just before, so `serial` takes at best twice that time,
-and `streamed` one step's share more than it. Two engines run at a time.
+and `streamed` one step's share more than it. Two engines run at a time. A handoff of which the link
+did not carry the bytes ends the measurement of its connector.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +32,7 @@ from rich.console import Console
 
 from disagg.bench.first_token import link_report as report
 from disagg.bench.first_token.link_engines import BLOCK, Engines, running
-from disagg.bench.first_token.link_report import Sample
+from disagg.bench.first_token.link_report import Missing, Sample, steps_text
 from disagg.bench.first_token.pairs import SHOWN, SOCKETS, Pair, example, nixl, ours, random_prompt
 from disagg.bench.results import Output
 from disagg.errors import ConfigError, StartupError
@@ -48,7 +51,9 @@ _MOST_TOKENS = 16384 - BLOCK
 # The connector gives up a load after 30 s.
 _MOST_TRANSFER_S = 20.0
 _BARELY = 300  # tokens, of the first prompts
-_NO_STREAM = "its answers hold no disagg_invitation, so streamed was not measured"
+_NO_STREAM = "streamed, since its answers hold no disagg_invitation"
+_NO_NETWORK = "it hands over through a folder, and a network file system is not part of this bench"
+_AN_ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
 
 
 @dataclass(frozen=True)
@@ -142,13 +147,17 @@ def run(plan: LinkPlan, output: Output) -> int:
     way = "a slow link" if plan.paced else plan.transport
     title = f"First token of {plan.tokens:,} tokens ({plan.bytes / 1e6:.0f} MB) over {way}, medians"
     show_table(report.table(rows, title), keys=3)
-    for note in bench.notes:
-        console.print(note)
+    for one in bench.missing:
+        console.print(str(one), markup=False)
     console.print(f"{len(handoffs)} answers, {wrong} with other tokens than prefill's own")
     output.write(
         "handoff-link" if plan.paced else f"handoff-steps-{plan.transport}",
-        {"rows": rows, "samples": [asdict(sample) for sample in bench.samples]},
-        report.tables(rows, title),
+        {
+            "rows": rows,
+            "samples": [asdict(sample) for sample in bench.samples],
+            "missing": [asdict(one) for one in bench.missing],
+        },
+        report.tables(rows, title, bench.missing),
         report.targets(rows, wrong, paced=plan.paced),
     )
     return 1 if wrong else 0
@@ -160,7 +169,7 @@ class Bench:
     def __init__(self, plan: LinkPlan, link: Link | None, folder: Path, console: Console) -> None:
         self.plan, self.link, self.folder, self.console = plan, link, folder, console
         self.samples: list[Sample] = []
-        self.notes: list[str] = []
+        self.missing: list[Missing] = []
         self._generator = random.Random(1)
 
     def measure(self) -> None:
@@ -173,17 +182,26 @@ class Bench:
                     self._peer(pair, steps)
         for pair in peers.values():
             if not pair.hands_params:
-                # It stores only a part of a prompt that is computed in steps, and its reader dies.
-                self._peer(pair, 1)
+                self._through_a_folder(pair)
+
+    def _through_a_folder(self, pair: Pair) -> None:
+        if self.link is not None:
+            self._miss(Missing(pair.name, _NO_NETWORK))
+        else:
+            # It stores only a part of a prompt that is computed in steps, and its reader dies.
+            self._peer(pair, 1)
 
     def _peer(self, pair: Pair, steps: int) -> None:
         """A peer that does not run here costs no other's figures."""
         try:
             self._one(pair, steps)
         except StartupError as error:
-            self.notes.append(f"{_label(pair, steps)}: not measured: {error}")
-            self.console.print(self.notes[-1])
+            self._miss(Missing(pair.name, cause(error), steps))
             self.console.print(error.log_tail, markup=False)
+
+    def _miss(self, missing: Missing) -> None:
+        self.missing.append(missing)
+        self.console.print(str(missing), markup=False)
 
     def _one(self, pair: Pair, steps: int) -> None:
         label = _label(pair, steps)
@@ -196,8 +214,7 @@ class Bench:
                 engines.alone(self._prompt(length))
                 engines.serial(self._prompt(length))
             if pair.name == "ours" and engines.invitation is None:
-                self.notes.append(f"{label}: {_NO_STREAM}")
-                self.console.print(self.notes[-1])
+                self._miss(Missing(pair.name, _NO_STREAM, steps))
             for number in range(self.plan.repeats + 1):
                 taken = self._round(engines, steps)
                 if number:  # the first round warms the link
@@ -224,7 +241,9 @@ class Bench:
             alone = engines.alone(self._prompt(self.plan.tokens))  # each time: machines drift
             rate = self._paced(engines.pair, alone)
             prompt = self._prompt(self.plan.tokens)
+            before = 0 if self.link is None else self.link.sent(0)
             got = hand(prompt)
+            self._require_crossed(name, before)
             right = got.tokens == engines.computed(prompt, len(got.tokens))
             taken.append(Sample(name, way, steps, alone, got.first_s, got.prefilled_s, right, rate))
         if self.link is not None and name == "ours":
@@ -237,9 +256,25 @@ class Bench:
             file.unlink()  # ExampleConnector never removes its files, and /dev/shm is memory
         return taken
 
+    def _require_crossed(self, connector: str, before: int) -> None:
+        """Bytes that took another way were not paced. before: `Link.sent` before the handoff."""
+        if self.link is None:
+            return
+        # Decode may compute the last block itself.
+        least = self.plan.bytes - BLOCK * _KV_BYTES_PER_TOKEN
+        if (crossed := self.link.sent(0) - before) < least:
+            mb = f"{crossed / 1e6:.1f} of {self.plan.bytes / 1e6:.1f} MB"
+            raise StartupError(f"only {mb} of {SHOWN[connector]}'s handoff crossed the link")
+
     def _prompt(self, length: int) -> list[int]:
         return random_prompt(self._generator, length)
 
 
+def cause(error: StartupError) -> str:
+    """What failed, in one line, with the last error in its log."""
+    found = _AN_ERROR.findall(error.log_tail)
+    return f"{error}; {found[-1]}" if found else str(error)
+
+
 def _label(pair: Pair, steps: int) -> str:
-    return f"{SHOWN[pair.name]}, {steps} {'step' if steps == 1 else 'steps'}"
+    return f"{SHOWN[pair.name]}, {steps_text(steps)}"

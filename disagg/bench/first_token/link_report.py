@@ -48,6 +48,24 @@ class Sample:
         )
 
 
+@dataclass(frozen=True)
+class Missing:
+    """What was not measured, and why. steps: None: whatever their number."""
+
+    connector: str
+    why: str
+    steps: int | None = None
+
+    def __str__(self) -> str:
+        steps = "" if self.steps is None else f", {steps_text(self.steps)}"
+        return f"{SHOWN[self.connector]}{steps}: not measured: {self.why}"
+
+
+def steps_text(steps: int) -> str:
+    """Such as `4 steps`."""
+    return f"{steps} {'step' if steps == 1 else 'steps'}"
+
+
 def rows(samples: Sequence[Sample], kv_bytes: int, *, auto: bool) -> list[Row]:
     """Medians by steps, connector and way, in the order of the samples. kv_bytes: of one prompt.
     auto: whether the link was as fast as prefill, for which there are aims."""
@@ -85,9 +103,16 @@ def ideal(way: str, steps: int, transfer: float) -> float:
     return max(1 + transfer / steps, 1 / steps + transfer)
 
 
-def tables(rows: Sequence[Row], title: str) -> list[ResultTable]:
-    """For the page."""
-    return [ResultTable(title, list(rows))]
+def tables(rows: Sequence[Row], title: str, missing: Sequence[Missing]) -> list[ResultTable]:
+    """For the page: what was measured, and what was not."""
+    found = [ResultTable(title, list(rows))]
+    if missing:
+        gaps: list[Row] = [
+            {"connector": SHOWN[one.connector], "steps": one.steps, "why": one.why}
+            for one in missing
+        ]
+        found.append(ResultTable("Not measured", gaps))
+    return found
 
 
 def table(rows: Sequence[Row], title: str) -> Table:

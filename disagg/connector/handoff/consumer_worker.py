@@ -18,7 +18,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from disagg.connector.handoff import sharding
-from disagg.connector.handoff.follower import NEWS_S, Follower, LoadCancelled, taken
+from disagg.connector.handoff.follower import (
+    NEWS_S,
+    Follower,
+    FollowingLoad,
+    LoadCancelled,
+    taken,
+)
 from disagg.connector.handoff.growing_load import Chunk, whole
 from disagg.connector.handoff.load_trace import LoadTrace
 from disagg.connector.handoff.messages import (
@@ -238,7 +244,8 @@ class ConsumerWorker:
             raise problem
         assert not isinstance(after, TransferError)
         if load.stream:
-            return self._follow(load, after, fetched, trace)
+            cancelled = self._cancelled[load.request_id]
+            return self._follow(FollowingLoad(load, after, cancelled, fetched, trace))
         fetches = list(self._fetches(load, whole(load)))
         moved: list[handoff.Moved] = []
         try:
@@ -254,20 +261,14 @@ class ConsumerWorker:
             raise
         return self._total(load, moved), 0
 
-    def _follow(
-        self,
-        load: HandoffLoad,
-        after: Event | None,
-        fetched: contextlib.ExitStack,
-        trace: LoadTrace,
-    ) -> tuple[handoff.Moved, int]:
-        cancelled = self._cancelled[load.request_id]
+    def _follow(self, following: FollowingLoad) -> tuple[handoff.Moved, int]:
+        load = following.load
         try:
-            moved, hidden = self.follower.follow(load, after, cancelled, fetched, trace)
+            moved, hidden = self.follower.follow(following)
         except (TransferError, LoadCancelled):
             # After the report: a producer that hangs must not delay it.
-            requests = [source for source, _ in self._fetches(load, whole(load))]
-            fetched.callback(self._release, [one.endpoint for one in requests], _name(load))
+            endpoints = [source.endpoint for source, _ in self._fetches(load, whole(load))]
+            following.until_released.callback(self._release, endpoints, _name(load))
             raise
         return self._total(load, moved), hidden
 

@@ -11,6 +11,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from disagg.connector.handoff.growing_load import Chunk, GrowingLoad, Leases, whole
@@ -38,6 +39,19 @@ Fetches = Callable[[HandoffLoad, Chunk], Iterator[tuple[FetchRequest, Selection]
 
 class LoadCancelled(Exception):
     """The request has ended while its load waited for news."""
+
+
+@dataclass(frozen=True)
+class FollowingLoad:
+    """A load that follows a prompt. after: what the model's stream has to pass first. cancelled:
+    set when the request has ended. until_released: takes what releases the leases; it ends after
+    the load was reported."""
+
+    load: HandoffLoad
+    after: Event | None
+    cancelled: threading.Event
+    until_released: contextlib.ExitStack
+    trace: LoadTrace
 
 
 class Follower:
@@ -71,34 +85,17 @@ class Follower:
         right = self.right.pop(load.request_id, 0)
         return tuple(load.block_ids[right:]) if right and not self._settings.strict else ()
 
-    def follow(
-        self,
-        load: HandoffLoad,
-        after: Event | None,
-        cancelled: threading.Event,
-        until_released: contextlib.ExitStack,
-        trace: LoadTrace,
-    ) -> tuple[list[Moved], int]:
+    def follow(self, one: FollowingLoad) -> tuple[list[Moved], int]:
         """Fetch a lease while it grows. Returns what moved, and how many bytes came while the
-        prompt was computed.
-
-        until_released: takes what releases the leases; it ends after the load was reported. Raises
-        `TransferError`, and `LoadCancelled`.
-        """
+        prompt was computed. Raises `TransferError`, and `LoadCancelled`."""
         try:
-            return self._follow(load, after, cancelled, until_released, trace)
+            return self._follow(one)
         except (LeaseGone, LoadCancelled):
-            self.right.pop(load.request_id, None)  # prefill may have new weights
+            self.right.pop(one.load.request_id, None)  # prefill may have new weights
             raise
 
-    def _follow(
-        self,
-        load: HandoffLoad,
-        after: Event | None,
-        cancelled: threading.Event,
-        until_released: contextlib.ExitStack,
-        trace: LoadTrace,
-    ) -> tuple[list[Moved], int]:
+    def _follow(self, one: FollowingLoad) -> tuple[list[Moved], int]:
+        load, cancelled, trace = one.load, one.cancelled, one.trace
         limit_s, rest, moved = self._settings.load_deadline_s, GrowingLoad(load), list[Moved]()
         hidden = 0
         with contextlib.ExitStack() as following:
@@ -110,13 +107,13 @@ class Follower:
                     self._whole.put(load.request_id)
                 chunk = rest.take(leases.tokens, is_whole=is_whole)
                 if chunk is not None:
-                    came = self._fetch(load, leases, chunk, after)
+                    came = self._fetch(load, leases, chunk, one.after)
                     trace.fetched(came, leases)
                     moved += came
                     self._moved.put(load.request_id)
                 if is_whole:
                     break
-                hidden = sum(one.num_bytes for one in moved)
+                hidden = sum(part.num_bytes for part in moved)
                 if self._proceed(leases, cancelled, Deadline.after(limit_s)):
                     self._confirmed(load, leases, rest)
                 else:
@@ -127,9 +124,9 @@ class Follower:
                     moved.clear()
                     hidden = 0
             # The connections are needed until the leases are released.
-            until_released.push(following.pop_all())
-            for one in leases.followed:
-                one.end(Deadline.after(limit_s), until_released)
+            one.until_released.push(following.pop_all())
+            for lease in leases.followed:
+                lease.end(Deadline.after(limit_s), one.until_released)
             self.right.pop(load.request_id, None)
         return moved, hidden
 

@@ -2,17 +2,21 @@
 
 An answer of a prefill engine invites consumers to do so (`disagg_invitation`). The router names the
 stream in both legs, by a random number that no client learns. Decode asks prefill again and again
-whether it has begun with the prompt, so its leg is sent shortly before that, by estimate. Prompts
-that prefill computes in one step gain nothing, and are handed off as a whole.
+whether it has begun with the prompt, so its leg is sent shortly before that, by estimate. A prompt
+of which too little could be hidden (`why_whole`) is handed off as a whole.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
 
+from disagg.config import Follow
 from disagg.router.api.bodies import INVITATION, STREAM
 from disagg.router.api.errors import ApiError
 from disagg.router.pairing.in_flight import InFlight
@@ -24,6 +28,33 @@ from disagg.router.topology import EngineEndpoint
 _PATIENCE = 0.7
 OpenEarly: TypeAlias = Callable[[EngineEndpoint, dict[str, Any]], Awaitable[Opened]]
 """Opens decode's leg with these params, before this prefill engine has answered."""
+
+
+def why_whole(
+    follow: Follow, tokens: int, step_tokens: int, prefill: EngineEndpoint, decode: EngineEndpoint
+) -> Literal["one_step", "same_host"] | None:
+    """Why decode waits for the whole prompt of so many tokens; None if it follows its lease.
+
+    follow: `router.pairing.follow`. step_tokens: what prefill computes in one step. A prompt of one
+    step has nothing to hide a transfer behind. On one host a transfer takes some milliseconds, and
+    a decode engine that follows takes more than that from the cores it shares with prefill.
+    """
+    if tokens <= step_tokens:
+        return "one_step"
+    if follow == "auto" and _host(prefill.url) == _host(decode.url):
+        return "same_host"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _host(url: str) -> str:
+    """The host that an engine's URL names. All names of loopback are one: the router's own host."""
+    name = (urlsplit(url).hostname or "").removesuffix(".")
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return name
+    return "localhost" if address.is_loopback else address.compressed
 
 
 class Invitation(NamedTuple):
@@ -58,10 +89,9 @@ class Invitations:
     def _count_fewest(self) -> None:
         self._fewest = min((one.step_tokens for one in self._of.values()), default=0)
 
-    def for_prompt(self, engine: EngineEndpoint, tokens: int) -> Invitation | None:
-        """The engine's invitation, if such a prompt takes it several steps."""
-        found = self._of.get(engine.name)
-        return found if found is not None and tokens > found.step_tokens else None
+    def of(self, engine: EngineEndpoint) -> Invitation | None:
+        """The engine's invitation, if it has given one."""
+        return self._of.get(engine.name)
 
     def any_for_prompt(self, tokens: int) -> bool:
         """Whether some engine would take several steps for such a prompt."""
@@ -69,22 +99,36 @@ class Invitations:
 
 
 class EarlyDecode:
-    """The decode leg of one request, while its prefill leg runs."""
+    """The decode leg of one request, while its prefill leg runs. decode: the engine that it goes
+    to. follow: `router.pairing.follow`."""
 
     def __init__(
-        self, plan: RequestPlan, invitations: Invitations, in_flight: InFlight, open_: OpenEarly
+        self,
+        plan: RequestPlan,
+        decode: EngineEndpoint,
+        follow: Follow,
+        invitations: Invitations,
+        in_flight: InFlight,
+        open_: OpenEarly,
     ) -> None:
-        self._plan, self._invitations, self._in_flight = plan, invitations, in_flight
-        self._open = open_
+        self._plan, self._decode, self._follow = plan, decode, follow
+        self._invitations, self._in_flight, self._open = invitations, in_flight, open_
         self._task: asyncio.Task[Opened] | None = None
         self._answered = asyncio.get_running_loop().create_future()
         self.was_sent = False
         """Whether decode's leg was sent, so that its seat is taken."""
+        self.why_not_sent = "not_sent"
+        """The outcome to count if it was not: as `why_whole` says, or `not_sent`."""
 
     def begins(self, prefill: EngineEndpoint) -> Mapping[str, Any]:
         """The prefill leg is about to be sent to this engine. Returns what to add to its params."""
-        invitation = self._invitations.for_prompt(prefill, self._plan.tokens)
+        invitation = self._invitations.of(prefill)
         if invitation is None or self.was_sent:
+            return {}
+        step_tokens = invitation.step_tokens
+        whole = why_whole(self._follow, self._plan.tokens, step_tokens, prefill, self._decode)
+        self.why_not_sent = whole or "not_sent"
+        if whole:
             return {}
         stream = secrets.token_hex(16)
         params = {"do_remote_prefill": True, INVITATION: invitation.given, STREAM: stream}

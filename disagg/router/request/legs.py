@@ -88,7 +88,7 @@ class Legs:
         """Which decode engines answered which prompts."""
         self.invitations = Invitations()
         """To follow the leases of prefill engines."""
-        self._may_follow = connector == "disagg" and settings.pairing.follow
+        self._may_follow = connector == "disagg" and settings.pairing.follow is not False
         self._idle_prefill = IdlePrefill(metrics)
         share = settings.pairing.prefill_wait_share
         self._local_prefill = None if share is None else LocalPrefill(share)
@@ -131,7 +131,9 @@ class Legs:
                 call, seat, plan, record, partner=prefill, attempts=1, limit_s=limit_s
             )
 
-        early = EarlyDecode(plan, self.invitations, self._in_flight, open_early)
+        early = EarlyDecode(
+            plan, seat.engine, self._pairing.follow, self.invitations, self._in_flight, open_early
+        )
         leg = self._prefilled(plan, seat, header, record, NOTHING_MORE, early)
         prefill = asyncio.create_task(leg)
         try:
@@ -168,7 +170,7 @@ class Legs:
             self._note_followed("failed", record)
             seat = await self._other_seat(plan, seat, prefilled)
         else:
-            self._note_followed("not_sent", record)
+            self._note_followed(early.why_not_sent, record)
         return await self.decode(plan, seat, prefilled, header, record, more)
 
     def _give_back_of(self, prefill: asyncio.Task[Prefilled | Response | None]) -> None:

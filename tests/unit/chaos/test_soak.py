@@ -16,13 +16,21 @@ transfer: {transports: [tcp], lease_s: 60}
 
 
 def test_a_deployment_of_the_users(tmp_path: Path) -> None:
-    """As it is, but for leases that run out in time, and for transports that are asked for."""
+    """As it is, but for leases that run out in time and are followed on one host, too, and for
+    transports that are asked for."""
     file = tmp_path / "serve.yaml"
     file.write_text(YAML)
     deployment = soak._deployment(file, None)
     assert deployment.model.served_name == "one"
     assert (deployment.transfer.transports, deployment.transfer.lease_s) == (["tcp"], soak.LEASE_S)
+    assert deployment.router.pairing.follow is True
     assert soak._deployment(file, ["shared_storage"]).transfer.transports == ["shared_storage"]
+
+
+def test_a_deployment_that_follows_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(YAML + "router: {pairing: {follow: false}}\n")
+    assert soak._deployment(file, None).router.pairing.follow is False
 
 
 def test_keys_that_nobody_sends(tmp_path: Path) -> None:

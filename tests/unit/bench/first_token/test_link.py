@@ -6,9 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from disagg.bench.first_token.link import LinkPlan, plan
-from disagg.errors import ConfigError
+from disagg.bench.first_token.link import Bench, LinkPlan, cause, plan
+from disagg.bench.first_token.link_engines import carry
+from disagg.bench.first_token.pairs import example
+from disagg.errors import ConfigError, StartupError
+from disagg.testing import network
+from disagg.testing.network import Link
+
+WHY_NOT = network.why_not()
+real = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 def planned(link: str | None = "auto", **more: Any) -> LinkPlan:
@@ -51,3 +59,33 @@ def test_what_makes_no_sense(link: str, more: dict[str, Any], problem: str) -> N
     with pytest.raises(ConfigError) as raised:
         planned(link, **more)
     assert problem in str(raised.value)
+
+
+@real
+def test_a_handoff_that_took_another_way_is_no_measurement(tmp_path: Path) -> None:
+    made = planned(lengths=[256], steps=[1])
+    with Link() as link:
+        bench = Bench(made, link, tmp_path, Console())
+        before = link.sent(0)
+        with pytest.raises(StartupError, match=r"only 0\.0 of 8\.4 MB of NixlConnector's handoff"):
+            bench._require_crossed("nixl", before)
+        carry(link, made.bytes)
+        bench._require_crossed("nixl", before)
+
+
+@real
+def test_a_folder_crosses_no_link(tmp_path: Path) -> None:
+    """ExampleConnector is left out in words, and not started."""
+    console = Console(record=True, width=200)
+    with Link() as link:
+        bench = Bench(planned(peers=["example"]), link, tmp_path, console)
+        bench._through_a_folder(example(tmp_path))
+    assert [(one.connector, one.steps) for one in bench.missing] == [("example", None)]
+    assert "ExampleConnector: not measured: it hands over through a folder" in console.export_text()
+
+
+def test_the_cause_is_the_last_error_of_the_log() -> None:
+    log = "ValueError: first\n(Worker) nixlBackendError: NIXL_ERR_BACKEND\nexited\n"
+    error = StartupError("nixl prefill ended while starting", log)
+    assert cause(error) == "nixl prefill ended while starting; nixlBackendError: NIXL_ERR_BACKEND"
+    assert cause(StartupError("it was not ready", "all well")) == "it was not ready"

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from disagg.bench.first_token import link_report as report
-from disagg.bench.first_token.link_report import Sample
+from disagg.bench.first_token.link_report import Missing, Sample
 from disagg.bench.results import Row, Target
 
 BYTES, RATE = 100_000_000, 400_000_000  # 2 s
@@ -126,3 +126,25 @@ def test_the_table_of_the_terminal() -> None:
     console.print(report.table(rows, "First token"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert [word in text for word in ("disagg", "2,600", "1.3", "aim")] == [True] * 4
+
+
+def test_what_was_not_measured_has_rows_of_its_own() -> None:
+    rows = report.rows([sample("serial", 4, 4.1)], BYTES, auto=True)
+    assert [one.title for one in report.tables(rows, "it", [])] == ["it"]
+    missing = [
+        Missing("nixl", "it ended", 4),
+        Missing("nixl-push", "so", 1),
+        Missing("example", "why"),
+    ]
+    measured, others = report.tables(rows, "it", missing)
+    assert measured.rows == rows
+    assert others.rows == [
+        {"connector": "NixlConnector", "steps": 4, "why": "it ended"},
+        {"connector": "NixlPushConnector", "steps": 1, "why": "so"},
+        {"connector": "ExampleConnector", "steps": None, "why": "why"},
+    ]
+    assert [str(one) for one in missing] == [
+        "NixlConnector, 4 steps: not measured: it ended",
+        "NixlPushConnector, 1 step: not measured: so",
+        "ExampleConnector: not measured: why",
+    ]

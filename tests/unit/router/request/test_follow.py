@@ -14,17 +14,23 @@ from unit.router.conftest import PARAMS, Setup, event, leave, wait_for
 from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.router.engines.lease_releases import Prefilled
 from disagg.router.pairing.in_flight import InFlight
-from disagg.router.request.follow import EarlyDecode, Invitations
+from disagg.router.request.follow import EarlyDecode, Invitations, why_whole
 from disagg.router.request.plan import RequestPlan
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
 from disagg.testing.http import client
 
+FOLLOW = {"follow": True, "local_prefill_tokens": 0}  # auto would not on one host
 INVITATION = {"ticket": "signed", "step_tokens": 100}
 LONG = {"model": "m", "prompt": list(range(300)), "stream": True}
 _PREFILLS = "disagg_router_prefill_seconds_count"
 WHOLE = b"".join(event(number) for number in range(3)) + b"data: [DONE]\n\n"
+
+
+def endpoints(prefill: str, decode: str) -> tuple[EngineEndpoint, EngineEndpoint]:
+    """A prefill and a decode engine at these URLs."""
+    return EngineEndpoint("p", "prefill", prefill), EngineEndpoint("d", "decode", decode)
 
 
 def post(setup: Setup, body: dict[str, Any]) -> httpx.Response:
@@ -66,6 +72,7 @@ def invited(make: Callable[..., Setup]) -> Iterator[Callable[..., Setup]]:
     gates: list[threading.Event] = []
 
     def invited(**options: Any) -> Setup:
+        options.setdefault("section", {"pairing": FOLLOW})
         setup = make(**options)
         setup.prefill.params = {**PARAMS, "disagg_invitation": INVITATION}
         assert post(setup, LONG).status_code == 200
@@ -248,7 +255,7 @@ def test_a_client_that_leaves_ends_both_legs(invited: Callable[..., Setup]) -> N
 
 def test_decode_waits_until_prefill_begins_with_the_prompt() -> None:
     """Prefill has another prompt to compute, which takes a minute."""
-    prefill = EngineEndpoint("p", "prefill", "http://p")
+    prefill, decode = endpoints("http://p", "http://d")
     in_flight, invitations = InFlight(RouterMetrics()), Invitations()
     in_flight.take(prefill, 100).has_read()
     invitations.note(prefill, {"disagg_invitation": INVITATION})
@@ -260,7 +267,7 @@ def test_decode_waits_until_prefill_begins_with_the_prompt() -> None:
         await asyncio.Event().wait()
 
     async def legs(waits: bool) -> bool:
-        early = EarlyDecode(plan, invitations, in_flight, open_early)
+        early = EarlyDecode(plan, decode, "auto", invitations, in_flight, open_early)
         if waits:
             in_flight._speed.learn(100, 60.0)
             in_flight.take(prefill, 100).reads(100)
@@ -298,3 +305,71 @@ def test_a_router_may_be_told_not_to_follow(invited: Callable[..., Setup]) -> No
     setup.prefill.gate.set()
     assert post(setup, LONG).content == WHOLE
     assert "disagg_stream" not in setup.prefill.bodies[0]["kv_transfer_params"]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("http://10.0.0.1:8000", "http://10.0.0.1:8001"),
+        ("http://gpu.example:8000", "https://GPU.example.:8001/decode"),
+        ("http://127.0.0.1:8000", "http://localhost:8001"),
+        ("http://127.0.0.2:8000", "http://[::1]:8001"),
+        ("http://[fd00::1]:8000", "http://[FD00:0::1]:8001"),
+    ],
+)
+def test_one_host_is_followed_only_if_told_to(prefill: str, decode: str) -> None:
+    both = endpoints(prefill, decode)
+    assert why_whole("auto", 101, 100, *both) == "same_host"
+    assert why_whole(True, 101, 100, *both) is None
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("http://10.0.0.1:8000", "http://10.0.0.2:8000"),
+        ("http://gpu-1:8000", "http://gpu-2:8000"),
+        ("http://127.0.0.1:8000", "http://10.0.0.2:8000"),
+        ("http://[fd00::1]:8000", "http://[fd00::2]:8000"),
+    ],
+)
+def test_two_hosts_are_followed_for_prompts_of_several_steps(prefill: str, decode: str) -> None:
+    both = endpoints(prefill, decode)
+    assert why_whole("auto", 101, 100, *both) is None
+    assert why_whole("auto", 100, 100, *both) == "one_step"
+    assert why_whole(True, 100, 100, *both) == "one_step"
+
+
+def test_a_router_follows_nothing_on_one_host_by_default(invited: Callable[..., Setup]) -> None:
+    """And counts why."""
+    setup = invited(section={"pairing": {"local_prefill_tokens": 0}})
+    assert setup.prefill.gate is not None
+    setup.prefill.gate.set()
+    assert post(setup, LONG).content == WHOLE
+    assert "disagg_stream" not in setup.prefill.bodies[0]["kv_transfer_params"]
+    assert "disagg_stream" not in setup.decode.bodies[0]["kv_transfer_params"]
+    assert outcomes(setup) == {"same_host": 1}
+
+
+def test_each_prefill_engine_is_judged_by_itself() -> None:
+    """A prompt that prefill on decode's host failed to compute is followed on another host."""
+    here, decode = endpoints("http://one:1", "http://one:2")
+    there = EngineEndpoint("q", "prefill", "http://two:1")
+    invitations = Invitations()
+    for engine in (here, there):
+        invitations.note(engine, {"disagg_invitation": INVITATION})
+    plan = RequestPlan("/v1/completions", LONG)
+
+    async def open_early(engine: EngineEndpoint, params: dict[str, Any]) -> Any:
+        await asyncio.Event().wait()
+
+    async def legs() -> None:
+        in_flight = InFlight(RouterMetrics())
+        early = EarlyDecode(plan, decode, "auto", invitations, in_flight, open_early)
+        assert early.begins(here) == {}
+        assert early.why_not_sent == "same_host"
+        early.failed(here)
+        assert early.begins(there).keys() == {"disagg_stream"}
+        assert early.why_not_sent == "not_sent"
+        early.cancel()
+
+    asyncio.run(legs())
