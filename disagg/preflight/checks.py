@@ -84,6 +84,7 @@ def _own_problems(
     yield from address_problems(deployment, taken, here=here)
     yield from memory_problems(deployment, here=here)
     yield from _transport_problems(deployment)
+    yield from _sharing_problems(deployment)
     if here and deployment.transfer.transports == ["nixl"]:
         yield from _nixl_missing(deployment)
     yield from _storage_problems(deployment)
@@ -110,6 +111,16 @@ def _transport_problems(deployment: Deployment) -> Iterator[str]:
         yield (
             f"transfer.transports: {show(transports)} — no transport in it moves blocks between "
             f"engines on {'GPUs' if on_gpus else 'CPUs'}; add tcp"
+        )
+
+
+def _sharing_problems(deployment: Deployment) -> Iterator[str]:
+    if deployment.pairing.shares_caches and deployment.transfer.strict:
+        yield (
+            "router.pairing.share_caches: "
+            f"{show(deployment.pairing.share_caches)} — with transfer.strict, a prefix that could "
+            "not be fetched from another engine's cache would be an error of the request, though "
+            "prefill can compute it; remove one of the two"
         )
 
 

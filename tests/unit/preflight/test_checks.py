@@ -323,6 +323,13 @@ def test_a_vllm_that_does_not_tell_where_it_publishes(monkeypatch: pytest.Monkey
     assert "vLLM 0.30.1 what engines hold, so prefix_affinity chooses; install vLLM 0.31" in line
 
 
+def test_strict_handoffs_and_shared_caches() -> None:
+    router = {"pairing": {"prefill": "cache_aware", "share_caches": "always"}}
+    (line,) = problems_of(router=router, transfer={"strict": True})
+    assert line.startswith("router.pairing.share_caches: 'always' — with transfer.strict")
+    checks.check(deployment_with(router=router))
+
+
 def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning, as another transport is used; a problem where there is none."""
     monkeypatch.setattr(checks, "nixl_installed", lambda: False)
