@@ -365,6 +365,60 @@ def router(
 
 
 @app.command()
+def reuse(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE", help="A Mooncake trace: JSON lines with timestamp and hash_ids."
+        ),
+    ],
+    engines: Annotated[
+        str, typer.Option(help="Numbers of simulated prefill engines, comma-separated.")
+    ] = "1000",
+    cache_tokens: Annotated[int, typer.Option(help="Tokens that one engine's cache holds.")] = 1
+    << 18,
+    policies: Annotated[
+        str, typer.Option(help="Pairing policies of the router, comma-separated.")
+    ] = "cache_aware,prefix_affinity,least_loaded",
+    neighbours: Annotated[
+        bool,
+        typer.Option(
+            "--neighbours",
+            help="Also: an engine that lacks a prefix gets it from another that holds it.",
+        ),
+    ] = False,
+    computed_tokens_s: Annotated[
+        float, typer.Option(help="Prompt tokens a second that one engine computes.")
+    ] = 20_000,
+    moved_tokens_s: Annotated[
+        float, typer.Option(help="Tokens a second that an engine gets from another.")
+    ] = 100_000,
+    faster: Annotated[float, typer.Option(help="The trace's times are divided by it.")] = 1,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Only so many of the first. Default: all.")
+    ] = None,
+    json: Json = None,
+    results: Results = None,
+    html: Html = None,
+) -> None:
+    """Replay a public trace on simulated engines with the real pairing: what is computed twice?"""
+    from disagg.bench.router import reuse as bench
+    from disagg.bench.router.reuse_engines import Speeds
+
+    plan = bench.ReusePlan(
+        trace=trace,
+        engines=_numbers(engines),
+        cache_tokens=cache_tokens,
+        policies=[name for name in policies.split(",") if name],
+        speeds=Speeds(computed_tokens_s, moved_tokens_s),
+        faster=faster,
+        neighbours=neighbours,
+        requests=requests,
+    )
+    raise typer.Exit(bench.run(plan, Output(json, results, writer(html))))
+
+
+@app.command()
 def router_faults(
     requests: Annotated[
         int, typer.Option(min=1, help="There are 380 combinations of faults.")
