@@ -147,7 +147,7 @@ def _stored(request: TracedRequest, first: int, end: int) -> dict[str, Any]:
         "type": "BlockStored",
         "block_hashes": blocks[first:end],
         "parent_block_hash": blocks[first - 1] if first else None,
-        "token_ids": request.token_ids()[first * BLOCK : end * BLOCK],
+        "token_ids": request.token_ids(first, end),
         "block_size": BLOCK,
         "lora_id": None,
         "medium": "GPU",

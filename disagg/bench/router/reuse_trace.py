@@ -11,11 +11,10 @@ the token ids are made here, from the ids of the blocks.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -46,12 +45,12 @@ class TracedRequest(msgspec.Struct, frozen=True):
         """The ids of the blocks that an engine keeps: the whole ones."""
         return self.hash_ids[: self.input_length // BLOCK]
 
-    def token_ids(self) -> list[int]:
-        """Made up: all tokens of a block are its id."""
-        ids = array("I")
-        for number, block in enumerate(self.hash_ids):
-            ids.extend([block] * min(BLOCK, self.input_length - number * BLOCK))
-        return ids.tolist()
+    def token_ids(self, first: int = 0, end: int | None = None) -> list[int]:
+        """Made up: all tokens of a block are its id. `first`, `end`: of these blocks only."""
+        ids: list[int] = []
+        for number, block in enumerate(self.hash_ids[first:end], first):
+            ids += [block] * min(BLOCK, self.input_length - number * BLOCK)
+        return ids
 
 
 _decode = msgspec.json.Decoder(TracedRequest).decode
@@ -114,17 +113,47 @@ class Ideal:
         return 1 - self.unavoidable / self.tokens
 
 
+class Cache(Protocol):
+    """A prefix cache by the ids of blocks."""
+
+    def depth(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks, from the first on, it holds."""
+
+    def keep(self, blocks: Sequence[int]) -> object:
+        """A prompt's blocks were read or stored just now."""
+
+
+class EndlessCache:
+    """A cache that loses nothing."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+
+    def depth(self, blocks: Sequence[int]) -> int:
+        """See `Cache`."""
+        return leading(blocks, self.known)
+
+    def keep(self, blocks: Sequence[int]) -> None:
+        """See `Cache`."""
+        self.known.update(blocks)
+
+
+def computed(load: Sequence[TracedRequest], cache: Cache) -> int:
+    """Tokens that one engine with this cache would compute, one request after another."""
+    total = 0
+    for request in load:
+        total += request.input_length - cache.depth(request.reusable) * BLOCK
+        cache.keep(request.cacheable)
+    return total
+
+
 def ideal(load: Sequence[TracedRequest]) -> Ideal:
     """See `Ideal`. What answers leave in a cache does not count: the trace does not name it. The
     next prompt of a conversation has the answer in it, and it is computed there."""
-    known: set[int] = set()
-    tokens = unavoidable = 0
-    for request in load:
-        held = leading(request.reusable, known)
-        tokens += request.input_length
-        unavoidable += request.input_length - held * BLOCK
-        known.update(request.cacheable)
-    return Ideal(len(load), tokens, unavoidable, len(known))
+    cache = EndlessCache()
+    unavoidable = computed(load, cache)
+    tokens = sum(request.input_length for request in load)
+    return Ideal(len(load), tokens, unavoidable, len(cache.known))
 
 
 def leading(blocks: Sequence[int], known: Container[int]) -> int:

@@ -107,6 +107,14 @@ def test_the_ideal_computes_each_whole_block_once_and_every_tail() -> None:
     assert twice.unavoidable == 3 * BLOCK
 
 
+def test_a_cache_that_is_too_small_computes_again_what_it_lost() -> None:
+    requests = [asked(0, 1, 2), asked(1, 3, 4), asked(2, 1, 2)]
+    best = ideal(requests)
+    assert reuse_trace.computed(requests, LruCache(4)) == best.unavoidable
+    assert reuse_trace.computed(requests, LruCache(3)) == best.unavoidable + BLOCK
+    assert reuse_trace.computed(requests, LruCache(2)) == best.tokens
+
+
 # ---- a cache -----------------------------------------------------------------------------------
 
 
@@ -225,7 +233,7 @@ def test_a_run_writes_what_it_found_and_says_that_engines_are_simulated(
         (name, form) for name in ("cache_aware", "least_loaded") for form in (False, True)
     ]
     (file,) = tmp_path.glob("*-reuse-small.json")
-    assert [len(table.rows) for table in load(file).tables] == [5, 4]
+    assert [len(table.rows) for table in load(file).tables] == [6, 4]
     assert "SIMULATED engines" in capsys.readouterr().out
 
 
