@@ -21,6 +21,7 @@ from disagg.bench.serve import load as serve_load
 from disagg.bench.serve import run as serve
 from disagg.bench.serve import trace as serve_trace
 from disagg.bench.serve.load import Batch, Reading, RequestOutcome
+from disagg.bench.serve.plan import ServePlan
 from disagg.bench.serve.report import show, tables, targets
 from disagg.bench.serve.score import Run, Targets, goodput, percentile, ratios, row
 from disagg.bench.serve.trace import Ask, Kind, parse_mix, poisson
@@ -371,7 +372,7 @@ def test_targets_are_of_apart_alone() -> None:
 # ---- the plan ------------------------------------------------------------------------------
 
 
-def plan(**changes: Any) -> serve.ServePlan:
+def plan(**changes: Any) -> ServePlan:
     settings: dict[str, Any] = {
         "ways": [],
         "rates": [1.0, 2.0],
@@ -388,7 +389,7 @@ def plan(**changes: Any) -> serve.ServePlan:
         "prefill_seqs": None,
         "seed": 1,
     }
-    return serve.ServePlan(**(settings | changes))
+    return ServePlan(**(settings | changes))
 
 
 def test_traces_are_written_without_an_engine_and_replayed(tmp_path: Path) -> None:
