@@ -201,9 +201,9 @@ def _notes(report: Mapping[str, Any]) -> str:
     said = "" if not _are_conversations(report) else _ABOUT_TOKENS
     return (
         f"{said}Between tokens: gaps between the chunks of an answer that carry tokens. One read "
-        f"is one chunk and one gap, however many tokens it has (here up to {chunk:g} on average). Mean "
-        "gap: from the first token to the last, over the tokens between. Met: both targets, with "
-        "the mean gap / with every gap. First tokens count from the time a request was due. "
+        f"is one chunk and one gap, however many tokens it has (here up to {chunk:g} on average). "
+        "Mean gap: from the first token to the last, over the tokens between. Met: both targets, "
+        "with the mean gap / with every gap. First tokens count from the time a request was due. "
         "Goodput: the highest rate up to which the targets were met, 0 if at none.\n"
         f"Requests were at most {late:.1f} ms late (p99); the load took {share:.1%} of a core. "
         f"{report['cores']} cores, load average {report['load_before']:.1f} before, "
