@@ -110,8 +110,10 @@ def _shown(row: Mapping[str, Any]) -> Row:
 
 
 def targets(report: Mapping[str, Any]) -> list[Target | None]:
-    """p99 of `apart` against `colocated`, at each load."""
+    """p99 of `apart` against `colocated`, at each load; of conversations none."""
     found: list[Target | None] = []
+    if _are_conversations(report):
+        return found  # these aims are of an open load
     for one in report["ratios"]:
         if one["way"] == APART:
             at, gap, first = _rate(one), one["itl_p99"], one["ttft_p99"]

@@ -361,7 +361,7 @@ def test_the_tables_show_what_failed_and_what_is_not_known(
 
 def test_targets_are_of_apart_alone() -> None:
     ratio = {"rate": 2.0, "itl_p99": 1.9, "ttft_p99": 1.05}
-    report = {"ratios": [{"way": "apart", **ratio}, {"way": "apart-all", **ratio}]}
+    report = {"rows": [], "ratios": [{"way": "apart", **ratio}, {"way": "apart-all", **ratio}]}
     gap, first = targets(report)
     assert gap is not None
     assert first is not None
