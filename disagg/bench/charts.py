@@ -125,6 +125,22 @@ CHARTS: Mapping[str, tuple[Chart, ...]] = {
         Chart("bars", "Goodput", "Goodput", ("way",),
               ("mean gap, requests/s", "every gap, requests/s"), "requests/s"),
     ),
+    "serve-conversations": (
+        Chart("bars", "Prompt tokens computed, over the unavoidable ones", "Prompt tokens",
+              ("way", "load"), ("computed / unavoidable",), "times"),
+        Chart("bars", "Time to the first token", "The same conversations", ("way", "load"),
+              ("first token p50 / p99, ms",), "ms"),
+        Chart("bars", "Time between tokens", "The same conversations", ("way", "load"),
+              ("between tokens p50 / p99, ms",), "ms"),
+    ),
+    "reuse": (
+        Chart("bars", "Prompt tokens computed, over the unavoidable ones", "Reuse",
+              ("policy", "a cache serves"), ("computed / unavoidable",), "times"),
+        Chart("bars", "Prompts' tokens that were not computed", "Reuse",
+              ("policy", "a cache serves"), ("reuse, %",), "%"),
+        Chart("bars", "The engine that computes most, over the mean", "Balance",
+              ("policy", "a cache serves"), ("most computed at one / mean",), "times"),
+    ),
     "handoff": (
         Chart("bars", "First token of decode after a handoff", _FIRST, ("tokens",),
               (*_CONNECTORS, "prefix cache"), "ms"),

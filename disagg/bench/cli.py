@@ -365,6 +365,60 @@ def router(
 
 
 @app.command()
+def reuse(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE", help="A Mooncake trace: JSON lines with timestamp and hash_ids."
+        ),
+    ],
+    engines: Annotated[
+        str, typer.Option(help="Numbers of simulated prefill engines, comma-separated.")
+    ] = "1000",
+    cache_tokens: Annotated[int, typer.Option(help="Tokens that one engine's cache holds.")] = 1
+    << 18,
+    policies: Annotated[
+        str, typer.Option(help="Pairing policies of the router, comma-separated.")
+    ] = "cache_aware,prefix_affinity,least_loaded",
+    neighbours: Annotated[
+        bool,
+        typer.Option(
+            "--neighbours",
+            help="Also: an engine that lacks a prefix gets it from another that holds it.",
+        ),
+    ] = False,
+    computed_tokens_s: Annotated[
+        float, typer.Option(help="Prompt tokens a second that one engine computes.")
+    ] = 20_000,
+    moved_tokens_s: Annotated[
+        float, typer.Option(help="Tokens a second that an engine gets from another.")
+    ] = 100_000,
+    faster: Annotated[float, typer.Option(help="The trace's times are divided by it.")] = 1,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Only so many of the first. Default: all.")
+    ] = None,
+    json: Json = None,
+    results: Results = None,
+    html: Html = None,
+) -> None:
+    """Replay a public trace on simulated engines with the real pairing: what is computed twice?"""
+    from disagg.bench.router import reuse as bench
+    from disagg.bench.router.reuse_engines import Speeds
+
+    plan = bench.ReusePlan(
+        trace=trace,
+        engines=_numbers(engines),
+        cache_tokens=cache_tokens,
+        policies=[name for name in policies.split(",") if name],
+        speeds=Speeds(computed_tokens_s, moved_tokens_s),
+        faster=faster,
+        neighbours=neighbours,
+        requests=requests,
+    )
+    raise typer.Exit(bench.run(plan, Output(json, results, writer(html))))
+
+
+@app.command()
 def router_faults(
     requests: Annotated[
         int, typer.Option(min=1, help="There are 380 combinations of faults.")
@@ -425,10 +479,29 @@ def serve(
     ways: Annotated[
         str,
         typer.Option(
-            help="colocated, apart, apart-all, apart-whole; comma-separated. Empty: write traces "
-            "only."
+            help="colocated, colocated-affinity, colocated-knows, apart, apart-affinity, "
+            "apart-knows, apart-all, apart-whole; comma-separated. Empty: write traces only."
         ),
     ] = "colocated,apart",
+    pairs: Annotated[
+        int, typer.Option(help="Engines of each role; colocated there are as many engines.")
+    ] = 1,
+    conversations: Annotated[
+        int,
+        typer.Option(
+            help="Instead of --mix: so many conversations; --rates is how many begin per second."
+        ),
+    ] = 0,
+    turns: Annotated[int, typer.Option(help="Requests of a conversation.")] = 10,
+    think_s: Annotated[
+        float, typer.Option(help="Mean seconds from an answer to the next request.")
+    ] = 2.0,
+    shared_prompts: Annotated[
+        int, typer.Option(help="Different system prompts that conversations begin with.")
+    ] = 2,
+    shared_tokens: Annotated[int, typer.Option(help="Tokens of each of them.")] = 1024,
+    turn_tokens: Annotated[int, typer.Option(help="Tokens that the user says in a turn.")] = 64,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 32,
     local_prefill_tokens: options.LocalPrefillTokens = 256,
     prefill_wait_share: options.PrefillWaitShare = None,
     first_token: options.FirstToken = "decode",
@@ -453,12 +526,25 @@ def serve(
     results: Results = None,
     html: Html = None,
 ) -> None:
-    """Serve one open load by two plain engines, and by a prefill and a decode engine."""
+    """Serve one load by plain engines, and by as many prefill and decode engines."""
     from disagg.bench.serve import run as bench
+    from disagg.bench.serve.conversations import Talk
+    from disagg.bench.serve.plan import ServePlan
     from disagg.bench.serve.score import Targets
     from disagg.bench.serve.trace import parse_mix
 
-    plan = bench.ServePlan(
+    talk = None
+    if conversations:
+        talk = Talk(
+            conversations=conversations,
+            turns=turns,
+            think_s=think_s,
+            shared_prompts=shared_prompts,
+            shared_tokens=shared_tokens,
+            turn_tokens=turn_tokens,
+            answer_tokens=answer_tokens,
+        )
+    plan = ServePlan(
         ways=[name for name in ways.split(",") if name],
         rates=_rates(rates),
         duration_s=duration,
@@ -475,6 +561,8 @@ def serve(
         seed=seed,
         trace=trace,
         write_trace=write_trace,
+        pairs=pairs,
+        talk=talk,
     )
     raise typer.Exit(bench.run(plan, Output(json, results, writer(html))))
 

@@ -10,10 +10,18 @@ from rich.table import Table
 
 from disagg.bench.results import Row, Target, target
 from disagg.bench.results import Table as ResultTable
-from disagg.bench.serve.score import APART, FIRST_AIM, GAP_AIM, GOOD_SHARE
+from disagg.bench.serve.score import FIRST_AIM, GAP_AIM, GOOD_SHARE
+from disagg.bench.serve.ways import APART
 from disagg.tables import show as show_table
 
+_ABOUT_TOKENS = (
+    "A load is conversations that begin per second. Computed: prompt tokens that engines ran "
+    "through the model, by vLLM's prompt_tokens_by_source. Unavoidable: those that one engine with "
+    "an endless cache would compute. Good requests/s: those that met both targets, the mean gap.\n"
+)
 _MEASURES = {"on_average": "mean gap", "throughout": "every gap"}
+_CONVERSATIONS = "The same conversations on each way to serve"
+_COMPUTED = "Prompt tokens that the engines computed, over all engines"
 _MOST_LENGTHS = 2  # more prompt lengths get no columns of their own
 
 
@@ -23,13 +31,21 @@ def line(row: Mapping[str, Any]) -> str:
     return (
         f"{_rate(row)}, {row['way']}: {row['requests']} requests{failed} in {row['seconds']:g} s, "
         f"{row['handed_over']} handed off; first token p99 {_ms(row['ttft_ms']['p99'])} ms, "
-        f"between tokens p99 {_ms(row['itl_ms']['p99'])} ms"
+        f"between tokens p99 {_ms(row['itl_ms']['p99'])} ms{_over(row)}"
     )
+
+
+def _over(row: Mapping[str, Any]) -> str:
+    tokens = row["tokens"]
+    return "" if tokens is None else f"; computed {tokens['over']:.2f} times the unavoidable tokens"
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
     """Print all tables, then the notes."""
-    for table in (_runs(report["rows"]), _ratios(report["ratios"]), _goodput(report)):
+    shown = [_runs(report["rows"]), _ratios(report["ratios"]), _goodput(report)]
+    if _are_conversations(report):
+        shown[2:] = [_computed(report["rows"])]
+    for table in shown:
         if table.row_count:
             show_table(table, keys=2)
     console.print("\n" + _notes(report))
@@ -39,7 +55,12 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 
 
 def tables(report: Mapping[str, Any]) -> list[ResultTable]:
-    """The runs, then goodput."""
+    """The runs, then goodput; of conversations, the runs and the tokens that were computed."""
+    if _are_conversations(report):
+        return [
+            ResultTable(_CONVERSATIONS, [_shown(row) for row in report["rows"]]),
+            ResultTable(_COMPUTED, [_tokens(row) for row in report["rows"]]),
+        ]
     goodput: list[Row] = [
         {"way": way, **{f"{name}, requests/s": values[key] for key, name in _MEASURES.items()}}
         for way, values in report["goodput"].items()
@@ -51,6 +72,25 @@ def tables(report: Mapping[str, Any]) -> list[ResultTable]:
     )
     runs = [_shown(row) for row in report["rows"]]
     return [ResultTable("The same load on each way to serve", runs), ResultTable(title, goodput)]
+
+
+def _are_conversations(report: Mapping[str, Any]) -> bool:
+    return any(row["tokens"] is not None for row in report["rows"])
+
+
+def _tokens(row: Mapping[str, Any]) -> Row:
+    tokens = row["tokens"]
+    return {
+        "load": _rate(row),
+        "way": row["way"],
+        "prompt tokens sent": tokens["sent"],
+        "computed": tokens["computed"],
+        "from the engine's own cache": tokens["cached"],
+        "moved from another engine": tokens["moved"],
+        "unavoidable": tokens["unavoidable"],
+        "computed / unavoidable": round(tokens["over"], 3),
+        "good requests/s": row["good_rate"]["on_average"],
+    }
 
 
 def _shown(row: Mapping[str, Any]) -> Row:
@@ -70,8 +110,10 @@ def _shown(row: Mapping[str, Any]) -> Row:
 
 
 def targets(report: Mapping[str, Any]) -> list[Target | None]:
-    """p99 of `apart` against `colocated`, at each load."""
+    """p99 of `apart` against `colocated`, at each load; of conversations none."""
     found: list[Target | None] = []
+    if _are_conversations(report):
+        return found  # these aims are of an open load
     for one in report["ratios"]:
         if one["way"] == APART:
             at, gap, first = _rate(one), one["itl_p99"], one["ttft_p99"]
@@ -137,6 +179,15 @@ def _goodput(report: Mapping[str, Any]) -> Table:
     return table
 
 
+def _computed(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The same as in the results file."""
+    found = [_tokens(row) for row in rows]
+    table = Table(*found[0], title=_COMPUTED, title_justify="left")
+    for one in found:
+        table.add_row(*(cell if isinstance(cell, str) else f"{cell:,}" for cell in one.values()))
+    return table
+
+
 def _table(title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("load", no_wrap=True)
@@ -149,11 +200,12 @@ def _notes(report: Mapping[str, Any]) -> str:
     late = max(row["load"]["late_p99_ms"] for row in rows)
     share = max(row["load"]["cpu_share"] for row in rows)
     chunk = max(row["tokens_per_chunk"] for row in rows)
+    said = "" if not _are_conversations(report) else _ABOUT_TOKENS
     return (
-        "Between tokens: gaps between the chunks of an answer that carry tokens. One read is one "
-        f"chunk and one gap, however many tokens it has (here up to {chunk:g} on average). Mean "
-        "gap: from the first token to the last, over the tokens between. Met: both targets, with "
-        "the mean gap / with every gap. First tokens count from the time a request was due. "
+        f"{said}Between tokens: gaps between the chunks of an answer that carry tokens. One read "
+        f"is one chunk and one gap, however many tokens it has (here up to {chunk:g} on average). "
+        "Mean gap: from the first token to the last, over the tokens between. Met: both targets, "
+        "with the mean gap / with every gap. First tokens count from the time a request was due. "
         "Goodput: the highest rate up to which the targets were met, 0 if at none.\n"
         f"Requests were at most {late:.1f} ms late (p99); the load took {share:.1%} of a core. "
         f"{report['cores']} cores, load average {report['load_before']:.1f} before, "

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from disagg.bench.serve.conversations import TokenCounts
 from disagg.bench.serve.load import Batch, RequestOutcome
+from disagg.bench.serve.ways import COLOCATED
 
-COLOCATED, APART, APART_ALL = "colocated", "apart", "apart-all"
-APART_WHOLE = "apart-whole"
-WAYS = (COLOCATED, APART, APART_ALL, APART_WHOLE)
 # Goodput is the rate at which at least this share of the requests meets both targets.
 GOOD_SHARE = 0.9
 # Targets: between tokens, colocated over apart; first token, apart over colocated.
@@ -45,7 +44,8 @@ class Run:
     """One load on one way to serve. `rate`: as configured, None for a trace.
 
     `offered`: requests per second that were sent; a Poisson process keeps its rate on average only.
-    `handed_over`: prompts whose blocks arrived at the decode engine, by its own count.
+    `handed_over`: prompts whose blocks arrived at decode engines, by their own count. `tokens`: of
+    conversations.
     """
 
     way: str
@@ -53,6 +53,7 @@ class Run:
     offered: float
     batch: Batch
     handed_over: int = 0
+    tokens: TokenCounts | None = None
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
@@ -62,7 +63,11 @@ def percentile(values: Iterable[float], share: float) -> float | None:
 
 
 def row(run: Run, targets: Targets) -> dict[str, Any]:
-    """The figures of one run; times in ms."""
+    """The figures of one run; times in ms.
+
+    `tokens`: see `TokenCounts`. `good_rate`: requests per second of the run that met both targets;
+    conversations send no more requests while they wait, so their goodput is a rate that came.
+    """
     outcomes = run.batch.outcomes
     right = [outcome for outcome in outcomes if outcome.problem is None]
     gaps = [gap for outcome in right for gap in outcome.gaps]
@@ -87,11 +92,24 @@ def row(run: Run, targets: Targets) -> dict[str, Any]:
             "on_average": _share(targets.met_on_average(o) for o in outcomes),
             "throughout": _share(targets.met_throughout(o) for o in outcomes),
         },
+        "good_rate": {
+            "on_average": _rate(map(targets.met_on_average, outcomes), run),
+            "throughout": _rate(map(targets.met_throughout, outcomes), run),
+        },
+        "tokens": _tokens(run.tokens),
         "load": {
             "late_p99_ms": _ms(percentile((o.late_s for o in outcomes), 0.99)),
             "cpu_share": round(run.batch.cpu_s / run.batch.wall_s, 3),
         },
     }
+
+
+def _rate(met: Iterable[bool], run: Run) -> float:
+    return round(sum(met) / run.batch.wall_s, 3)
+
+
+def _tokens(counts: TokenCounts | None) -> dict[str, float] | None:
+    return None if counts is None else {**asdict(counts), "over": round(counts.over, 4)}
 
 
 def goodput(rows: Sequence[Mapping[str, Any]], way: str, measure: str) -> float:

@@ -23,8 +23,8 @@ import msgspec
 from disagg.errors import ConfigError
 
 _EXAMPLE = '{"at": 1.25, "prompt_tokens": 2000, "output_tokens": 64}'
-# In every vocabulary that `make-model` writes, and none of them special.
-_TOKENS = range(300, 1000)
+TOKENS = range(300, 1000)
+"""Ids that are in every vocabulary that `make-model` writes, and none of them special."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def prompts(asks: Sequence[Ask], key: str) -> list[list[int]]:
     made: list[list[int]] = []
     for ask in asks:
         if ask.same_as is None:
-            made.append(generator.choices(_TOKENS, k=ask.prompt_tokens))
+            made.append(generator.choices(TOKENS, k=ask.prompt_tokens))
         else:
             made.append(made[ask.same_as])
     return made

@@ -21,6 +21,7 @@ from disagg.bench.serve import load as serve_load
 from disagg.bench.serve import run as serve
 from disagg.bench.serve import trace as serve_trace
 from disagg.bench.serve.load import Batch, Reading, RequestOutcome
+from disagg.bench.serve.plan import ServePlan
 from disagg.bench.serve.report import show, tables, targets
 from disagg.bench.serve.score import Run, Targets, goodput, percentile, ratios, row
 from disagg.bench.serve.trace import Ask, Kind, parse_mix, poisson
@@ -360,7 +361,7 @@ def test_the_tables_show_what_failed_and_what_is_not_known(
 
 def test_targets_are_of_apart_alone() -> None:
     ratio = {"rate": 2.0, "itl_p99": 1.9, "ttft_p99": 1.05}
-    report = {"ratios": [{"way": "apart", **ratio}, {"way": "apart-all", **ratio}]}
+    report = {"rows": [], "ratios": [{"way": "apart", **ratio}, {"way": "apart-all", **ratio}]}
     gap, first = targets(report)
     assert gap is not None
     assert first is not None
@@ -371,7 +372,7 @@ def test_targets_are_of_apart_alone() -> None:
 # ---- the plan ------------------------------------------------------------------------------
 
 
-def plan(**changes: Any) -> serve.ServePlan:
+def plan(**changes: Any) -> ServePlan:
     settings: dict[str, Any] = {
         "ways": [],
         "rates": [1.0, 2.0],
@@ -388,7 +389,7 @@ def plan(**changes: Any) -> serve.ServePlan:
         "prefill_seqs": None,
         "seed": 1,
     }
-    return serve.ServePlan(**(settings | changes))
+    return ServePlan(**(settings | changes))
 
 
 def test_traces_are_written_without_an_engine_and_replayed(tmp_path: Path) -> None:

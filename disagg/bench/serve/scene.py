@@ -1,0 +1,160 @@
+"""The engines of `disagg bench serve`, and a router in front of those that are measured.
+
+All engines live for the whole run. Engines that are not being measured are stopped (SIGSTOP). Each
+run has a new router, which has never seen a stopped engine. More than one pair of engines are forks
+of one process, for else their start would take longer than the load.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from disagg.bench.first_token.handoff import MODEL
+from disagg.bench.serve import conversations, load, trace
+from disagg.bench.serve.load import Batch
+from disagg.bench.serve.plan import ServeLoad, ServePlan
+from disagg.bench.serve.score import Run
+from disagg.bench.serve.ways import WAYS, Way
+from disagg.config import Role
+from disagg.errors import StartupError
+from disagg.testing.forked_servers import ForkServer
+from disagg.testing.launch import launch
+from disagg.testing.vllm_server import Started, VllmServer, free_port, spawn
+
+BLOCK = 128
+"""Tokens of the engines' blocks."""
+_OURS = {"kv_connector": "DisaggConnector", "kv_connector_module_path": "disagg.connector"}
+_SECRET = {"DISAGG_SECRET": "the secret of this bench"}
+_KV_ROLES: dict[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+class Scene:
+    """See the module. `stack` ends the engines. `folder`: for the router's settings."""
+
+    def __init__(self, plan: ServePlan, stack: ExitStack, console: Console, folder: Path) -> None:
+        self._plan, self._folder = plan, folder
+        self._events: dict[str, dict[str, str]] = {}
+        """By the engine's URL: where it publishes its KV events."""
+        ways = [WAYS[name] for name in plan.ways]
+        self._start: Callable[[Sequence[str], dict[str, str], Path], Started] = spawn
+        if plan.pairs > 1:
+            forks = ForkServer()
+            stack.callback(forks.stop)
+            self._start = forks.start
+        self._plain, self._prefill, self._decode = (list[VllmServer]() for _ in range(3))
+        if any(not way.is_apart for way in ways):
+            hears = any(way.hears for way in ways if not way.is_apart)
+            self._plain = [
+                self._engine(stack, f"plain {n}", None, hears=hears) for n in range(2 * plan.pairs)
+            ]
+        if any(way.is_apart for way in ways):
+            hears = any(way.hears for way in ways if way.is_apart)
+            for n in range(plan.pairs):
+                self._prefill.append(self._engine(stack, f"prefill {n}", "prefill", hears=hears))
+                self._decode.append(self._engine(stack, f"decode {n}", "decode", hears=hears))
+        servers = [*self._plain, *self._prefill, *self._decode]
+        console.print(f"starting {len(servers)} engines, which takes minutes on few cores")
+        began = time.monotonic()
+        for server in servers:
+            server.wait_ready()
+            console.print(f"{server.name} ready after {time.monotonic() - began:.0f} s")
+        for server in servers:
+            server.pause()
+
+    def _engine(self, stack: ExitStack, name: str, role: Role | None, *, hears: bool) -> VllmServer:
+        """`role`: None of a plain engine. `hears`: it publishes KV events."""
+        most, args, env = self._plan.batched_tokens, list[str](), dict[str, str]()
+        if role == "decode":
+            most = self._plan.decode_batched_tokens or most
+        if most is not None:
+            args += ["--max-num-batched-tokens", str(most)]
+        if role == "prefill" and self._plan.prefill_seqs is not None:
+            args += ["--max-num-seqs", str(self._plan.prefill_seqs)]
+        config: dict[str, Any] | None = None
+        if role is not None:
+            config, env = {**_OURS, "kv_role": _KV_ROLES[role]}, _SECRET
+        addresses = dict[str, str]()
+        if hears:
+            names = ("endpoint", "replay_endpoint")
+            addresses = {one: f"tcp://127.0.0.1:{free_port()}" for one in names}
+            events = {"enable_kv_cache_events": True, "publisher": "zmq", **addresses}
+            args += ["--kv-events-config", json.dumps(events)]
+        server = VllmServer(
+            name, MODEL.absolute(), None, config, args, env=env, block_size=BLOCK, start=self._start
+        )
+        stack.enter_context(server)
+        if addresses:
+            self._events[server.url] = addresses
+        return server
+
+    def run(self, name: str, asked: ServeLoad, key: str) -> Run:
+        """Run the load on one way to serve. `key`: seed of the prompts; none may come twice."""
+        way = WAYS[name]
+        servers = [*self._prefill, *self._decode] if way.is_apart else self._plain
+        for server in servers:
+            server.resume()
+        loaded, before = _loaded(servers), _samples(servers)
+        with ExitStack() as stack:
+            url, _ = launch(stack, f"the router of {name}", self._router(way))
+            batch = self._send(url, asked, key)
+        for server in servers:
+            if server.process is not None and server.process.poll() is not None:
+                raise StartupError(f"{server.name} ended under the load of {name}", server.tail())
+        tokens = None
+        if asked.talk is not None:
+            tokens = conversations.counted(before, _samples(servers), batch.exchanges, BLOCK)
+        handed_over = _loaded(servers) - loaded
+        for server in servers:
+            server.pause()
+        return Run(name, asked.rate, asked.offered, batch, handed_over, tokens)
+
+    def _send(self, url: str, asked: ServeLoad, key: str) -> Batch:
+        if asked.talk is None:
+            return load.run(url, asked.asks, trace.prompts(asked.asks, key))
+        assert asked.rate is not None
+        talks = conversations.conversations(asked.talk, asked.rate, self._plan.seed, key)
+        return load.converse(url, talks)
+
+    def _router(self, way: Way) -> list[str]:
+        ours = [sys.executable, "-m", "disagg.cli", "router", "--host", "127.0.0.1"]
+        ours += ["--port", "{port}", "--decode-policy", way.policy]
+        if way.hears:
+            file = self._folder / "router.yaml"
+            file.write_text(json.dumps({"engines": {"kv_events": self._events}}))  # is YAML too
+            ours += ["--config", str(file)]
+        if not way.is_apart:
+            return [*ours, *_options("--decode", self._plain)]
+        plan = self._plan
+        ours += ["--prefill-policy", way.policy]
+        ours += ["--local-prefill-tokens", str(plan.local_prefill_tokens if way.local else 0)]
+        if not way.follow:
+            ours += ["--no-follow"]
+        if way.local and plan.prefill_wait_share is not None:
+            ours += ["--prefill-wait-share", str(plan.prefill_wait_share)]
+        if way.local:
+            ours += ["--first-token", plan.first_token]
+            ours += ["--first-token-hold-s", str(plan.first_token_hold_s)]
+        return [*ours, *_options("--prefill", self._prefill), *_options("--decode", self._decode)]
+
+
+def _options(name: str, servers: Sequence[VllmServer]) -> list[str]:
+    return [word for server in servers for word in (name, server.url)]
+
+
+def _samples(servers: Sequence[VllmServer]) -> list[dict[str, float]]:
+    return [server.metrics(conversations.SOURCES) for server in servers]
+
+
+def _loaded(servers: Sequence[VllmServer]) -> int:
+    """Handoffs that arrived, by the engines' own count."""
+    loaded = "disagg_handoffs_total{outcome=loaded"
+    found = [server.metrics("disagg_handoffs") for server in servers]
+    return round(sum(v for counts in found for k, v in counts.items() if k.startswith(loaded)))
