@@ -80,7 +80,9 @@ class Scene:
             args += ["--max-num-seqs", str(self._plan.prefill_seqs)]
         config: dict[str, Any] | None = None
         if role is not None:
-            config, env = {**_OURS, "kv_role": _KV_ROLES[role]}, _SECRET
+            shares = any(WAYS[name].shares for name in self._plan.ways)
+            config = {**_OURS, "kv_role": "kv_both" if shares else _KV_ROLES[role]}
+            env = _SECRET
         addresses = dict[str, str]()
         if hears:
             names = ("endpoint", "replay_endpoint")
@@ -128,15 +130,18 @@ class Scene:
         ours += ["--port", "{port}", "--decode-policy", way.policy]
         if way.hears:
             file = self._folder / "router.yaml"
-            file.write_text(json.dumps({"engines": {"kv_events": self._events}}))  # is YAML too
+            section: dict[str, Any] = {"engines": {"kv_events": self._events}}
+            if way.shares:
+                policies = {"prefill": way.policy, "decode": way.policy}
+                section["pairing"] = {**policies, "share_caches": "always"}
+            file.write_text(json.dumps(section))  # is YAML too
             ours += ["--config", str(file)]
         if not way.is_apart:
             return [*ours, *_options("--decode", self._plain)]
         plan = self._plan
         ours += ["--prefill-policy", way.policy]
         ours += ["--local-prefill-tokens", str(plan.local_prefill_tokens if way.local else 0)]
-        if not way.follow:
-            ours += ["--no-follow"]
+        ours += ["--follow" if way.follow else "--no-follow"]
         if way.local and plan.prefill_wait_share is not None:
             ours += ["--prefill-wait-share", str(plan.prefill_wait_share)]
         if way.local:

@@ -7,7 +7,8 @@ whole prompt is computed.
 
 `…-affinity`: the engine that was last sent the longest prefix of a prompt (`prefix_affinity`).
 `…-knows`: the engine that has least to compute by what its cache holds (`cache_aware`), as the
-engines' KV events tell.
+engines' KV events tell. `apart-shares`: as `apart-knows`, and engines fetch what other engines'
+caches hold (`share_caches: always`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ COLOCATED, APART = "colocated", "apart"
 @dataclass(frozen=True)
 class Way:
     """One way. `local`: decode computes short prompts itself. `follow`: see
-    `router.pairing.follow`."""
+    `router.pairing.follow`. `shares`: engines fetch from each other's caches."""
 
     is_apart: bool
     policy: PolicyName = "least_loaded"
     local: bool = True
     follow: bool = True
+    shares: bool = False
 
     @property
     def hears(self) -> bool:
@@ -42,6 +44,7 @@ WAYS = {
     APART: Way(is_apart=True),
     "apart-affinity": Way(is_apart=True, policy="prefix_affinity"),
     "apart-knows": Way(is_apart=True, policy="cache_aware"),
+    "apart-shares": Way(is_apart=True, policy="cache_aware", shares=True),
     "apart-all": Way(is_apart=True, local=False),
     "apart-whole": Way(is_apart=True, follow=False),
 }
