@@ -26,6 +26,7 @@ MOST_BLOCKS = 1 << 20
 """Blocks of one engine, in all media."""
 _MOST_BLOCK_SIZE = 1 << 16
 _SLICE = 128  # blocks between two yields of `apply`
+_ALMOST = 0.9  # an engine that frees a few blocks is full soon
 _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 
 
@@ -46,6 +47,13 @@ class Picture:
         self._copies: dict[int, int] = {}
         """The engine's hash of a block -> copies beyond the first one."""
         self._group: int | None = None
+        self._full_at: int | None = None
+        """The most blocks that the engine held when its own cache evicted some."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the engine has to evict blocks from its own cache to store others."""
+        return self._full_at is not None and len(self._keys) >= _ALMOST * self._full_at
 
     def __len__(self) -> int:
         """How many blocks the engine holds, in all media."""
@@ -66,7 +74,7 @@ class Picture:
         """Nothing is known of the engine any more. See `CacheIndex.sweep`."""
         self._index.give_back(self.slot, self._keys.values())
         self._keys, self._copies = {}, {}
-        self._group = self.block_size = None
+        self._group = self.block_size = self._full_at = None
         self.slot = self._index.take_slot()
 
     def close(self) -> None:
@@ -186,6 +194,8 @@ class Picture:
             return
         index, keys, slot = self._index, self._keys, self.slot
         holders, is_gpu = self._medium(event.medium)
+        if is_gpu:
+            self._full_at = max(self._full_at or 0, len(keys))
         for number, name in enumerate(event.block_hashes):
             hash_ = name if type(name) is int else handle(name)
             key = keys.get(hash_)

@@ -1,11 +1,16 @@
 """The engine that has least to do before a request's first token, by what its cache holds.
 
-    cost = computed + 0.1 * loaded + moved + queue    in prompt tokens; the smallest wins
+    cost = computed + 0.1 * loaded + moved + 0.5 * evicted + queue
+                                                    in prompt tokens; the smallest wins
 
     computed   tokens of the prompt that the engine holds in no medium, and does not fetch
     loaded     tokens that it holds below its GPU (host memory, files) and has to load
     moved      of what it fetches from another engine's cache, where engines do (`sharing.py`)
+    evicted    tokens of other prompts that have to make room, if its cache is full
     queue      the work that routers have in flight at it (`InFlight.cost`)
+
+An evicted token may have to be computed again. Without that term, prompts that share their first
+words would all go to the few engines that have them, which would keep nothing else for long.
 
 Of equal costs the shorter queue wins, then chance. What engines hold is heard from their KV events
 (`router/caches`). Where the prompt's token ids are not known, or nothing is known of any engine,
@@ -32,6 +37,8 @@ from disagg.router.topology import EngineEndpoint
 
 LOAD_COST = 0.1
 """Of a token that is loaded from another medium, in computed tokens."""
+EVICT_COST = 0.5
+"""Of a token that is evicted for the prompt, in computed tokens."""
 _MOST_COMPARED = 64
 
 
@@ -103,7 +110,8 @@ class CacheAware:
             for depth, holders in anywhere:
                 computed = self._after_moves(blocks.tokens, depth * size, anywhere_held)
                 loads = None if on_gpu is anywhere else (on_gpu, depth, size)
-                groups.append((computed, self._costs(computed, holders, among, loads)))
+                stored = blocks.tokens - depth * size
+                groups.append((computed, self._costs(computed, stored, holders, among, loads)))
         if among.unknown:
             some = among.unknown
             if len(some) > _MOST_COMPARED:
@@ -122,17 +130,26 @@ class CacheAware:
         return tokens - held - lacking + min(lacking, self._sharing.moves.cost(lacking))
 
     def _costs(
-        self, computed: float, holders: int, among: Among, loads: tuple[Steps, int, int] | None
+        self,
+        computed: float,
+        stored: int,
+        holders: int,
+        among: Among,
+        loads: tuple[Steps, int, int] | None,
     ) -> Iterator[tuple[float, EngineEndpoint]]:
         """The engines of these slots, which hold the same, and what each costs without its queue.
-        `loads`: what they hold on their GPUs, the blocks that they hold, and the block size."""
+        `stored`: tokens that they do not hold yet. `loads`: what they hold on their GPUs, the
+        blocks that they hold, and the block size."""
         for slot in self._some(holders):
             cost = computed
             if loads is not None:
                 on_gpu, depth, size = loads
                 first = next(blocks for blocks, slots in on_gpu if slots >> slot & 1)
                 cost += LOAD_COST * (depth - first) * size
-            yield cost, among.by_slot[slot]
+            engine = among.by_slot[slot]
+            if self._caches.pictures[engine.name].is_full:
+                cost += EVICT_COST * stored
+            yield cost, engine
 
     def _some(self, slots: int) -> Iterable[int]:
         if slots.bit_count() <= _MOST_COMPARED:

@@ -70,6 +70,29 @@ def test_the_longest_prefix_wins(policy: CacheAware, caches: EngineCaches) -> No
     assert policy.choose(ask(), (ENGINES[3], ENGINES[0])) == ENGINES[0]
 
 
+def evicts(caches: EngineCaches, engine: EngineEndpoint, ids: Sequence[int]) -> None:
+    """The engine removes these tokens' blocks."""
+    for _ in caches.pictures[engine.name].apply(Removed(hashes(ids), "GPU")):
+        pass
+
+
+def test_a_full_cache_costs_what_it_evicts(policy: CacheAware, caches: EngineCaches) -> None:
+    """So prompts with the same first words do not crowd at the engine that has those."""
+    holds(caches, ENGINES[0], PROMPT[: 10 * SIZE])
+    holds(caches, ENGINES[0], range(90 * SIZE))
+    assert policy.choose(ask(), ENGINES) == ENGINES[0]
+    evicts(caches, ENGINES[0], range(90 * SIZE)[-SIZE:])
+    assert caches.pictures[ENGINES[0].name].is_full
+    assert policy.choose(ask(), ENGINES) in ENGINES[1:]
+    assert policy.choose(ask(PROMPT[: 14 * SIZE]), ENGINES) == ENGINES[0], "little is evicted"
+    holds(caches, ENGINES[0], PROMPT[: 60 * SIZE])
+    assert policy.choose(ask(), ENGINES) == ENGINES[0], "it would be computed elsewhere"
+    evicts(caches, ENGINES[0], PROMPT[: 60 * SIZE])
+    for start in (70 * SIZE, 40 * SIZE, 10 * SIZE):
+        evicts(caches, ENGINES[0], range(start))
+    assert not caches.pictures[ENGINES[0].name].is_full, "it was reset, say"
+
+
 def test_work_in_flight_counts_as_tokens(
     policy: CacheAware, caches: EngineCaches, in_flight: InFlight
 ) -> None:
