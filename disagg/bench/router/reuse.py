@@ -2,12 +2,12 @@
 
 The engines are simulated, and say so in every output: they keep the names of blocks in LRU caches
 and the time that a prompt would take. The router's part is real: the policies that choose engines,
-the load that they see, and the picture of the caches, which the engines' KV events feed through the
-router's own decoders. Time is simulated; nothing sleeps.
+the load that they see, the picture of the caches, which the engines' KV events feed through the
+router's own decoders, and who fetches from whom. Time is simulated; nothing sleeps.
 
 Only prefill is simulated. Two forms: an engine's cache serves that engine alone; or an engine that
-lacks a prefix gets it from another one that holds it (`neighbours`), the deepest by the router's
-picture. A block that moved counts as moved, not as computed.
+lacks a prefix gets it from another one that holds it (`neighbours`), as with `share_caches:
+always`. A block that moved counts as moved, not as computed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from disagg.bench.router.reuse_trace import BLOCK, Ideal, TracedRequest
 from disagg.config import PairingSection, PolicyName
 from disagg.errors import ConfigError
 from disagg.router.caches.engine_caches import EngineCaches
-from disagg.router.caches.index import slots_of
+from disagg.router.engines.compatibility import Compatibility
+from disagg.router.engines.health import Health
 from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.policies import make_policy
+from disagg.router.pairing.sharing import Moves, Sharing
 from disagg.router.request.plan import RequestPlan
 from disagg.router.telemetry.metrics import RouterMetrics
-from disagg.router.topology import EngineEndpoint
+from disagg.router.topology import EngineEndpoint, Topology
 from disagg.tables import show
 
 # Those that choose by more than these traces have.
@@ -122,18 +124,26 @@ class Replay:
         self._caches, self._in_flight = EngineCaches(), InFlight(RouterMetrics())
         self.engines: dict[str, SimulatedEngine] = {}
         self._endpoints: list[EngineEndpoint] = []
-        self._by_slot: dict[int, SimulatedEngine] = {}
         for number in range(engines):
             name = f"prefill-{number}"
             picture = self._caches.join(name)
             cache = LruCache(plan.cache_tokens // BLOCK)
-            engine = SimulatedEngine(name, cache, picture, plan.speeds)
-            self.engines[name] = self._by_slot[picture.slot] = engine
+            self.engines[name] = SimulatedEngine(name, cache, picture, plan.speeds)
             self._endpoints.append(EngineEndpoint(name, "prefill", f"http://{name}.test"))
-        self._all = sum(self._caches.index.bit(slot) for slot in self._by_slot)
         settings = PairingSection()
         kind: Any = policy  # checked by the plan
-        self._policy = make_policy(kind, settings, self._in_flight, self._caches)
+        metrics, topology = RouterMetrics(), Topology(self._endpoints)
+        self._sharing: Sharing | None = None
+        if neighbours:
+            self._sharing = Sharing(
+                topology,
+                self._caches,
+                self._in_flight,
+                Health(metrics, is_known=topology.has),
+                Compatibility(),
+                Moves(self._in_flight, always=True),
+            )
+        self._policy = make_policy(kind, settings, self._in_flight, self._caches, self._sharing)
         self._ends: list[tuple[float, int, SimulatedEngine]] = []
         self._order = itertools.count()
 
@@ -148,7 +158,7 @@ class Replay:
         engine = self.engines[endpoint.name]
         # As `request/prefill_leg.py` does.
         seat = self._in_flight.take(endpoint, plan.tokens)
-        source = self._holder(plan, engine) if self.neighbours else None
+        source = self._source(plan, endpoint)
         engine.queue.append(Job(request, at, seat, source))
         if len(engine.queue) == 1:
             self._begin(engine)
@@ -157,16 +167,10 @@ class Replay:
         """Nothing more comes."""
         self._until(float("inf"))
 
-    def _holder(self, plan: RequestPlan, engine: SimulatedEngine) -> SimulatedEngine | None:
-        """The engine that holds most of the prompt, if it holds more than the chosen one does, by
-        the picture that the router has now; the one with the shortest queue of those."""
-        assert plan.blocks is not None
-        own = self._caches.held(plan.blocks, plan.model, engine.name).tokens // BLOCK
-        steps, _ = self._caches.index.depths(plan.blocks.keys(BLOCK), self._all, leaps=True)
-        depth, slots = steps[-1]
-        if depth <= own:
-            return None
-        return min((self._by_slot[s] for s in slots_of(slots)), key=lambda e: len(e.queue))
+    def _source(self, plan: RequestPlan, endpoint: EngineEndpoint) -> SimulatedEngine | None:
+        """The engine that the router would name."""
+        found = self._sharing.source(plan, endpoint) if self._sharing is not None else None
+        return None if found is None else self.engines[found.engine.name]
 
     def _begin(self, engine: SimulatedEngine) -> None:
         end = self.now_s + engine.begin()

@@ -17,14 +17,15 @@ Of equal costs the shorter queue wins, then chance. What engines hold is heard f
 another policy chooses.
 
 All of a few engines are compared. Of many, those that hold most come first, and of those that hold
-the same a sample is taken.
+the same a sample is taken, a small one once enough were compared.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Protocol, TypeAlias
 
 from disagg.router.caches.block_keys import PromptBlocks
 from disagg.router.caches.engine_caches import Among, EngineCaches
@@ -39,7 +40,9 @@ LOAD_COST = 0.1
 """Of a token that is loaded from another medium, in computed tokens."""
 EVICT_COST = 0.5
 """Of a token that is evicted for the prompt, in computed tokens."""
-_MOST_COMPARED = 64
+_MOST_COMPARED, _FEWEST_COMPARED = 64, 4
+_Costs: TypeAlias = Callable[[int], Iterable[tuple[float, EngineEndpoint]]]
+"""Engines that hold the same, and what each costs without its queue; about so many of them."""
 
 
 class _Otherwise(Protocol):
@@ -84,9 +87,9 @@ class CacheAware:
         chosen: EngineEndpoint | None = None
         left = _MOST_COMPARED
         for least, costs in self._by_cost(blocks, model, among):
-            if left <= 0 or (best is not None and least > best[0]):
+            if best is not None and least > best[0]:
                 break  # whoever comes now costs more
-            for cost, engine in costs:
+            for cost, engine in costs(max(left, _FEWEST_COMPARED)):
                 queue = self._in_flight.cost(engine)
                 rank = cost + queue, queue, self._random.random()
                 left -= 1
@@ -97,11 +100,11 @@ class CacheAware:
 
     def _by_cost(
         self, blocks: PromptBlocks, model: object, among: Among
-    ) -> list[tuple[float, Iterable[tuple[float, EngineEndpoint]]]]:
-        """Groups of engines, and the least that an engine of the group costs without its queue;
-        the cheapest first."""
+    ) -> list[tuple[float, _Costs]]:
+        """The least that an engine of a group costs without its queue, and that group; the cheapest
+        first."""
         adapter, index = self._caches.adapter(model), self._caches.index
-        groups: list[tuple[float, Iterable[tuple[float, EngineEndpoint]]]] = []
+        groups: list[tuple[float, _Costs]] = []
         anywhere_held = 0
         if self._sharing is not None:
             anywhere_held = self._sharing.held_anywhere(blocks, model)
@@ -111,13 +114,11 @@ class CacheAware:
                 computed = self._after_moves(blocks.tokens, depth * size, anywhere_held)
                 loads = None if on_gpu is anywhere else (on_gpu, depth, size)
                 stored = blocks.tokens - depth * size
-                groups.append((computed, self._costs(computed, stored, holders, among, loads)))
+                costs = partial(self._costs, computed, stored, holders, among, loads)
+                groups.append((computed, costs))
         if among.unknown:
-            some = among.unknown
-            if len(some) > _MOST_COMPARED:
-                some = self._random.sample(some, _MOST_COMPARED)
             computed = self._after_moves(blocks.tokens, 0, anywhere_held)
-            groups.append((computed, [(computed, engine) for engine in some]))
+            groups.append((computed, partial(self._costs_of_unknown, computed, among)))
         groups.sort(key=lambda group: group[0])
         return groups
 
@@ -136,11 +137,12 @@ class CacheAware:
         holders: int,
         among: Among,
         loads: tuple[Steps, int, int] | None,
+        most: int,
     ) -> Iterator[tuple[float, EngineEndpoint]]:
         """The engines of these slots, which hold the same, and what each costs without its queue.
         `stored`: tokens that they do not hold yet. `loads`: what they hold on their GPUs, the
-        blocks that they hold, and the block size."""
-        for slot in self._some(holders):
+        blocks that they hold, and the block size. `most`: about how many of them."""
+        for slot in self._some(holders, most):
             cost = computed
             if loads is not None:
                 on_gpu, depth, size = loads
@@ -151,11 +153,21 @@ class CacheAware:
                 cost += EVICT_COST * stored
             yield cost, engine
 
-    def _some(self, slots: int) -> Iterable[int]:
-        if slots.bit_count() <= _MOST_COMPARED:
+    def _costs_of_unknown(
+        self, computed: float, among: Among, most: int
+    ) -> Iterator[tuple[float, EngineEndpoint]]:
+        """The same of engines without a picture."""
+        some = among.unknown
+        if len(some) > most:
+            some = self._random.sample(some, most)
+        for engine in some:
+            yield computed, engine
+
+    def _some(self, slots: int, most: int) -> Iterable[int]:
+        if slots.bit_count() <= most:
             return slots_of(slots)
         length, found = slots.bit_length(), set[int]()
-        for _ in range(_MOST_COMPARED):
+        for _ in range(most):
             start = self._random.randrange(length)
             rest = slots >> start
             found.add(start + (rest & -rest).bit_length() - 1)
