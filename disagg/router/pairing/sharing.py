@@ -32,6 +32,7 @@ LEAST_TOKENS = 64
 """Fewer are not worth a leg."""
 _GUESS = 0.1  # of a token's computation, before anything is measured
 _TRIED = 32
+_STEP_S, _PATIENCE_S = 0.5, 5.0
 _MOST_COMPARED = 64
 _DECAY = 0.9
 
@@ -69,6 +70,11 @@ class Moves:
         if not per_token or self._ask_s is None:
             return _GUESS * tokens
         return (self._ask_s + self._speed.takes(tokens)) / per_token
+
+    def limit_s(self, tokens: int) -> float:
+        """How long a source of so many tokens may take to answer: no longer than to compute them,
+        but a source in the middle of a step answers after it."""
+        return _PATIENCE_S if self._always else max(_STEP_S, self._in_flight.takes_s(tokens))
 
     def pay(self, tokens: int) -> bool:
         """Whether to move so many tokens."""

@@ -3,7 +3,7 @@
 The source gets the prompt as far as it holds it, and one token more, as a prefill. So vLLM itself
 finds the blocks in the cache, and keeps them while they are read; the source computes one token,
 which the other engine then need not. Whatever goes wrong, that engine computes: a source leg never
-fails a request, and takes no longer than computing would.
+fails a request, and has a limit (`Moves.limit_s`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from disagg.router.upstream import client as upstream
 from disagg.router.upstream import http1
 
 logger = logging.getLogger(__name__)
-
-_LEAST_S = 0.5  # a source that is in the middle of a step answers after it
 
 
 class SourceLeg:
@@ -58,7 +56,7 @@ class SourceLeg:
         """The same, of this source."""
         assert plan.blocks is not None
         data = bodies.encoded(bodies.source_body(plan.body, plan.blocks.ids(source.tokens + 1)))
-        limit_s = max(_LEAST_S, self._in_flight.takes_s(source.lacking))
+        limit_s = self.sharing.moves.limit_s(source.lacking)
         limit_s = min(limit_s, self._limits.prefill_timeout_s)
         seat, began = self._in_flight.take(source.engine, 1), record.elapsed()
         try:
