@@ -159,9 +159,9 @@ ALLOWED = {
     },
     "bench.router": {
         *LEAVES, "tables", "testing", "bench.results",
-        # What `--knows` measures.
-        "router.caches", "router.pairing", "router.request", "router.server.server",
-        "router.telemetry", "router.topology",
+        # What `router --knows` and `reuse` measure.
+        "router.caches", "router.engines", "router.pairing", "router.request",
+        "router.server.server", "router.telemetry", "router.topology",
     },
     "bench.serve": {
         *LEAVES, "tables", "testing", "bench.first_token", "bench.results", "router.upstream",
