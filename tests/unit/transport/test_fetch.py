@@ -23,7 +23,7 @@ from disagg.identity import process
 from disagg.private_files import PrivateFolder
 from disagg.transport import fetch as handoff
 from disagg.transport import protocol as p
-from disagg.transport.base import FetchJob
+from disagg.transport.base import FetchJob, Receiver
 from disagg.transport.blocks import BlockCache, Region, Selection
 from disagg.transport.control import client
 from disagg.transport.control.channel import FIRST_FRAME, Channel
@@ -39,6 +39,7 @@ from disagg.transport.shared_storage import (
     Storage,
     _decode_file,
 )
+from disagg.transport.tcp.tcp import TcpReceiver, TcpSender
 
 BLOCKS = 40
 POISON = 0xA5
@@ -661,6 +662,60 @@ def test_reasons_are_all_known() -> None:
     }
     assert len(named) > 20
     assert named - p.REASONS == set()
+
+
+@pytest.fixture
+def two_ways(pair: Pair) -> Iterator[tuple[Pair, TcpSender, TcpReceiver]]:
+    """The same pair, whose producer sends over tcp as well."""
+    sender = TcpSender(pair.source, "127.0.0.1", SECRET)
+    offers = {one.name: one.offer() for one in (sender, pair.sender)}
+    server = ControlServer(
+        host="127.0.0.1",
+        port=0,
+        secret=SECRET,
+        hello=p.Welcome("prefill-0", "life-1", offers, LAYERS),
+        fingerprint=FINGERPRINT,
+        cache=pair.source,
+        leases=pair.leases,
+        senders=[sender, pair.sender],
+        use_limit_s=2,
+    )
+    pair.endpoint = Endpoint("127.0.0.1", server.port, "life-1")
+    receiver = TcpReceiver(pair.target, SECRET)
+    yield pair, sender, receiver
+    pair.peers.close()
+    receiver.close()
+    server.close()
+    sender.close()
+
+
+def test_the_next_transport_is_taken(two_ways: tuple[Pair, TcpSender, TcpReceiver]) -> None:
+    """The first one breaks after both sides had agreed on it."""
+    pair, sender, receiver = two_ways
+    order: list[Receiver] = [receiver, pair.receiver]
+    for lease, sources in ((1, [3, 4, 5]), (2, [7, 8, 9])):
+        pair.grant(lease, sources)
+        moved = handoff.fetch(pair.peers, pair.wanted(lease, 0, 3), pair.job([0, 1, 2]), order)
+        assert (moved.transport, moved.failed_over) == (
+            ("tcp", ()) if lease == 1 else ("shared_storage", ("tcp",))
+        )
+        assert moved.num_bytes > 0
+        assert same(pair, sources, [0, 1, 2])
+        sender.close()
+    assert [ended.outcome for ended in pair.leases.take_ended()] == ["fetched", "fetched"]
+
+
+def test_no_transport_is_left(two_ways: tuple[Pair, TcpSender, TcpReceiver]) -> None:
+    """Then nobody can use the lease, and it ends."""
+    pair, sender, receiver = two_ways
+    pair.grant(1, [3])
+    handoff.fetch(pair.peers, pair.wanted(1, 0, 1), pair.job([0]), [receiver])
+    sender.close()
+    pair.grant(2, [3, 4])
+    with pytest.raises(TransferError, match=r"^tcp: ") as failed:
+        handoff.fetch(pair.peers, pair.wanted(2, 0, 2), pair.job([0, 1]), [receiver])
+    assert not isinstance(failed.value, PeerLost), "the producer is there"
+    assert [ended.outcome for ended in pair.leases.take_ended()] == ["fetched", "aborted"]
 
 
 def test_the_longest_hello_fits_into_a_first_frame(pair: Pair) -> None:
