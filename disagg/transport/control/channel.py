@@ -158,7 +158,8 @@ class Channel:
         return taken
 
     def is_quiet(self) -> bool:
-        """Whether an idle connection is open and has nothing to read."""
+        """Whether an idle connection is open and has nothing to read. One thread at a time may ask;
+        RuntimeError otherwise."""
         # One system call and no exception: pools ask before each use.
         if self._poll is None:
             self._poll = select.poll()

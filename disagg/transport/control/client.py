@@ -232,9 +232,10 @@ class Peers:
 
     def _has_left(self, endpoint: Endpoint) -> bool:
         """Whether a producer closed all our idle connections: the one sign from another host."""
+        # Under the lock, so that no other thread takes one meanwhile: only one may look at a time.
         with self._lock:
-            idle = list(self._idle.get(endpoint, ()))
-        return bool(idle) and not any(one.channel.is_quiet() for one in idle)
+            idle = self._idle.get(endpoint, ())
+            return bool(idle) and not any(one.channel.is_quiet() for one in idle)
 
 
 def expect(answer: type[A], got: p.Answer, request: p.Request) -> A:

@@ -664,6 +664,30 @@ def test_reasons_are_all_known() -> None:
     assert named - p.REASONS == set()
 
 
+def test_idle_connections_are_looked_at_while_others_are_taken(pair: Pair) -> None:
+    """As when one thread opens a connection to another engine, and another one fetches."""
+    deadline = Deadline.after(60)
+    with (
+        pair.peers.connection(pair.endpoint, deadline),
+        pair.peers.connection(pair.endpoint, deadline),
+    ):
+        pass
+
+    def take(_: int) -> None:
+        for _ in range(1000):
+            with pair.peers.connection(pair.endpoint, deadline):
+                pass
+
+    def look(_: int) -> None:
+        for _ in range(3000):
+            assert not pair.peers._has_left(pair.endpoint)
+
+    with ThreadPoolExecutor(4) as pool:
+        ends = [pool.submit(work, number) for number, work in enumerate((take, look, take, look))]
+        for end in ends:
+            end.result()
+
+
 @pytest.fixture
 def two_ways(pair: Pair) -> Iterator[tuple[Pair, TcpSender, TcpReceiver]]:
     """The same pair, whose producer sends over tcp as well."""

@@ -210,6 +210,8 @@ class Episode:
 
     def _end_decode(self, place: Place, name: str, reason: str) -> None:
         asked, outcome = place.decoding.pop(name), place.outcome.pop(name, "not loaded")
+        if outcome == "internal":
+            raise WrongError(f"{place}: the load of {name} met an error that nobody expects")
         if reason == "error":
             if not place.plan.strict or outcome == "loaded":
                 raise WrongError(f"{place}: {name} ended in an error, its load in: {outcome}")
