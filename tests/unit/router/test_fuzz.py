@@ -151,7 +151,12 @@ def setup(make: Make, caplog: pytest.LogCaptureFixture) -> Iterator[Setup]:
     yield setup
     assert client().post(f"{setup.url}/v1/completions", content=BODY).status_code == 200
     assert wait_for(lambda: in_flight(setup) == 0, WAIT_S)
-    exceptions = [record for record in caplog.get_records("call") if record.exc_info]
+    exceptions = [
+        record
+        for record in caplog.get_records("call")
+        # The fake engine's server says so where the router has left.
+        if record.exc_info and not isinstance(record.exc_info[1], ConnectionResetError)
+    ]
     assert not exceptions, "\n".join(map(logging.Formatter().format, exceptions))
 
 

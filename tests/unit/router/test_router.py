@@ -187,6 +187,7 @@ def test_prefill_fails(make: Make, failure: str, strict: bool) -> None:
     if failure == "status":
         setup.prefill.status = 500
     elif failure == "dead":
+        assert wait_for(lambda: "/disagg/fingerprint" in setup.prefill.asked)  # the first probe
         setup.loop.run(setup.prefill.stop())
     elif failure == "no-params":
         setup.prefill.params = None

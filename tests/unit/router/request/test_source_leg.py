@@ -117,14 +117,14 @@ def test_a_source_without_a_lease(
     gate = setup.prefill.gate = threading.Event()
 
     def mend() -> None:
-        assert wait_for(lambda: setup.prefill.bodies)
+        assert wait_for(lambda: setup.prefill.bodies, 15)
         setup.decode.status, setup.decode.dies, setup.decode.first_byte_s = 200, False, 0.0
         gate.set()
 
     thread = threading.Thread(target=mend)
     thread.start()
     answer = post(setup)
-    thread.join(10)
+    thread.join(20)
     assert answer.status_code == 200
     assert "disagg" not in setup.prefill.bodies[0]["kv_transfer_params"]
     assert setup.decode.bodies[-1]["kv_transfer_params"] == OF_PREFILL
