@@ -32,6 +32,8 @@ pytestmark = [
 ]
 PAIRING = {"prefill": "cache_aware", "decode": "cache_aware", "share_caches": "always"}
 LONG = 47 * BLOCK
+ANSWER = 100
+"""Tokens of an answer: at least two blocks more than prefill holds."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class Load:
         with self._lock:
             disturb(number)
             prompt = self._prompts.pop(self._random.randrange(len(self._prompts)))
-        body = {"model": "tiny", **completion(prompt, max_tokens=40)}
+        body = {"model": "tiny", **completion(prompt, max_tokens=ANSWER)}
         answer = client().post(f"{self.url}/v1/completions", json=body, timeout=120)
         with self._lock:
             if answer.status_code != 200:
@@ -223,7 +225,7 @@ def test_under_eviction_and_resets(fresh: Scene, count: int, roles: tuple[int, i
         assert leased(url) > count / 20
     assert load.failed == 0
     for prompt, tokens in load.answers:
-        assert tokens == fresh.right(prompt, max_tokens=40)
+        assert tokens == fresh.right(prompt, max_tokens=ANSWER)
     check_idle(engines)
 
 
@@ -244,5 +246,5 @@ def test_an_engine_dies(fresh: Scene, count: int) -> None:
     assert load.failed <= 3, "what was at the engine, and no more"
     assert len(load.answers) + load.failed == count
     for prompt, tokens in load.answers:
-        assert tokens == fresh.right(prompt, max_tokens=40)
+        assert tokens == fresh.right(prompt, max_tokens=ANSWER)
     check_idle([prefill, stays])
