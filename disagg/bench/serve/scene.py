@@ -86,8 +86,11 @@ class Scene:
         addresses = dict[str, str]()
         if hears:
             names = ("endpoint", "replay_endpoint")
-            addresses = {one: f"tcp://127.0.0.1:{free_port()}" for one in names}
-            events = {"enable_kv_cache_events": True, "publisher": "zmq", **addresses}
+            ports = {one: free_port() for one in names}
+            addresses = {one: f"tcp://127.0.0.1:{port}" for one, port in ports.items()}
+            # vLLM connects to an address that names a host, and binds one that does not.
+            bound = {one: f"tcp://*:{port}" for one, port in ports.items()}
+            events = {"enable_kv_cache_events": True, "publisher": "zmq", **bound}
             args += ["--kv-events-config", json.dumps(events)]
         server = VllmServer(
             name, MODEL.absolute(), None, config, args, env=env, block_size=BLOCK, start=self._start
