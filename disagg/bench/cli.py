@@ -380,10 +380,10 @@ def reuse(
     policies: Annotated[
         str, typer.Option(help="Pairing policies of the router, comma-separated.")
     ] = "cache_aware,prefix_affinity,least_loaded",
-    neighbours: Annotated[
+    shares: Annotated[
         bool,
         typer.Option(
-            "--neighbours",
+            "--share-caches",
             help="Also: an engine that lacks a prefix gets it from another that holds it.",
         ),
     ] = False,
@@ -412,7 +412,7 @@ def reuse(
         policies=[name for name in policies.split(",") if name],
         speeds=Speeds(computed_tokens_s, moved_tokens_s),
         faster=faster,
-        neighbours=neighbours,
+        shares=shares,
         requests=requests,
     )
     raise typer.Exit(bench.run(plan, Output(json, results, writer(html))))
@@ -480,7 +480,8 @@ def serve(
         str,
         typer.Option(
             help="colocated, colocated-affinity, colocated-knows, apart, apart-affinity, "
-            "apart-knows, apart-all, apart-whole; comma-separated. Empty: write traces only."
+            "apart-knows, apart-shares, apart-all, apart-whole; comma-separated. Empty: write "
+            "traces only."
         ),
     ] = "colocated,apart",
     pairs: Annotated[

@@ -32,18 +32,30 @@ def event_of(prompt: Sequence[int], seed: int) -> dict[str, Any]:
     for at in range(0, len(prompt), BLOCK):
         parent = hash((parent, *prompt[at : at + BLOCK])) & _MASK
         hashes.append(parent)
+    return stored(hashes, None, list(prompt), BLOCK)
+
+
+def stored(
+    hashes: Sequence[int], parent: int | None, tokens: Sequence[int], block: int
+) -> dict[str, Any]:
+    """The event that these blocks of so many tokens were stored, behind that of hash `parent`."""
     return {
         "type": "BlockStored",
         "block_hashes": hashes,
-        "parent_block_hash": None,
-        "token_ids": list(prompt),
-        "block_size": BLOCK,
+        "parent_block_hash": parent,
+        "token_ids": tokens,
+        "block_size": block,
         "lora_id": None,
         "medium": "GPU",
         "lora_name": None,
         "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",
     }
+
+
+def removed(hashes: Sequence[int]) -> dict[str, Any]:
+    """The event that these blocks were removed."""
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0}
 
 
 def batch(events: Sequence[dict[str, Any]]) -> bytes:
@@ -55,15 +67,11 @@ def payloads(prompts: int) -> list[bytes]:
     """Batches in each of which a prompt is stored, and the one before removed, block by block as
     vLLM does. They can be repeated."""
     generator = random.Random(3)
-    stored = [event_of(ids(generator, _EVENT), number) for number in range(prompts)]
+    events = [event_of(ids(generator, _EVENT), number) for number in range(prompts)]
     found = []
-    for number, event in enumerate(stored):
-        gone = stored[number - 1]["block_hashes"]
-        removed = [
-            {"type": "BlockRemoved", "block_hashes": [one], "medium": "GPU", "group_idx": 0}
-            for one in reversed(gone)
-        ]
-        found.append(batch([*removed, event]))
+    for number, event in enumerate(events):
+        gone = events[number - 1]["block_hashes"]
+        found.append(batch([*(removed([one]) for one in reversed(gone)), event]))
     return found
 
 

@@ -6,7 +6,7 @@ the load that they see, the picture of the caches, which the engines' KV events 
 router's own decoders, and who fetches from whom. Time is simulated; nothing sleeps.
 
 Only prefill is simulated. Two forms: an engine's cache serves that engine alone; or an engine that
-lacks a prefix gets it from another one that holds it (`neighbours`), as with `share_caches:
+lacks a prefix gets it from another one that holds it (`shares`), as with `share_caches:
 always`. A block that moved counts as moved, not as computed.
 """
 
@@ -50,7 +50,7 @@ POLICIES = tuple(name for name in get_args(PolicyName) if name not in _NOT_MEASU
 @dataclass(frozen=True)
 class ReusePlan:
     """What to replay. `engines`: numbers of them. `cache_tokens`: of one engine. `faster`: the
-    trace's times are divided by it. `neighbours`: also measure with caches that serve every
+    trace's times are divided by it. `shares`: also measure with caches that serve every
     engine. `requests`: only so many of the first."""
 
     trace: Path
@@ -59,7 +59,7 @@ class ReusePlan:
     policies: Sequence[str]
     speeds: Speeds
     faster: float = 1.0
-    neighbours: bool = False
+    shares: bool = False
     requests: int | None = None
 
     def check(self) -> None:
@@ -89,10 +89,10 @@ def run(plan: ReusePlan, output: Output) -> int:
     console = Console(highlight=False, soft_wrap=True)
     console.print(_about(plan, best))
     rows = []
-    forms = (False, True) if plan.neighbours else (False,)
-    for count, name, neighbours in itertools.product(plan.engines, plan.policies, forms):
-        form = f"{count:,} engines, {name}, {'every cache' if neighbours else 'own cache'}"
-        replay = Replay(plan, count, name, neighbours=neighbours)
+    forms = (False, True) if plan.shares else (False,)
+    for count, name, shares in itertools.product(plan.engines, plan.policies, forms):
+        form = f"{count:,} engines, {name}, {'every cache' if shares else 'own cache'}"
+        replay = Replay(plan, count, name, shares=shares)
         for request in track(load, form, console=console, transient=True):
             replay.arrives(request)
         replay.finish()
@@ -116,8 +116,8 @@ class Replay:
     """One trace on new engines with one policy. Call `arrives` in the order of time, then
     `finish`."""
 
-    def __init__(self, plan: ReusePlan, engines: int, policy: str, *, neighbours: bool) -> None:
-        self.plan, self.policy, self.neighbours = plan, policy, neighbours
+    def __init__(self, plan: ReusePlan, engines: int, policy: str, *, shares: bool) -> None:
+        self.plan, self.policy, self.shares = plan, policy, shares
         self.now_s = 0.0
         self.first_s: list[float] = []
         """Seconds from the arrival of a request to the end of its prompt."""
@@ -134,7 +134,7 @@ class Replay:
         kind: Any = policy  # checked by the plan
         metrics, topology = RouterMetrics(), Topology(self._endpoints)
         self._sharing: Sharing | None = None
-        if neighbours:
+        if shares:
             self._sharing = Sharing(
                 topology,
                 self._caches,
@@ -205,7 +205,7 @@ def row(replay: Replay, best: Ideal) -> dict[str, Any]:
     return {
         "engines": len(engines),
         "policy": replay.policy,
-        "neighbours": replay.neighbours,
+        "shares": replay.shares,
         "reuse": round(1 - total / best.tokens, 4),
         "over": round(total / best.unavoidable, 4),
         "computed": total,
@@ -282,7 +282,7 @@ def _tables(
         names: Row = {
             "engines": one["engines"],
             "policy": one["policy"],
-            "a cache serves": "every engine" if one["neighbours"] else "its own engine",
+            "a cache serves": "every engine" if one["shares"] else "its own engine",
         }
         shown.append(
             names

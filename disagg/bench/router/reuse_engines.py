@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from disagg.bench.router.publish_events import batch
+from disagg.bench.router.publish_events import batch, removed, stored
 from disagg.bench.router.reuse_trace import BLOCK, TracedRequest, leading
 from disagg.router.caches import messages
 from disagg.router.caches.picture import Picture
@@ -121,10 +121,12 @@ class SimulatedEngine:
         blocks = job.request.cacheable
         before, gone = self.cache.keep(blocks)
         self.evicted += len(gone)
-        events = [*(_removed(block) for block in gone)]
+        events = [removed([block]) for block in gone]
         kept = self.cache.depth(blocks)
         if kept > before:
-            events.append(_stored(job.request, before, kept))
+            names, tokens = job.request.hash_ids, job.request.token_ids(before, kept)
+            parent = names[before - 1] if before else None
+            events.append(stored(names[before:kept], parent, tokens, BLOCK))
         if events:
             self._publish(events)
         return job
@@ -134,24 +136,3 @@ class SimulatedEngine:
         for raw in messages.events(batch(events)):
             for _ in self.picture.apply(messages.event(raw)):
                 pass
-
-
-def _removed(block: int) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": 0}
-
-
-def _stored(request: TracedRequest, first: int, end: int) -> dict[str, Any]:
-    """The event that blocks of a prompt were stored, from `first` up to `end`."""
-    blocks = request.hash_ids
-    return {
-        "type": "BlockStored",
-        "block_hashes": blocks[first:end],
-        "parent_block_hash": blocks[first - 1] if first else None,
-        "token_ids": request.token_ids(first, end),
-        "block_size": BLOCK,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-        "group_idx": 0,
-        "kv_cache_spec_kind": "full_attention",
-    }

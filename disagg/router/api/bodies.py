@@ -308,9 +308,10 @@ def source_body(body: Mapping[str, Any], ids: list[int]) -> dict[str, Any]:
     return {**leg, "prompt": ids, "max_tokens": 1, "temperature": 0, PARAMS: REMOTE_DECODE}
 
 
-def fetching(params: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    """A prefill leg's params with the lease of another engine. `source`: the params that gave."""
-    return {**params, "do_remote_prefill": True, TICKET: source.get(TICKET)}
+def fetching(lent: Mapping[str, Any]) -> dict[str, Any]:
+    """What a prefill leg adds to its params to fetch another engine's lease first. `lent`: the
+    params with which that engine gave it."""
+    return {"do_remote_prefill": True, TICKET: lent.get(TICKET)}
 
 
 def decode_body(

@@ -67,7 +67,7 @@ class Legs:
         self._sources: SourceLeg | None = None
         if sharing is not None:
             limits = settings.limits
-            self._sources = SourceLeg(client, sharing, in_flight, health, metrics, limits)
+            self._sources = SourceLeg(client, sharing, in_flight, metrics, limits)
         self._caches = caches if settings.pairing.decode == "cache_aware" else None
         self._pairer, self._in_flight, self._admission = pairer, in_flight, admission
         self._limits, self._pairing = settings.limits, settings.pairing
@@ -251,17 +251,16 @@ class Legs:
     ) -> Prefilled | None:
         """What decode fetches of another engine's cache, if it then computes the little that is
         left itself."""
-        source = sources.sharing.source(plan, seat.engine)
-        left = plan.tokens - source.tokens if source is not None else plan.tokens
-        if source is None or left > self._pairing.local_prefill_tokens:
+        left = sources.left(plan)
+        if left > self._pairing.local_prefill_tokens:
             return None
-        asked = await sources.ask(plan, source, header, record)
-        if asked is None:
+        lent = await sources.run(plan, seat.engine, header, record)
+        if lent is None:
             return None
         self._prefill.skip("prefix_elsewhere", record)
-        seat.reads(left)
-        self._releases.hold(asked[1])
-        return asked[1]
+        seat.reads(plan.tokens - lent.source.tokens)
+        self._releases.hold(lent.lease)
+        return lent.lease
 
     async def decode(
         self,

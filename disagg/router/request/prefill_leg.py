@@ -17,10 +17,9 @@ from disagg.router.engines.health import Health
 from disagg.router.engines.lease_releases import LeaseReleases, Prefilled
 from disagg.router.pairing.admission import Admission
 from disagg.router.pairing.in_flight import Seat
-from disagg.router.pairing.sharing import Source
 from disagg.router.request.follow import EarlyDecode
 from disagg.router.request.plan import RequestPlan
-from disagg.router.request.source_leg import SourceLeg
+from disagg.router.request.source_leg import Lent, SourceLeg
 from disagg.router.telemetry.access_log import Record
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
@@ -79,7 +78,8 @@ class PrefillLeg:
         while seat is not None:
             tried.append(seat.engine)
             record.prefill = seat.engine.name
-            source, more_params = await self._fetches(seat, plan, header, record)
+            lent = await self._lent(seat, plan, header, record)
+            more_params = {} if lent is None else bodies.fetching(lent.lease.params)
             if early is not None:
                 more_params |= early.begins(seat.engine)
             sent = data
@@ -87,16 +87,18 @@ class PrefillLeg:
                 params = {**body[bodies.PARAMS], **more_params}
                 sent = bodies.encoded({**body, bodies.PARAMS: params})
             try:
-                prefilled = await self._on(seat, plan, sent, header, record, source)
+                prefilled = await self._on(seat, plan, sent, header, record, lent)
             except _EngineFailed as failure:
                 logger.warning("prefill on %s failed: %s", seat.engine.name, failure)
                 if early is not None:
                     early.failed(seat.engine)
-                self._give_back(source)
+                self._give_back(lent)
             except BaseException:
-                self._give_back(source)
+                self._give_back(lent)
                 raise
             else:
+                if isinstance(prefilled, Response):
+                    self._give_back(lent)  # refused before the engine saw it, perhaps
                 return prefilled
             seat = None
             if len(tried) < _ATTEMPTS:
@@ -107,23 +109,22 @@ class PrefillLeg:
         self._alone("prefill_failed" if tried else "no_prefill_engine", record)
         return None
 
-    async def _fetches(
+    async def _lent(
         self, seat: Seat, plan: RequestPlan, header: bytes, record: Record
-    ) -> tuple[tuple[Source, Prefilled] | None, dict[str, Any]]:
-        """The lease that the engine shall fetch first, if there is one, and the params for it."""
+    ) -> Lent | None:
+        """What the engine shall fetch first, if there is such a lease."""
         if self._sources is None:
-            return None, {}
+            return None
         try:
-            source = await self._sources.run(plan, seat.engine, header, record)
+            return await self._sources.run(plan, seat.engine, header, record)
         except BaseException:
             seat.leave()
             raise
-        return source, {} if source is None else bodies.fetching({}, source[1].params)
 
-    def _give_back(self, source: tuple[Source, Prefilled] | None) -> None:
+    def _give_back(self, lent: Lent | None) -> None:
         """Release the lease: the engine that should fetch it may never have."""
-        if source is not None:
-            self._releases.give_back(source[1])
+        if lent is not None:
+            self._releases.give_back(lent.lease)
 
     def skip(self, reason: str, record: Record) -> None:
         """Decode works alone."""
@@ -142,11 +143,11 @@ class PrefillLeg:
         data: bytes,
         header: bytes,
         record: Record,
-        source: tuple[Source, Prefilled] | None = None,
+        lent: Lent | None,
     ) -> Prefilled | Response | None:
         began = record.elapsed()
         expected = self._expected(plan, seat.engine)
-        moved = source[0].lacking if source is not None else 0
+        moved = 0 if lent is None else lent.source.lacking
         reads, is_alone = max(0, plan.tokens - (expected or 0) - moved), seat.is_alone
         seat.reads(reads)
         try:
@@ -155,7 +156,7 @@ class PrefillLeg:
                 self._client, seat.engine, plan.path, data, header, limit
             )
             content = await self._whole(answer)
-            if answer.status == 200 and source is None:
+            if answer.status == 200 and lent is None:
                 seat.has_read()
             elif answer.status == 200 and self._sources is not None and is_alone:
                 self._sources.fetched(moved, record.elapsed() - began, reads)

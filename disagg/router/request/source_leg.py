@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import NamedTuple
 
 from disagg.config import LimitsSection
 from disagg.router.api import bodies, paths
 from disagg.router.api.errors import ApiError
-from disagg.router.engines.health import Health
 from disagg.router.engines.lease_releases import Prefilled
 from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.sharing import Sharing, Source
@@ -28,6 +28,13 @@ from disagg.router.upstream import http1
 logger = logging.getLogger(__name__)
 
 
+class Lent(NamedTuple):
+    """A source that answered, and the lease that it gave."""
+
+    source: Source
+    lease: Prefilled
+
+
 class SourceLeg:
     """Asks sources. One per model."""
 
@@ -36,27 +43,31 @@ class SourceLeg:
         client: http1.Client,
         sharing: Sharing,
         in_flight: InFlight,
-        health: Health,
         metrics: RouterMetrics,
         limits: LimitsSection,
     ) -> None:
-        self._client, self.sharing, self._in_flight = client, sharing, in_flight
-        self._health, self._metrics, self._limits = health, metrics, limits
+        self._client, self._sharing, self._in_flight = client, sharing, in_flight
+        self._metrics, self._limits = metrics, limits
 
     async def run(
         self, plan: RequestPlan, engine: EngineEndpoint, header: bytes, record: Record
-    ) -> tuple[Source, Prefilled] | None:
-        """The lease that `engine` shall fetch first; None if it computes the whole prompt."""
-        source = self.sharing.source(plan, engine)
-        return None if source is None else await self.ask(plan, source, header, record)
+    ) -> Lent | None:
+        """The lease that `engine` shall fetch first; None if it computes what it lacks itself."""
+        source = self._sharing.source(plan, engine)
+        return None if source is None else await self._ask(plan, source, header, record)
 
-    async def ask(
+    def left(self, plan: RequestPlan) -> int:
+        """How many of the prompt's tokens no engine's own cache holds."""
+        if plan.blocks is None:
+            return plan.tokens
+        return plan.tokens - self._sharing.held_anywhere(plan.blocks, plan.model)
+
+    async def _ask(
         self, plan: RequestPlan, source: Source, header: bytes, record: Record
-    ) -> tuple[Source, Prefilled] | None:
-        """The same, of this source."""
+    ) -> Lent | None:
         assert plan.blocks is not None
         data = bodies.encoded(bodies.source_body(plan.body, plan.blocks.ids(source.tokens + 1)))
-        limit_s = self.sharing.moves.limit_s(source.lacking)
+        limit_s = self._sharing.moves.limit_s(source.lacking)
         limit_s = min(limit_s, self._limits.prefill_timeout_s)
         seat, began = self._in_flight.take(source.engine, 1), record.elapsed()
         try:
@@ -79,13 +90,13 @@ class SourceLeg:
         if params is None:
             self._metrics.sources.labels("refused").inc()
             return None
-        self.sharing.moves.asked(record.elapsed() - began)
+        self._sharing.moves.asked(record.elapsed() - began)
         self._metrics.sources.labels("leased").inc()
         self._metrics.shared_tokens.inc(source.lacking)
         record.source = source.engine.name
-        return source, Prefilled(source.engine, params, b"")  # no answer to this prompt
+        return Lent(source, Prefilled(source.engine, params, b""))  # no answer to this prompt
 
     def fetched(self, tokens: int, seconds: float, computed: int) -> None:
         """An engine that had nothing else to do took so long to fetch `tokens` and to compute
         `computed` more."""
-        self.sharing.moves.fetched(tokens, seconds - self._in_flight.takes_s(computed))
+        self._sharing.moves.fetched(tokens, seconds - self._in_flight.takes_s(computed))

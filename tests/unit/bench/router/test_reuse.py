@@ -41,11 +41,11 @@ def replayed(
     requests: list[TracedRequest],
     policy: str = "cache_aware",
     *,
-    neighbours: bool = False,
+    shares: bool = False,
     engines: int = 2,
     **changes: Any,
 ) -> Replay:
-    replay = Replay(plan(**changes), engines, policy, neighbours=neighbours)
+    replay = Replay(plan(**changes), engines, policy, shares=shares)
     for request in requests:
         replay.arrives(request)
     replay.finish()
@@ -172,12 +172,12 @@ def test_times_are_simulated_and_one_prompt_waits_for_another() -> None:
     assert quick.now_s == pytest.approx(10 + tokens / 1000)
 
 
-def test_without_neighbours_each_engine_computes_the_same_prefix() -> None:
+def test_without_sharing_each_engine_computes_the_same_prefix() -> None:
     requests = [asked(20_000 * n, 1, 2, 3, 10 + n) for n in range(4)]
     best = ideal(requests)
     alone = row(replayed(requests, "round_robin", engines=4), best)
     assert alone["computed"] == best.tokens
-    shared = row(replayed(requests, "round_robin", neighbours=True, engines=4), best)
+    shared = row(replayed(requests, "round_robin", shares=True, engines=4), best)
     assert shared["computed"] == best.unavoidable
     assert shared["moved"] == round(9 * BLOCK / best.tokens, 4)
     assert shared["over"] == 1.0
@@ -188,7 +188,7 @@ def test_without_neighbours_each_engine_computes_the_same_prefix() -> None:
 def test_two_that_come_at_once_compute_what_neither_holds_yet() -> None:
     requests = [asked(0, 1, 2), asked(0, 1, 2), asked(20_000, 1, 2)]
     best = ideal(requests)
-    found = row(replayed(requests, "round_robin", neighbours=True), best)
+    found = row(replayed(requests, "round_robin", shares=True), best)
     assert found["computed"] == best.unavoidable + 2 * BLOCK
 
 
@@ -200,11 +200,11 @@ def test_what_the_neighbour_has_evicted_since_is_computed() -> None:
         asked(20_000, 2, 12, 22),  # engine 0: evicts the first at its end
         asked(20_001, 1, 11, 21),  # engine 1, where it evicts the second
     ]
-    replay = replayed(requests, "round_robin", neighbours=True, **room)
+    replay = replayed(requests, "round_robin", shares=True, **room)
     assert sum(e.moved for e in replay.engines.values()) == 3 * BLOCK  # engine 0 still had it
     requests.insert(3, asked(20_000, 8, 18, 28))  # engine 1 is busy until engine 0 is done
     requests.insert(4, asked(20_001, 3))  # engine 0
-    replay = replayed(requests, "round_robin", neighbours=True, **room)
+    replay = replayed(requests, "round_robin", shares=True, **room)
     assert sum(e.moved for e in replay.engines.values()) == 0
 
 
@@ -222,13 +222,13 @@ def test_a_run_writes_what_it_found_and_says_that_engines_are_simulated(
         for n in range(40)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    changes = {"trace": path, "policies": ["cache_aware", "least_loaded"], "neighbours": True}
+    changes = {"trace": path, "policies": ["cache_aware", "least_loaded"], "shares": True}
     output = Output(tmp_path / "figures.json", tmp_path)
     assert reuse.run(plan(**changes), output) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["simulated"] is True
     assert figures["unavoidable"] == (1 + 5 + 40) * BLOCK
-    forms = [(one["policy"], one["neighbours"]) for one in figures["rows"]]
+    forms = [(one["policy"], one["shares"]) for one in figures["rows"]]
     assert forms == [
         (name, form) for name in ("cache_aware", "least_loaded") for form in (False, True)
     ]

@@ -16,6 +16,7 @@ from disagg.connector.handoff.kv_transfer_params import (
     answer,
     read,
 )
+from disagg.router.api import bodies
 from disagg.transport.control.client import Endpoint
 from disagg.transport.control.ticket import Handoff, Invitation, sign, verify_invitation
 
@@ -44,6 +45,11 @@ def test_an_answer_is_read_by_its_consumer() -> None:
     assert more[INVITATION]["step_tokens"] == 128
     assert verify_invitation(more.pop(INVITATION)["ticket"], SECRET) == INVITED
     assert more == alone
+
+
+def test_the_router_writes_the_keys_that_are_read() -> None:
+    written = bodies.PARAMS, bodies.TICKET, bodies.STREAM, bodies.INVITATION
+    assert written == ("kv_transfer_params", TICKET, STREAM, INVITATION)
 
 
 def test_both_legs_name_the_stream() -> None:

@@ -140,6 +140,13 @@ def test_a_lease_that_nobody_fetched_is_released(shared: Callable[..., Setup]) -
     assert wait_for(lambda: setup.decode.released == [OF_DECODE])
 
 
+def test_a_refusal_of_prefill_ends_the_lease(shared: Callable[..., Setup]) -> None:
+    setup = shared("decode-0")
+    setup.prefill.status = 400
+    assert post(setup).status_code == 400
+    assert wait_for(lambda: setup.decode.released == [OF_DECODE])
+
+
 def test_a_client_that_leaves_while_prefill_fetches(shared: Callable[..., Setup]) -> None:
     setup = shared("decode-0")
     setup.prefill.first_byte_s = 20.0
