@@ -328,6 +328,20 @@ def test_misfit_is_refused_by_name(pair: Pair) -> None:
         handoff.fetch(peers, pair.wanted(0, 0, 1), pair.job([1]), [pair.receiver])
 
 
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (["other", *LAYERS[1:]], f"layers differ: {LAYERS[0]!r} here, 'other' there"),
+        ([*LAYERS, "more"], f"layers differ: {len(LAYERS)} here, {len(LAYERS) + 1} there"),
+    ],
+    ids=["another-layer", "more-layers"],
+)
+def test_other_layers_are_refused_by_name(pair: Pair, theirs: list[str], words: str) -> None:
+    wanted = pair.wanted(0, 0, 1)
+    assert handoff.misfit(wanted, LAYERS) is None
+    assert handoff.misfit(wanted, theirs) == words
+
+
 def test_wrong_secret(pair: Pair) -> None:
     peers = Peers("decode-0", FINGERPRINT, b"guessed")
     pair.grant(0, [1])
