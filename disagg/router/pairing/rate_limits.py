@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import TypeAlias
 
 from disagg.config import ShareSection
 from disagg.router.api.errors import ApiError, Style
 
 _MINUTE = 60.0
 Clock = Callable[[], float]
+Fields: TypeAlias = list[tuple[bytes, bytes]]
+"""Header fields of an answer."""
 # The names in the headers: OpenAI's, Anthropic's.
-_NAMES: Mapping[str, tuple[str, str]] = {
+_NAMES = {
     "requests": ("requests", "requests"),
     "prompt_tokens": ("tokens", "input-tokens"),
     "output_tokens": ("output-tokens", "output-tokens"),
@@ -33,44 +36,51 @@ class _Bucket:
     def __init__(self, kind: str, limit: int, processes: int, now: float) -> None:
         self.kind, self.limit, self._processes = kind, limit, processes
         self._most = self._level = limit / processes
+        self._a_second = self._most / _MINUTE
         self._at = now
+        self._asks_for_tokens = kind == "prompt_tokens"
+        self._is_paid_before = kind != "output_tokens"
         openai, anthropic = _NAMES[kind]
-        self._names = {
-            "openai": [f"x-ratelimit-{part}-{openai}" for part in _PARTS],
-            "anthropic": [f"anthropic-ratelimit-{anthropic}-{part}" for part in _PARTS],
-        }
+        of_openai = [f"x-ratelimit-{part}-{openai}".encode() for part in _PARTS]
+        of_anthropic = [f"anthropic-ratelimit-{anthropic}-{part}".encode() for part in _PARTS]
+        self._names: dict[Style, list[bytes]] = {"openai": of_openai, "anthropic": of_anthropic}
+        self._limit_told = b"%d" % limit
 
-    def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until so much may be taken; 0 or less if it may be now. What is more than a
-        minute's worth may be taken from a full bucket."""
-        return self._until(min(amount, self._most), now)
+    def wait_s(self, tokens: int, now: float) -> float:
+        """Seconds until a request with a prompt of so many tokens may come; 0 or less if it may
+        now. What is more than a minute's worth may be taken from a full bucket."""
+        self._refill(now)
+        amount = tokens if self._asks_for_tokens else 1
+        return (min(amount, self._most) - self._level) / self._a_second
 
-    def take(self, amount: float, now: float) -> None:
-        """Take it, whatever is left."""
-        self._level = self._left(now) - amount
+    def pay(self, tokens: int) -> None:
+        """That request came, just after `wait_s`. Answers are paid when they have ended."""
+        if self._is_paid_before:
+            self._level -= tokens if self._asks_for_tokens else 1
 
-    def tell(self, headers: dict[str, str], style: Style, now: float) -> None:
+    def owe(self, tokens: int, now: float) -> None:
+        """Take so many, whatever is left."""
+        self._refill(now)
+        self._level -= tokens
+
+    def tell(self, fields: Fields, style: Style) -> None:
         """Add the limit, what is left of it, and when all of it is there again."""
-        full_s = self._until(self._most, now)
+        full_s, left = (self._most - self._level) / self._a_second, self._level * self._processes
         if style == "anthropic":
             full = datetime.now(UTC) + timedelta(seconds=full_s)
-            names, reset = self._names[style], full.strftime("%Y-%m-%dT%H:%M:%SZ")
+            reset = full.strftime("%Y-%m-%dT%H:%M:%SZ").encode()
         else:
-            names, reset = self._names["openai"], f"{_seconds(full_s)}s"
-        of_limit, of_left, of_reset = names
-        headers[of_limit] = str(self.limit)
-        headers[of_left] = str(max(0, math.floor(self._level * self._processes)))
-        headers[of_reset] = reset
+            reset = b"%ds" % _whole(full_s)
+        of_limit, of_left, of_reset = self._names[style]
+        fields += (
+            (of_limit, self._limit_told),
+            (of_left, b"%d" % left if left > 0 else b"0"),
+            (of_reset, reset),
+        )
 
-    def _left(self, now: float) -> float:
-        """Negative if the client owes."""
-        if now != self._at:  # a request asks several times
-            self._level = min(self._most, self._level + (now - self._at) * self._most / _MINUTE)
-            self._at = now
-        return self._level
-
-    def _until(self, level: float, now: float) -> float:
-        return (level - self._left(now)) * _MINUTE / self._most
+    def _refill(self, now: float) -> None:
+        self._level = min(self._most, self._level + (now - self._at) * self._a_second)
+        self._at = now
 
 
 class RateLimits:
@@ -86,32 +96,28 @@ class RateLimits:
         self._share, self._processes, self._clock = share, processes, clock
         self._buckets: dict[str | None, Sequence[_Bucket]] = {}
 
-    def admit(self, client: str | None, tokens: int, style: Style) -> Mapping[str, str]:
-        """Count a request with a prompt of so many tokens. Returns the headers that say what is
-        left. Raises `ApiError` 429 if it is too much."""
-        buckets, now = self._of(client), self._clock()
-        amounts = {"requests": 1, "prompt_tokens": tokens, "output_tokens": 1}
-        waits = [bucket.wait_s(amounts[bucket.kind], now) for bucket in buckets]
-        longest = max(waits, default=0)
-        if longest > 0:
-            bucket = buckets[waits.index(longest)]
-            words, after = bucket.kind.replace("_", " "), _seconds(longest)
-            raise ApiError(
-                429,
-                f"this key may use {bucket.limit} {words} a minute; try again in {after} s "
-                f"({bucket.kind}_per_minute in router.shares)",
-                {**_headers(buckets, style, now), "Retry-After": after},
-            )
+    def admit(self, client: str | None, tokens: int, style: Style) -> Fields:
+        """Count a request with a prompt of so many tokens. Returns the header fields that say what
+        is left. Raises `ApiError` 429 if it is too much."""
+        buckets, now, fields = self._of(client), self._clock(), Fields()
+        late, longest_s = None, 0.0
         for bucket in buckets:
-            if bucket.kind != "output_tokens":
-                bucket.take(amounts[bucket.kind], now)
-        return _headers(buckets, style, now)
+            wait_s = bucket.wait_s(tokens, now)
+            if wait_s > longest_s:
+                late, longest_s = bucket, wait_s
+        for bucket in buckets:
+            if late is None:
+                bucket.pay(tokens)
+            bucket.tell(fields, style)
+        if late is not None:
+            raise _refusal(late, _whole(longest_s), fields)
+        return fields
 
     def answered(self, client: str | None, tokens: int) -> None:
         """An answer had so many tokens."""
         for bucket in self._of(client):
             if bucket.kind == "output_tokens":
-                bucket.take(tokens, self._clock())
+                bucket.owe(tokens, self._clock())
 
     def _of(self, client: str | None) -> Sequence[_Bucket]:
         buckets = self._buckets.get(client)
@@ -125,12 +131,15 @@ class RateLimits:
         return buckets
 
 
-def _headers(buckets: Sequence[_Bucket], style: Style, now: float) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for bucket in buckets:
-        bucket.tell(headers, style, now)
-    return headers
+def _refusal(late: _Bucket, after_s: int, fields: Fields) -> ApiError:
+    words = late.kind.replace("_", " ")
+    return ApiError(
+        429,
+        f"this key may use {late.limit} {words} a minute; try again in {after_s} s "
+        f"({late.kind}_per_minute in router.shares)",
+        {**{name.decode(): value.decode() for name, value in fields}, "Retry-After": str(after_s)},
+    )
 
 
-def _seconds(seconds: float) -> str:
-    return str(max(1, math.ceil(seconds)))
+def _whole(seconds: float) -> int:
+    return max(1, math.ceil(seconds))

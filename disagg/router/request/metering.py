@@ -7,22 +7,23 @@ events of the stream, each of which has a token at least.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from starlette.types import Message, Send
 
 from disagg.router.api.event_parser import END
+from disagg.router.pairing.rate_limits import Fields
 
 _USAGE = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
 _KEPT = 1024  # bytes of the end, where the usage is
 
 
 class Metering:
-    """One answer. `headers`: that it gets as well. `counted`: called with its tokens at the end."""
+    """One answer. `fields`: that its head gets as well. `counted`: called with its tokens at the
+    end."""
 
-    def __init__(self, headers: Mapping[str, str], counted: Callable[[int], None]) -> None:
-        self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
-        self._counted = counted
+    def __init__(self, fields: Fields, counted: Callable[[int], None]) -> None:
+        self._fields, self._counted = fields, counted
         self._events = 0
         self._end = b""
 
@@ -32,7 +33,7 @@ class Metering:
         # A plain function: a coroutine more would cost each message as much as the counting.
         def sending(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *self._headers]}
+                message = {**message, "headers": [*message["headers"], *self._fields]}
             else:
                 self._count(message.get("body", b""))
             return send(message)

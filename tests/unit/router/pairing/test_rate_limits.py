@@ -13,7 +13,7 @@ from unit.router.test_other_engines import replace
 
 from disagg.config import ShareSection
 from disagg.credentials import ApiKey
-from disagg.router.api.errors import ApiError
+from disagg.router.api.errors import ApiError, Style
 from disagg.router.pairing.rate_limits import RateLimits
 from disagg.testing.http import client
 
@@ -32,6 +32,11 @@ def limits(clock: Clock, processes: int = 1, **share: Any) -> RateLimits:
     return RateLimits(lambda client: section, processes, clock)
 
 
+def told(limited: RateLimits, client: str, tokens: int, style: Style) -> dict[str, str]:
+    fields = limited.admit(client, tokens, style)
+    return {name.decode(): value.decode() for name, value in fields}
+
+
 def refused(limited: RateLimits, tokens: int = 1) -> ApiError:
     with pytest.raises(ApiError) as caught:
         limited.admit("a", tokens, "openai")
@@ -42,7 +47,7 @@ def test_requests_a_minute() -> None:
     clock = Clock()
     limited = limits(clock, requests_per_minute=60)
     for left in range(59, -1, -1):
-        headers = limited.admit("a", 5, "openai")
+        headers = told(limited, "a", 5, "openai")
         assert headers["x-ratelimit-remaining-requests"] == str(left)
     error = refused(limited)
     assert error.status == 429
@@ -58,7 +63,7 @@ def test_requests_a_minute() -> None:
 def test_tokens_of_prompts_are_paid_before() -> None:
     clock = Clock()
     limited = limits(clock, prompt_tokens_per_minute=1000)
-    headers = limited.admit("a", 900, "openai")
+    headers = told(limited, "a", 900, "openai")
     assert headers["x-ratelimit-limit-tokens"] == "1000"
     assert headers["x-ratelimit-remaining-tokens"] == "100"
     assert headers["x-ratelimit-reset-tokens"] == "54s"
@@ -87,7 +92,7 @@ def test_tokens_of_answers_are_paid_afterwards() -> None:
     error = refused(limited)
     assert "600 output tokens a minute" in error.message
     clock.now += 31
-    headers = limited.admit("a", 1, "anthropic")
+    headers = told(limited, "a", 1, "anthropic")
     assert headers["anthropic-ratelimit-output-tokens-remaining"] == "10"
     assert headers["anthropic-ratelimit-output-tokens-reset"].endswith("Z")
 
