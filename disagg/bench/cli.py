@@ -419,6 +419,32 @@ def reuse(
 
 
 @app.command()
+def evictions(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE", help="A Mooncake trace: JSON lines with timestamp and hash_ids."
+        ),
+    ],
+    blocks: Annotated[
+        str, typer.Option(help="Sizes of the tier, in blocks of 512 tokens, comma-separated.")
+    ] = "1000,3000,10000,30000",
+    policies: Annotated[
+        str, typer.Option(help="Eviction policies, comma-separated.")
+    ] = "lru,arc,turns",
+    json: Json = None,
+    results: Results = None,
+    html: Html = None,
+) -> None:
+    """Replay a public trace on a host tier: how much does each eviction policy keep?"""
+    from disagg.bench.router import evictions as bench
+
+    names = [name for name in policies.split(",") if name]
+    plan = bench.EvictionsPlan(trace, _numbers(blocks), names)
+    raise typer.Exit(bench.run(plan, Output(json, results, writer(html))))
+
+
+@app.command()
 def router_faults(
     requests: Annotated[
         int, typer.Option(min=1, help="There are 380 combinations of faults.")

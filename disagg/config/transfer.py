@@ -98,7 +98,7 @@ class HostTierSection(Section):
     max_bytes: Bytes = Field(
         4 << 30, gt=0, description="Bytes that each worker rank allocates at its start"
     )
-    eviction: Literal["lru", "arc"] = "lru"
+    eviction: Literal["turns", "lru", "arc"] = "turns"
 
 
 class DirectoryTierSection(Section):

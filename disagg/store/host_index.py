@@ -47,7 +47,7 @@ class HostIndex:
     With `events` off, no events are collected, and `take_events` need not be called.
     """
 
-    def __init__(self, capacity: int, policy: str = "lru", *, events: bool = True) -> None:
+    def __init__(self, capacity: int, policy: str = "turns", *, events: bool = True) -> None:
         if capacity < 1:
             raise ValueError(f"a host tier needs at least one slot, not {capacity}")
         self._capacity = capacity

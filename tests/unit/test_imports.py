@@ -162,6 +162,7 @@ ALLOWED = {
         # What `router --knows` and `reuse` measure.
         "router.caches", "router.engines", "router.pairing", "router.request",
         "router.server.server", "router.telemetry", "router.topology",
+        "store",  # what `evictions` measures
     },
     "bench.serve": {
         *LEAVES, "tables", "testing", "bench.first_token", "bench.results", "router.upstream",

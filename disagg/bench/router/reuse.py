@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +104,12 @@ def run(plan: ReusePlan, output: Output) -> int:
     tables = _tables(plan, best, pooled, rows)
     for table in tables:
         _print(table)
-    output.write(_command(plan.trace), _figures(plan, best, pooled, rows), tables, [])
+    output.write(
+        reuse_trace.results_name("reuse", plan.trace),
+        _figures(plan, best, pooled, rows),
+        tables,
+        [],
+    )
     return 0
 
 
@@ -222,12 +226,6 @@ def row(replay: Replay, best: Ideal) -> dict[str, Any]:
 
 def _rank(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
-
-
-def _command(trace: Path) -> str:
-    """The name of the results: each trace has results of its own."""
-    words = re.sub(r"[^a-z0-9]+", "-", trace.stem.lower().removesuffix("_trace")).strip("-")
-    return f"reuse-{words or 'trace'}"
 
 
 def _pooled(plan: ReusePlan, engines: int, load: Sequence[TracedRequest]) -> int:

@@ -11,7 +11,8 @@ the token ids are made here, from the ids of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import re
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -138,7 +139,7 @@ class EndlessCache:
         self.known.update(blocks)
 
 
-def computed(load: Sequence[TracedRequest], cache: Cache) -> int:
+def computed(load: Iterable[TracedRequest], cache: Cache) -> int:
     """Tokens that one engine with this cache would compute, one request after another."""
     total = 0
     for request in load:
@@ -154,6 +155,12 @@ def ideal(load: Sequence[TracedRequest]) -> Ideal:
     unavoidable = computed(load, cache)
     tokens = sum(request.input_length for request in load)
     return Ideal(len(load), tokens, unavoidable, len(cache.known))
+
+
+def results_name(command: str, trace: Path) -> str:
+    """Of what a command measured: each trace has results of its own."""
+    words = re.sub(r"[^a-z0-9]+", "-", trace.stem.lower().removesuffix("_trace")).strip("-")
+    return f"{command}-{words or 'trace'}"
 
 
 def leading(blocks: Sequence[int], known: Container[int]) -> int:

@@ -17,7 +17,7 @@ class OffloadSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     host_bytes: int = Field(256 << 20, gt=0, description="The host memory tier's pool")
-    eviction: Literal["lru", "arc"] = "lru"
+    eviction: Literal["turns", "lru", "arc"] = "turns"
     directory: Path | None = Field(None, description="The directory tier's folder; none: no tier")
     directory_bytes: int = Field(64 << 30, gt=0, description="All files of the folder together")
     directory_checksum: ChecksumName = Field(

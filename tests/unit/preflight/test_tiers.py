@@ -95,4 +95,4 @@ def test_a_wrong_setting_is_named(tiers: dict[str, Any], key: str, tmp_path: Pat
 
 def test_the_plan_shows_them() -> None:
     shown = resolve(deployment(host={"max_bytes": 7}))
-    assert shown["tiers"] == {"host": {"max_bytes": 7, "eviction": "lru"}, "blocks_per_chunk": 1}
+    assert shown["tiers"] == {"host": {"max_bytes": 7, "eviction": "turns"}, "blocks_per_chunk": 1}

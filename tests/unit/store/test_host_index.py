@@ -182,7 +182,7 @@ class AnyOrder(RuleBasedStateMachine):
     leaves to the index whom it evicts, but not whom it may.
     """
 
-    @initialize(capacity=st.integers(1, 6), policy=st.sampled_from(["lru", "arc"]))
+    @initialize(capacity=st.integers(1, 6), policy=st.sampled_from(["lru", "arc", "turns"]))
     def begin(self, capacity: int, policy: str) -> None:
         self.index, self.capacity = HostIndex(capacity, policy), capacity
         self.writing: list[Slot] = []

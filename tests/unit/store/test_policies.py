@@ -1,4 +1,4 @@
-"""LRU and ARC: against the paper's own pseudocode, and with keys in use."""
+"""Eviction: ARC against the paper's own pseudocode, and with keys in use."""
 
 from __future__ import annotations
 
@@ -66,11 +66,45 @@ def test_arc_keeps_what_is_used_again_through_a_scan() -> None:
         for number in range(100, 200):
             use(policy, number, 16)
         survivors[name] = sum(key(number) in policy for number in range(8))
-    assert survivors == {"lru": 0, "arc": 8}
+    assert survivors == {"lru": 0, "arc": 8, "turns": 0}
+
+
+@pytest.mark.parametrize("capacity", range(1, 9))
+def test_turns_evicts_the_oldest_less_what_its_uses_are_worth(capacity: int) -> None:
+    policy = policies.make("turns", capacity)
+    order = random.Random(capacity)
+    used, uses, gone = dict[bytes, int](), dict[bytes, int](), list[bytes]()
+    for now in range(1, 3001):
+        one = key(min(int(order.expovariate(2 / (3 * capacity))), 9 * capacity))
+        if one in used:
+            uses[one] += 1
+            policy.touch(one)
+        else:
+            if len(used) == capacity:
+                oldest = min(used, key=lambda k: (used[k] + min(uses[k], 4) * capacity, uses[k]))
+                del used[oldest]
+                gone.append(oldest)
+                assert policy.admit(one, True).evicted == oldest
+            else:
+                policy.admit(one, False)
+            uses[one] = uses[one] + 1 if one in gone else 0
+            gone = [each for each in gone if each != one][-capacity:]
+            policy.release(one)
+        used[one] = now
+        policy.check_integrity()
+
+
+def test_turns_keeps_a_conversation_that_came_back_for_longer() -> None:
+    policy = policies.make("turns", 16)
+    for number in (*range(8), *range(4)):  # eight prompts, and the second turn of four
+        use(policy, number, 16)
+    for number in range(100, 120):
+        use(policy, number, 16)
+    assert [number for number in range(8) if key(number) in policy] == [0, 1, 2, 3]
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'fifo' is not known; there are lru, arc"):
+    with pytest.raises(ConfigError, match=r"'fifo' is not known; there are lru, arc, turns"):
         policies.make("fifo", 4)
 
 

@@ -269,7 +269,7 @@ def test_what_is_stored_twice_before_it_is_written_is_written_once(
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_order(start: Start, tmp_path: Path, name: str, seed: int) -> None:
-    eviction, groups = "lru" if seed % 2 else "arc", CACHES[name]
+    eviction, groups = ["lru", "arc", "turns"][seed % 3], CACHES[name]
     # Of fewer blocks, two loaded requests could wait for each other's: of those that wait to be
     # scheduled, vLLM 0.32 counts null blocks as if they were held.
     any_order(start, tmp_path, seed, eviction, groups, slots=14, blocks=44)

@@ -64,7 +64,7 @@ def second_runner(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_order(start: Start, tmp_path: Path, name: str, seed: int) -> None:
     """A chunk with wrong bytes is found by the request that loads it."""
-    eviction, groups = "lru" if seed % 2 else "arc", CACHES[name]
+    eviction, groups = ["lru", "arc", "turns"][seed % 3], CACHES[name]
     engine = any_order(start, tmp_path, seed, eviction, groups, slots=14, blocks=44)
     assert engine.config.use_v2_model_runner
     assert half(engine)._host.stats.stored
