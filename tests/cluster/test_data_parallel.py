@@ -28,7 +28,7 @@ from cluster.test_serve import (
 )
 from engine.windows import make_experts
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOKENS, GONE_S, BACK_S = 16, 5.0, 240
 RANKS = ("prefill-0", "prefill-1")

@@ -31,6 +31,7 @@ from disagg.testing.vllm_server import CPU_ENV
 WHY_NOT = why_not()
 pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+    pytest.mark.slow,
     pytest.mark.timeout(420),
 ]
 START_S, RAY_PORT, PORT = 240.0, 6379, 8000

@@ -133,6 +133,7 @@ def prefill(
     pools.stop(engines, 1.0, 20.0)
 
 
+@pytest.mark.slow
 def test_ranks_on_two_nodes_end_with_their_engine(
     prefill: EngineInfo, deployment: Deployment, tmp_path: Path
 ) -> None:

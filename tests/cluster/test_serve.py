@@ -250,6 +250,7 @@ def complete(port: int, prompt: str = "the quick brown fox ", **headers: str) ->
         return answer
 
 
+@pytest.mark.slow
 def test_interrupt_while_loading_leaves_nothing(run: Callable[..., Served], model: Path) -> None:
     served = run(deployment(model))
     served.until_shown("starting its processes")
@@ -413,6 +414,7 @@ def test_rays_dashboard_shows_who_does_what(beside: tuple[Served, int]) -> None:
             page.until_shown(":actor_name:")  # its log; lines out of sight are not in the page
 
 
+@pytest.mark.slow
 def test_two_side_by_side_and_one_dies(
     run: Callable[..., Served], model: Path, beside: tuple[Served, int], tmp_path: Path
 ) -> None:

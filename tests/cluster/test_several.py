@@ -31,7 +31,7 @@ from disagg.testing.http import client
 # Four engines share the cores with whatever else runs.
 START_S, STOP_S = 500, 30
 
-pytestmark = pytest.mark.timeout(2 * START_S)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * START_S)]
 
 TINY, WIDE = "tiny", "org/wide"
 

@@ -97,6 +97,7 @@ def fetched(server: VllmServer, params: dict[str, Any], model: Path) -> list[tor
     return [region.memory for region in cache.regions]
 
 
+@pytest.mark.slow
 def test_same_bytes_and_no_more_flips(pair: list[VllmServer], model: Path, prompt: Prompt) -> None:
     first, second = pair
     own = handed = 0

@@ -69,7 +69,7 @@ def url(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[str]:
     ("url", "ask", "of_each_field"),
     [
         ("decode", whole, None),
-        ("decode", streamed, None),
+        pytest.param("decode", streamed, None, marks=pytest.mark.slow),
         ("prefill", streamed, None),
         ("watched", streamed, 1),
         pytest.param("watched", streamed, None, marks=pytest.mark.slow),

@@ -21,7 +21,12 @@ MOST_CUTS = 3
 
 @pytest.mark.parametrize(
     ("first", "of_each_field"),
-    [("decode", None), ("prefill", 1), pytest.param("prefill", None, marks=pytest.mark.slow)],
+    [
+        ("decode", 1),
+        ("prefill", 1),
+        pytest.param("decode", None, marks=pytest.mark.slow),
+        pytest.param("prefill", None, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("path", [COMPLETION, CHAT])
 def test_as_one_engine_answers(

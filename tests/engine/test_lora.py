@@ -201,6 +201,7 @@ def test_one_is_loaded_again_in_place(
     assert now == failed + 1
 
 
+@pytest.mark.slow
 def test_other_weights_in_the_same_place(
     engines: Engines, prompt: Prompt, model: Path, adapters: Path
 ) -> None:

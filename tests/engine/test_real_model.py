@@ -117,7 +117,13 @@ BODIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BODIES)
+_QUICK = ("greedy", "stop", "tool")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in BODIES],
+)
 def test_an_answer_is_one_engine_s(
     engines: tuple[VllmServer, VllmServer], url: str, name: str
 ) -> None:

@@ -201,14 +201,16 @@ def check_idle(engines: Sequence[Engine]) -> None:
         until(partial(is_idle, engine.server), 3 * LEASE_S)
 
 
-MANY = pytest.mark.parametrize(
-    "count", [40, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.soak])]
-)
+SLOW = [pytest.mark.slow, pytest.mark.soak]
+MANY = pytest.mark.parametrize("count", [24, pytest.param(500, marks=SLOW)])
 
 
 @MANY
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("roles", [(1, 2), (2, 1)], ids=["two-decode", "two-prefill"])
+@pytest.mark.parametrize(
+    "roles",
+    [pytest.param((1, 2), id="two-decode"), pytest.param((2, 1), marks=SLOW, id="two-prefill")],
+)
 def test_under_eviction_and_resets(fresh: Scene, count: int, roles: tuple[int, int]) -> None:
     """The caches are too small for all conversations, and are reset now and then."""
     split, engines = roles[0], fresh.engines

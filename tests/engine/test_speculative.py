@@ -197,6 +197,7 @@ def test_a_draft_on_one_side_alone(pair: Pair, fleet: Fleet, prompt: Prompt) -> 
     assert "draft" in pair.second.tail(200)
 
 
+@pytest.mark.slow
 def test_guesses_out_of_the_prompt(fleet: Fleet, start: Start, prompt: Prompt) -> None:
     """These have no cache, so that prefill need not guess at all."""
     guesses = start("ngrams", transfer("kv_consumer"), NGRAMS)

@@ -99,7 +99,8 @@ def are_up(url: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("dying", "heir", "what"), [("files", "tcp", "core"), ("tcp", "consumer", "group")]
+    ("dying", "heir", "what"),
+    [("files", "tcp", "core"), pytest.param("tcp", "consumer", "group", marks=pytest.mark.slow)],
 )
 def test_all_streams_end_as_undisturbed(fleet: Fleet, dying: str, heir: str, what: str) -> None:
     fleet.wake("producer", "single", dying, heir)

@@ -44,6 +44,7 @@ def forget(engine: VllmServer, *, host: bool) -> None:
     reset_caches(engine, host=host)
 
 
+@pytest.mark.slow
 def test_all_of_many_loads_end(engine: VllmServer, prompt: Prompt) -> None:
     begun = [prompt(2900) for _ in range(REQUESTS)]
     for ids in begun:
