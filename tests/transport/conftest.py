@@ -42,11 +42,29 @@ WAYS = [
 ]
 
 
+# Of these `make test` has one case of each test: what differs between cases is of the parts that
+# they share with other ways.
+SAMPLED: set[Way] = {
+    ("nccl", "emulated"),
+    ("nixl", "cpu"),
+    ("process_memory", "cpu" + ASKED),
+    ("shared_storage", "cpu"),
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The stand-in is no matter of speed, and large amounts take long with it."""
+    seen = set[tuple[str, str, Way]]()
     for item in items:
         if "emulated" in item.name and "256MiB" in item.name:
             item.add_marker(pytest.mark.slow)
+        cases = getattr(item, "callspec", None)
+        way = cases.params.get("way") if cases else None
+        if way in SAMPLED:
+            case = str(item.path), item.name.partition("[")[0], way
+            if case in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(case)
 
 
 @pytest.fixture(params=WAYS)

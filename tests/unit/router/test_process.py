@@ -412,7 +412,10 @@ def test_idle_connections_give_way_to_new_ones(start: Callable[..., Router]) -> 
     assert "file descriptors are in use" not in router.text
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["in turn", "at once"])
+@pytest.mark.parametrize(
+    "at_once",
+    [pytest.param(False, id="in turn"), pytest.param(True, marks=pytest.mark.slow, id="at once")],
+)
 def test_short_of_descriptors_requests_get_503(start: Callable[..., Router], at_once: bool) -> None:
     router = start(
         through=["prlimit", f"--nofile={LIMIT}"], config="pairing: {local_prefill_tokens: 0}"

@@ -101,6 +101,7 @@ def test_the_installed_version_has_all_that_we_use() -> None:
     assert len(uses) > 500
 
 
+@pytest.mark.slow
 def test_it_says_so_by_its_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree(tmp_path)
     assert main([str(tmp_path)]) == 1

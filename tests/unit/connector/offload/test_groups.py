@@ -68,11 +68,17 @@ def loaded(engine: Engine, since: int) -> list[int]:
 
 
 # Each pair of values at least once. Of state, chunks of several blocks are refused.
+HOW = [("host", "LBHNC", 1), ("host", "BLHNC", 3), ("files", "LBHNC", 3), ("files", "BLHNC", 1)]
+
+
 @pytest.mark.parametrize(
-    ("source", "layout", "per_chunk"),
-    [("host", "LBHNC", 1), ("host", "BLHNC", 3), ("files", "LBHNC", 3), ("files", "BLHNC", 1)],
+    ("name", "source", "layout", "per_chunk"),
+    [
+        pytest.param(name, *how, marks=pytest.mark.slow if (kind + number) % 2 else ())
+        for kind, name in enumerate(CACHES)
+        for number, how in enumerate(HOW)
+    ],
 )
-@pytest.mark.parametrize("name", CACHES)
 def test_what_was_computed_is_loaded(
     start: Start, tmp_path: Path, name: str, source: str, per_chunk: int, layout: str
 ) -> None:
@@ -267,7 +273,7 @@ def test_what_is_stored_twice_before_it_is_written_is_written_once(
 
 
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_order(start: Start, tmp_path: Path, name: str, seed: int) -> None:
     eviction, groups = ["lru", "arc", "turns"][seed % 3], CACHES[name]
     # Of fewer blocks, two loaded requests could wait for each other's: of those that wait to be
