@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -30,6 +31,7 @@ _DYNAMO_ENV = _CACHE / "dynamo-venv"
 _RAY_ENV = _CACHE / "ray-serve-venv"
 _ASK_S = 2.0
 _RAY_START_S = 240.0
+_RAY_STEADY_S = 5.0  # when HAProxy reads its configuration again, connections are lost
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,16 @@ def _start_dynamo(stack: ExitStack, folder: Path, python: str) -> Started:
 
 def _serves(url: str, *endpoints: str) -> bool:
     """Whether its /health names these endpoints, and a request is answered."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=_ASK_S) as answer:
+            health = answer.read().decode(errors="replace")
+    except (OSError, HTTPException):
+        return False
+    return all(endpoint in health for endpoint in endpoints) and _answers(url)
+
+
+def _answers(url: str) -> bool:
+    """Whether a request is answered."""
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
     request = urllib.request.Request(
         f"{url}/v1/completions",
@@ -125,10 +137,6 @@ def _serves(url: str, *endpoints: str) -> bool:
         {"content-type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=_ASK_S) as answer:
-            health = answer.read().decode(errors="replace")
-        if not all(endpoint in health for endpoint in endpoints):
-            return False
         with urllib.request.urlopen(request, timeout=_ASK_S) as answer:
             return bool(answer.status == 200)
     except (OSError, HTTPException):
@@ -149,8 +157,24 @@ def _start_ray(stack: ExitStack, folder: Path, python: str) -> Started:
     """Its app of prefill and decode; the engines are in its replicas."""
     command = [python, "-m", "disagg.bench.router.ray_serve", "{port}", str(folder / "ray")]
     env = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    since: float | None = None
+
+    def is_ready(url: str) -> bool:
+        nonlocal since
+        if not _answers(url):
+            since = None
+        elif since is None:
+            since = time.monotonic()
+        return since is not None and time.monotonic() - since > _RAY_STEADY_S
+
     url, process = launch(
-        stack, RAY_SERVE, command, env=env, start_s=_RAY_START_S, port=_quiet_port()
+        stack,
+        RAY_SERVE,
+        command,
+        env=env,
+        is_ready=is_ready,
+        start_s=_RAY_START_S,
+        port=_quiet_port(),
     )
     return Started(url, process, [])
 
