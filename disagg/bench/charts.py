@@ -127,6 +127,11 @@ _SERVED_PARTS = _parts(
     ("load", "way"),
     "router's queue", "prefill's queue", "prefill", "handoff", "decode's first step",
 )  # fmt: skip
+_IMPORTED = (
+    Chart("bars", "Latency", "Latency", ("run", "time"), ("median", "p99"), "ms"),
+    Chart("bars", "Throughput", "Runs", ("run",), ("requests/s", "goodput, requests/s"),
+          "requests/s"),
+)  # fmt: skip
 CHARTS: Mapping[str, tuple[Chart, ...]] = {
     "serve": (
         Chart("lines", "Time between tokens", "", ("load", "help"),
@@ -215,11 +220,8 @@ CHARTS: Mapping[str, tuple[Chart, ...]] = {
         _parts(("engines",), "router and HTTP", "prefill's queue", "prefill", "decode's queue",
                "handoff", "decode's first step"),
     ),
-    "vllm-bench": (
-        Chart("bars", "Latency", "Latency", ("run", "time"), ("median", "p99"), "ms"),
-        Chart("bars", "Throughput", "Runs", ("run",), ("requests/s", "goodput, requests/s"),
-              "requests/s"),
-    ),
+    "vllm-bench": _IMPORTED,
+    "guidellm": _IMPORTED,
 }  # fmt: skip
 
 
