@@ -17,7 +17,13 @@ pids=()
 # A worker that Ctrl-C ends leaves vLLM's sockets and the probe of shared_storage: they are in here.
 TMPDIR=$(mktemp -d "${TMPDIR:-/tmp}/disagg-XXXXXX")
 export TMPDIR
-trap 'kill "${pids[@]}" 2>/dev/null || true; wait; rm -rf "$TMPDIR"' EXIT
+end() {
+  trap '' INT TERM # a second one must not break this off
+  kill "${pids[@]}" 2>/dev/null || true
+  wait
+  rm -rf "$TMPDIR"
+}
+trap end EXIT
 trap 'exit 130' INT TERM
 
 engine() { # port, role, options
