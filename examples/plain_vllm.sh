@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two plain vLLM servers with our connector, prefill and decode, and a router in front of them.
-# No Ray. Ctrl-C ends all three.
+# No Ray. Ctrl-C ends all three, and leaves nothing behind.
 #
 #   examples/plain_vllm.sh MODEL [any option of vLLM's OpenAI server ...]
 #
@@ -14,7 +14,16 @@ shift
 bin=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin
 
 pids=()
-trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
+# A worker that Ctrl-C ends leaves vLLM's sockets and the probe of shared_storage: they are in here.
+TMPDIR=$(mktemp -d "${TMPDIR:-/tmp}/disagg-XXXXXX")
+export TMPDIR
+end() {
+  trap '' INT TERM # a second one must not break this off
+  kill "${pids[@]}" 2>/dev/null || true
+  wait
+  rm -rf "$TMPDIR"
+}
+trap end EXIT
 trap 'exit 130' INT TERM
 
 engine() { # port, role, options

@@ -107,6 +107,8 @@ _OUTCOMES = (
     "right", "computed locally", "refused clearly", "wrong tokens", "hung", "engine died",
 )  # fmt: skip
 MEET = "requests that meet both targets, %"
+FIRST_TOKEN = "One request on average, from its arrival to its first token"
+"""Of a table with the parts of that time, in their order."""
 
 
 def _transfer(log: Literal["x", "xy"], *reference: str) -> tuple[Chart, ...]:
@@ -116,6 +118,20 @@ def _transfer(log: Literal["x", "xy"], *reference: str) -> tuple[Chart, ...]:
     )  # fmt: skip
 
 
+def _parts(x: tuple[str, ...], *parts: str) -> Chart:
+    columns = tuple(f"{part}, ms" for part in parts)
+    return Chart("stacked", FIRST_TOKEN, FIRST_TOKEN, x, columns, "ms")
+
+
+_SERVED_PARTS = _parts(
+    ("load", "way"),
+    "router's queue", "prefill's queue", "prefill", "handoff", "decode's first step",
+)  # fmt: skip
+_IMPORTED = (
+    Chart("bars", "Latency", "Latency", ("run", "time"), ("median", "p99"), "ms"),
+    Chart("bars", "Throughput", "Runs", ("run",), ("requests/s", "goodput, requests/s"),
+          "requests/s"),
+)  # fmt: skip
 CHARTS: Mapping[str, tuple[Chart, ...]] = {
     "serve": (
         Chart("lines", "Time between tokens", "", ("load", "help"),
@@ -124,6 +140,7 @@ CHARTS: Mapping[str, tuple[Chart, ...]] = {
               ("first token p50 / p99, ms",), "ms", "way"),
         Chart("bars", "Goodput", "Goodput", ("way",),
               ("mean gap, requests/s", "every gap, requests/s"), "requests/s"),
+        _SERVED_PARTS,
     ),
     "serve-conversations": (
         Chart("bars", "Prompt tokens computed, over the unavoidable ones", "Prompt tokens",
@@ -132,6 +149,7 @@ CHARTS: Mapping[str, tuple[Chart, ...]] = {
               ("first token p50 / p99, ms",), "ms"),
         Chart("bars", "Time between tokens", "The same conversations", ("way", "load"),
               ("between tokens p50 / p99, ms",), "ms"),
+        _SERVED_PARTS,
     ),
     "reuse": (
         Chart("bars", "Prompt tokens computed, over the unavoidable ones", "Reuse",
@@ -199,12 +217,11 @@ CHARTS: Mapping[str, tuple[Chart, ...]] = {
               ("first token p50 / p99, ms",), "ms"),
         Chart("bars", "Time between tokens", "Simulated", ("engines",),
               ("between tokens p50 / p99, ms",), "ms"),
+        _parts(("engines",), "router and HTTP", "prefill's queue", "prefill", "decode's queue",
+               "handoff", "decode's first step"),
     ),
-    "vllm-bench": (
-        Chart("bars", "Latency", "Latency", ("run", "time"), ("median", "p99"), "ms"),
-        Chart("bars", "Throughput", "Runs", ("run",), ("requests/s", "goodput, requests/s"),
-              "requests/s"),
-    ),
+    "vllm-bench": _IMPORTED,
+    "guidellm": _IMPORTED,
 }  # fmt: skip
 
 

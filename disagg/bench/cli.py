@@ -688,12 +688,16 @@ def report(
 @app.command("import")
 def import_(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `vllm bench serve --save-result` wrote.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="What `vllm bench serve --save-result` or GuideLLM wrote."
+        ),
     ],
     results: Results = None,
     html: Html = None,
 ) -> None:
-    """Read a result of vLLM's own benchmark, for the same tables and charts as ours."""
+    """Read a result of vLLM's own benchmark or of GuideLLM, for the same tables and charts as
+    ours."""
     from disagg.bench import imported
 
     if results is None and html is None:

@@ -1,6 +1,8 @@
-"""`disagg bench import`: results of `vllm bench serve --save-result`, as a results file of ours.
+"""`disagg bench import`: results of `vllm bench serve --save-result` or of GuideLLM, as a results
+file of ours.
 
-Such a file does not say on which machine it was measured, so the results file says "unknown".
+Such files do not say on which machine it was measured, so the results file says "unknown".
+`imported_guidellm` reads those of GuideLLM.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from disagg.bench import imported_guidellm
 from disagg.bench.results import SCHEMA, Cell, Machine, Result, Row, Table, command_line, save
 from disagg.errors import ConfigError
 
@@ -54,8 +57,12 @@ def run(
 
 
 def read(file: Path, called: str) -> Result:
-    """The runs of a file: one, or those that `--append-result` added. Raises `ConfigError`."""
-    runs = _runs(file)
+    """The runs of a file: one, or those that `--append-result` added; or all of a report of
+    GuideLLM. Raises `ConfigError`."""
+    runs = _values(file)
+    if len(runs) == 1 and imported_guidellm.is_one(runs[0]):
+        return imported_guidellm.read(file, runs[0], called)
+    _check(file, runs)
     names = _names(runs)
     tables = [
         Table("Runs", [_run(name, one) for name, one in zip(names, runs, strict=True)]),
@@ -77,26 +84,31 @@ def read(file: Path, called: str) -> Result:
     )
 
 
-def _runs(file: Path) -> list[Mapping[str, Any]]:
-    """JSON objects after each other."""
+def _values(file: Path) -> list[Any]:
+    """JSON values after each other."""
     try:
         rest, decoder = file.read_text(encoding="utf-8").strip(), json.JSONDecoder()
-        runs = []
+        values = []
         while rest:
             one, end = decoder.raw_decode(rest)
-            runs.append(one)
+            values.append(one)
             rest = rest[end:].lstrip()
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(f"{file}: not JSON: {error}") from error
+    return values
+
+
+def _check(file: Path, runs: Sequence[Any]) -> None:
     wrong = [
         name for one in runs for name in _NEEDED if not isinstance(one, dict) or name not in one
     ]
     if wrong or not runs:
         missing = f"it has no {wrong[0]}" if wrong else "it is empty"
-        raise ConfigError(f"{file}: not a result of `vllm bench serve --save-result`: {missing}")
-    return runs
+        raise ConfigError(
+            f"{file}: not a result of `vllm bench serve --save-result` or GuideLLM: {missing}"
+        )
 
 
 def _names(runs: Sequence[Mapping[str, Any]]) -> list[str]:

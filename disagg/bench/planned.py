@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.bench import html
-from disagg.bench.charts import MEET
+from disagg.bench.charts import FIRST_TOKEN, MEET
 from disagg.bench.results import (
     SCHEMA,
     Result,
@@ -23,6 +23,14 @@ from disagg.bench.results import (
     versions,
 )
 
+_PARTS = {
+    "router": "router and HTTP",
+    "prefill_queue": "prefill's queue",
+    "prefill": "prefill",
+    "decode_queue": "decode's queue",
+    "handoff": "handoff",
+    "decode_step": "decode's first step",
+}
 _NOTE = "Simulated: no engine ran."
 
 
@@ -44,6 +52,7 @@ def result(figures: Mapping[str, Any], called: str) -> Result:
     ]
     tables = [
         Table("Simulated", _rows(figures)),
+        Table(f"{FIRST_TOKEN}, where prefill computed the prompt", _parts(figures)),
         Table("Load and routing", load),
         Table("Assumed, and not modelled", assumed),
     ]
@@ -92,6 +101,17 @@ def _row(one: Mapping[str, Any], note: str) -> Row:
     }
 
 
+def _parts(figures: Mapping[str, Any]) -> list[Row]:
+    return [
+        {
+            "engines": _engines(one),
+            **{f"{_PARTS[name]}, ms": _part_ms(seconds) for name, seconds in one["parts"].items()},
+        }
+        for one in _candidates(figures)
+        if one["parts"] is not None
+    ]
+
+
 def _targets(figures: Mapping[str, Any]) -> list[Target]:
     least = figures["targets"]["share"] * 100
     found = [
@@ -112,6 +132,10 @@ def _percent(share: float) -> float:
 
 def _whole(share: float | None) -> int | None:
     return None if share is None else round(share * 100)
+
+
+def _part_ms(seconds: float) -> float:
+    return float(f"{seconds * 1000:.3g}")
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,5 +1,5 @@
-"""Draws one request on a time axis, from the spans of its trace: what prefill computes, what is on
-the link meanwhile, and the first token.
+"""Draws one request on a time axis, from the spans of its trace: where it waits, what prefill
+computes, what is on the link meanwhile, and the first token.
 
 It needs no matplotlib. The same spans always give the same bytes.
 """
@@ -15,9 +15,10 @@ from typing import Any, Literal
 from disagg.bench.drawing import FONT, css
 from disagg.errors import DisaggError
 
-Kind = Literal["prefill", "hidden", "chunk", "decode"]
+Kind = Literal["queue", "prefill", "hidden", "chunk", "decode"]
 
 KINDS: Mapping[Kind, tuple[str, str]] = {
+    "queue": ("c6", "waits"),
     "prefill": ("c0", "prefill computes"),
     "hidden": ("c2", "KV on the link, hidden"),
     "chunk": ("c1", "KV on the link, not hidden"),
@@ -29,6 +30,7 @@ _TITLE, _LANE, _GAP, _BETWEEN, _AXIS, _LEGEND = 30, 28, 6, 22, 34, 26
 _LETTER = 7.0  # of 12 px, about
 _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 _MOST_TICKS = 10
+_SHORTEST_WAIT_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def timeline(spans: Sequence[Span], title: str) -> Timeline:
     Raises `DisaggError` if one is missing."""
     asked = _one(spans, lambda span: "disagg.first_byte_ms" in span.attributes, "router's")
     prefill = _one(spans, lambda span: _is_of(span, prefill=True), "prefill engine's")
-    _one(spans, lambda span: _is_of(span, prefill=False), "decode engine's")
+    decode = _one(spans, lambda span: _is_of(span, prefill=False), "decode engine's")
     handoff = _one(spans, lambda span: span.name == "handoff", "handoff's")
     if handoff.attributes.get("disagg.outcome") != "loaded":
         raise DisaggError(f"the handoff was not loaded: {dict(handoff.attributes)}")
@@ -106,13 +108,18 @@ def timeline(spans: Sequence[Span], title: str) -> Timeline:
     steps = [one for span in spans if span.name == "growing lease" for one in span.events]
     last = max((one.attributes["disagg.epoch"] for one in steps), default=0)
     ends = [at(one.at_ns) for one in steps if one.attributes["disagg.epoch"] == last]
-    bars = [
+    queued = asked.attributes.get("disagg.queued_ms", 0.0) / 1000
+    # vLLM's own time in the queue begins when the engine's loop takes the request: after its step.
+    bars = [*_waits("router", 0.0, queued), *_waits("prefill", at(prefill.begin_ns), begun)]
+    bars += [
         Bar("prefill", begin, end, str(number) if ends else "the whole prompt")
         for number, (begin, end) in enumerate(pairwise([begun, *ends, computed]), 1)
     ]
     first = asked.attributes["disagg.first_byte_ms"] / 1000
-    link = list(_chunks(handoff, at))
-    if link:
+    chunks = list(_chunks(handoff, at))
+    fetched = min([at(handoff.begin_ns), *(one.begin for one in chunks)])
+    link = [*_waits("decode", at(decode.begin_ns), fetched), *chunks]
+    if chunks:
         link.append(Bar("decode", link[-1].end, first, "decode"))
     hidden = handoff.attributes.get("disagg.hidden_bytes", 0) / handoff.attributes["disagg.bytes"]
     return Timeline(title, bars, link, computed, first, hidden)
@@ -129,6 +136,12 @@ def _is_of(span: Span, *, prefill: bool) -> bool:
     """Whether it is vLLM's span of this leg: prefill's computes one token."""
     tokens = span.attributes.get("gen_ai.request.max_tokens")
     return span.name == "llm_request" and (tokens == 1) is prefill
+
+
+def _waits(where: str, begin: float, end: float) -> Iterator[Bar]:
+    """The wait there, if it is long enough to be seen in words."""
+    if end - begin >= _SHORTEST_WAIT_S:
+        yield Bar("queue", begin, end, f"waits at {where}")
 
 
 def _chunks(handoff: Span, at: Any) -> Iterator[Bar]:

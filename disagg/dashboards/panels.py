@@ -46,6 +46,7 @@ def rows() -> Mapping[str, Sequence[Panel]]:
     return {
         "Requests": _requests(),
         "Handoff": _handoff(),
+        "Caches": _caches(),
         "Engines": _engines(),
         "Failures": _failures(),
     }
@@ -178,6 +179,39 @@ def _handoff() -> list[Panel]:
                     legend="{{prefill}} → {{decode}}",
                 )
             ],
+            stacked=True,
+        ),
+    ]
+
+
+def _caches() -> list[Panel]:
+    prompts = _rate("disagg_router_cache_prompt_tokens_total")
+    return [
+        Panel(
+            "Prompt tokens from caches",
+            "Share of the prompts' tokens that prefill engines need not compute. reported: as the "
+            "engines say. expected: as their KV events told the router. With cache_aware only.",
+            "percentunit",
+            [
+                Query(
+                    f"{_rate(f'disagg_router_cache_{which}_tokens_total')} / {prompts}",
+                    which,
+                )
+                for which in ("reported", "expected")
+            ],
+        ),
+        Panel(
+            "Fetched from other caches",
+            "Tokens per second that an engine lacked and another engine's cache had under a lease. "
+            "With share_caches only.",
+            "short",
+            [_rates("disagg_router_shared_tokens_total", legend="tokens/s")],
+        ),
+        Panel(
+            "Engines asked for their caches",
+            "By what came of it. docs/router.md explains the outcomes. With share_caches only.",
+            "ops",
+            [_rates("disagg_router_sources_total", "outcome")],
             stacked=True,
         ),
     ]

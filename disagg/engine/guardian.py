@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import shutil
 import signal
@@ -33,6 +34,8 @@ TERM_GRACE_S = 2.0
 SHM = Path("/dev/shm")
 # Shared memory and semaphores of Python, torch and NCCL. Ray's object store is not among them.
 SEGMENT_PREFIXES = ("psm_", "sem.mp-", "torch_", "nccl-")
+# vLLM's ranks on CPUs: PORT-GROUP-[RANKS]-cpushm_RANK.
+CPU_RANKS = re.compile(r"\d+-.+-cpushm_\d+")
 
 
 def watch(pid: int, folder: Path) -> None:
@@ -114,7 +117,11 @@ def _group(pgid: int) -> Iterator[int]:
 
 
 def _listing() -> set[str]:
-    return {name for name in os.listdir(SHM) if name.startswith(SEGMENT_PREFIXES)}
+    return {name for name in os.listdir(SHM) if _is_segment(name)}
+
+
+def _is_segment(name: str) -> bool:
+    return name.startswith(SEGMENT_PREFIXES) or CPU_RANKS.fullmatch(name) is not None
 
 
 def _mapped(pid: int) -> set[str]:
@@ -125,7 +132,7 @@ def _mapped(pid: int) -> set[str]:
         return set()
     paths = (line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/dev/shm/" in line)
     names = {path.removeprefix("/dev/shm/") for path in paths}
-    return {name for name in names if name.startswith(SEGMENT_PREFIXES)}
+    return {name for name in names if _is_segment(name)}
 
 
 def _unlink(segments: set[str]) -> None:

@@ -22,7 +22,10 @@ from disagg.planning.speeds import DecodeSpeed, HandoffSpeed
 
 
 class TokenListener(Protocol):
-    """Is called with the tokens of a decode engine."""
+    """Is called with the handoffs and the tokens of a decode engine."""
+
+    def handoff_begins(self, now: float, request: int) -> None:
+        """The engine has room for the request, and fetches its KV cache."""
 
     def first_token(self, now: float, request: int) -> None:
         """The engine made the answer's first token."""
@@ -132,6 +135,7 @@ class DecodeEngine:
 
     def _fetch(self, now: float, request: int) -> None:
         self._fetching += 1
+        self._listener.handoff_begins(now, request)
         self._clock.at(now + self._handoff.takes(self._prompts[request]), self._fetched, request)
 
     def _fetched(self, now: float, request: int) -> None:

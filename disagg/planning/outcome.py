@@ -6,7 +6,7 @@ It only counts. It must never decide which numbers of engines are right.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,19 @@ class Gaps:
 
 
 @dataclass(frozen=True)
+class FirstTokenParts:
+    """What a first token of decode was made of: the mean seconds of each part, over the requests
+    whose prompt a prefill engine computed. Their sum is the time from arrival to that token."""
+
+    router: float  # the router, and what engines do for a request before it is in their queue
+    prefill_queue: float
+    prefill: float
+    decode_queue: float
+    handoff: float
+    decode_step: float  # from the end of the handoff: the wait for a step, and that step
+
+
+@dataclass(frozen=True)
 class SimulationOutcome:
     """One simulated run. Times in seconds, of requests that were served."""
 
@@ -79,6 +92,7 @@ class SimulationOutcome:
     prefill_busy: float
     decode_busy: float
     decode_batch: float  # sequences in a step, mean over the steps' time
+    parts: FirstTokenParts | None  # None: prefill computed no prompt
 
     @property
     def share(self) -> float:
@@ -91,7 +105,7 @@ class SimulationOutcome:
 
     def as_json(self) -> dict[str, Any]:
         """The figures as JSON values; NaN becomes None."""
-        figures = {**vars(self), "share": self.share}
+        figures = {**asdict(self), "share": self.share}
         return {name: None if value != value else value for name, value in figures.items()}
 
 

@@ -15,10 +15,12 @@ from disagg.planning.speeds import PrefillSpeed
 
 
 class PrefillEngine:
-    """Calls `done(time, request)` when a prompt is computed."""
+    """Calls `begins(time, request)` when a prompt's first step begins, and `done(time, request)`
+    when the prompt is computed."""
 
     __slots__ = (
         "_began",
+        "_begins",
         "_busy_s",
         "_clock",
         "_computed",
@@ -31,9 +33,15 @@ class PrefillEngine:
     )
 
     def __init__(
-        self, speed: PrefillSpeed, prompts: Sequence[int], clock: Clock, done: EventCallback
+        self,
+        speed: PrefillSpeed,
+        prompts: Sequence[int],
+        clock: Clock,
+        begins: EventCallback,
+        done: EventCallback,
     ) -> None:
-        self._speed, self._prompts, self._clock, self._done = speed, prompts, clock, done
+        self._speed, self._prompts, self._clock = speed, prompts, clock
+        self._begins, self._done = begins, done
         self._queue: deque[int] = deque()
         self._computed = 0  # tokens of the queue's first prompt that are computed
         self._computing = False
@@ -55,6 +63,8 @@ class PrefillEngine:
         speed, queue, prompts = self._speed, self._queue, self._prompts
         room = speed.max_num_batched_tokens
         steps, tokens, attended = 1, 0, 0.0
+        if not self._computed:
+            self._begins(now, queue[0])
         left = prompts[queue[0]] - self._computed
         if left > room:
             # The first prompt fills these steps alone, whatever arrives meanwhile: one event.
@@ -66,6 +76,8 @@ class PrefillEngine:
             finishing = self._finishing
             while queue and room and len(finishing) < speed.max_num_seqs:
                 prompt = prompts[queue[0]]
+                if finishing:  # the step's first prompt was told above
+                    self._begins(now, queue[0])
                 part = min(prompt - self._computed, room)
                 attended += part * (self._computed + part / 2)
                 tokens += part

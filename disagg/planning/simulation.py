@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,14 @@ import numpy as np
 
 from disagg.planning.decode_engine import DecodeEngine
 from disagg.planning.events import Clock
-from disagg.planning.outcome import Floats, Gaps, SimulationOutcome, Targets, missed
+from disagg.planning.outcome import (
+    FirstTokenParts,
+    Floats,
+    Gaps,
+    SimulationOutcome,
+    Targets,
+    missed,
+)
 from disagg.planning.prefill_engine import PrefillEngine
 from disagg.planning.speeds import Speeds
 from disagg.planning.trace import Trace
@@ -177,6 +184,42 @@ class _WaitRule:
         return self._now
 
 
+class _Stages:
+    """When each request reached a stage, in seconds; NaN: never."""
+
+    def __init__(self, requests: int) -> None:
+        self.at_prefill, self.prefill_begins, self.prefilled = (_never(requests) for _ in range(3))
+        self.at_decode, self.handoff_begins, self.decoded = (_never(requests) for _ in range(3))
+
+    def parts(
+        self,
+        came: Sequence[float],
+        handoff_s: Callable[[int], float],
+        sizes: tuple[Sequence[int], Sequence[int]],
+    ) -> FirstTokenParts | None:
+        """The mean parts. `sizes`: tokens of prompts and answers at decode."""
+        handed = [n for n, seconds in enumerate(self.at_prefill) if not math.isnan(seconds)]
+        if not handed:
+            return None
+        names = ("at_prefill", "prefill_begins", "prefilled", "at_decode", "handoff_begins")
+        times = {name: np.array(getattr(self, name))[handed] for name in (*names, "decoded")}
+        moved = np.array([handoff_s(sizes[0][n]) for n in handed])
+        parts = {
+            "router": times["at_prefill"] - np.array(came)[handed]
+            + times["at_decode"] - times["prefilled"],
+            "prefill_queue": times["prefill_begins"] - times["at_prefill"],
+            "prefill": times["prefilled"] - times["prefill_begins"],
+            "decode_queue": times["handoff_begins"] - times["at_decode"],
+            "handoff": moved,
+            "decode_step": times["decoded"] - times["handoff_begins"] - moved,
+        }  # fmt: skip
+        return FirstTokenParts(**{name: float(values.mean()) for name, values in parts.items()})
+
+
+def _never(requests: int) -> list[float]:
+    return [math.nan] * requests
+
+
 class _Run:
     def __init__(self, load: SimulatedLoad, prefill: int, decode: int, misses: int) -> None:
         trace, speeds = load.trace, load.speeds
@@ -193,7 +236,9 @@ class _Run:
         self._is_local = [False] * len(trace)
         self._prefill_pool, self._decode_pool = _Pool(prefill, drawn), _Pool(decode, drawn)
         self._prefill = [
-            PrefillEngine(speeds.prefill, trace.prompt, self._clock, self._prefilled)
+            PrefillEngine(
+                speeds.prefill, trace.prompt, self._clock, self._prefill_begins, self._prefilled
+            )
             for _ in range(prefill)
         ]
         self._decode = [
@@ -209,6 +254,7 @@ class _Run:
         ]
         self._prefill_of, self._decode_of = [-1] * len(trace), [-1] * len(trace)
         self._first, self._last = [math.nan] * len(trace), [math.nan] * len(trace)
+        self._stages = _Stages(len(trace))
         self._begun: dict[int, float] = {}  # time until which prefill's first token is held
         self._first_token_hold = FirstTokenHold(load.routing.first_token_hold_s)
         # Until the last arrival: seconds of prefill steps, of decode steps, of decode sequences.
@@ -254,9 +300,14 @@ class _Run:
         return sum(engine.busy_s(now) for engine in self._prefill), steps_s, sequences_s
 
     def _at_prefill(self, now: float, request: int) -> None:
+        self._stages.at_prefill[request] = now
         self._prefill[self._prefill_of[request]].add(now, request)
 
+    def _prefill_begins(self, now: float, request: int) -> None:
+        self._stages.prefill_begins[request] = now
+
     def _prefilled(self, now: float, request: int) -> None:
+        self._stages.prefilled[request] = now
         engine = self._prefill_of[request]
         self._prefill_pool.leave(engine, self._trace.prompt[request])
         if self._wait_rule is not None:
@@ -269,12 +320,17 @@ class _Run:
         self._clock.at(now + self._load.speeds.decode.request_s, self._at_decode, request)
 
     def _at_decode(self, now: float, request: int) -> None:
+        self._stages.at_decode[request] = now
         self._decode[self._decode_of[request]].add(now, request)
 
     # ---- TokenListener: called by the decode engines -----------------------------------------
 
+    def handoff_begins(self, now: float, request: int) -> None:
+        """See `TokenListener`, also for the next three methods."""
+        self._stages.handoff_begins[request] = now
+
     def first_token(self, now: float, request: int) -> None:
-        """See `TokenListener`, also for the next two methods."""
+        self._stages.decoded[request] = now
         until = self._begun.pop(request, None)
         if until is not None:
             held = min(until, now)
@@ -330,6 +386,7 @@ class _Run:
             prefill_busy=_per(prefill_s, len(self._prefill) * came_s),
             decode_busy=_per(decode_s, len(self._decode) * came_s),
             decode_batch=_per(sequences_s, decode_s),
+            parts=self._stages.parts(self._trace.at, self._load.speeds.handoff.takes, self._sizes),
         )
 
     def _between(self, first: Floats, last: Floats) -> Floats:

@@ -99,8 +99,26 @@ def _in_flight(state: dict[str, Any]) -> str:
     return (
         f"requests: {requests or 'none'}; in flight: {count(router['in_flight']['decode'])}; "
         f"queued: {count(router['queued'])}; mean time to first byte: {mean}\n"
-        f"computed by decode: {local or 'none'}"
+        f"computed by decode: {local or 'none'}{_caches(router)}"
     )
+
+
+def _caches(router: dict[str, Any]) -> str:
+    """What caches spared, and how engines shared them, if the deployment has that."""
+    lines, caches, sharing = "", router.get("caches"), router.get("sharing")
+    if caches and caches["prompt_tokens"]:
+        share = caches["reported_tokens"] / caches["prompt_tokens"]
+        lines += (
+            f"\nprompt tokens that caches spared prefill: {count(caches['reported_tokens'])} of "
+            f"{count(caches['prompt_tokens'])} ({share:.1%})"
+        )
+    if sharing:
+        sources = ", ".join(f"{outcome} {count(n)}" for outcome, n in sharing["sources"].items())
+        lines += (
+            f"\nfetched from other engines' caches: {count(sharing['tokens'])} tokens; "
+            f"engines asked: {sources or 'none'}"
+        )
+    return lines
 
 
 def titled(title: str, *columns: str) -> Table:

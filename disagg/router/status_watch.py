@@ -124,9 +124,12 @@ def _head(watched: Watched) -> str:
 
 
 class _Row(NamedTuple):
+    """`needs`: a part of the router's state without which the row is left out."""
+
     name: str
     value: Callable[[Sample], float | None]
     shown: Callable[[float], str]
+    needs: str | None = None
 
 
 def _part(name: str, place: int) -> Callable[[Sample], float | None]:
@@ -134,7 +137,7 @@ def _part(name: str, place: int) -> Callable[[Sample], float | None]:
 
 
 def _plain(name: str) -> Callable[[Sample], float | None]:
-    return lambda sample: sample[name]
+    return lambda sample: sample.get(name)  # an older router does not tell all
 
 
 def _usage(sample: Sample) -> float | None:
@@ -154,6 +157,8 @@ _ROWS = (
     _Row("KV use, fullest", _usage, lambda value: f"{value:.1%}"),
     _Row("moved, mean GB/s", _plain("speed"), lambda value: f"{value / 1e9:.2f}"),
     _Row("moved, hidden", _plain("hidden"), lambda value: f"{value:.1%}"),
+    _Row("prompts from caches", _plain("spared"), lambda value: f"{value:.1%}", "caches"),
+    _Row("shared, tokens/s", _plain("shared"), lambda value: _short(value), "sharing"),
 )
 
 
@@ -166,7 +171,10 @@ def _compact(title: str, *columns: str) -> Table:
 def _figures(watched: Watched) -> Table:
     made = _compact("Last ten minutes", "figure", "now", "age", "largest", "history")
     now = watched.state["at"]
+    router = watched.state["router"]
     for row in _ROWS:
+        if row.needs is not None and router.get(row.needs) is None:
+            continue
         pairs = [(sample["at"], row.value(sample)) for sample in watched.samples]
         known = [(at, value) for at, value in pairs if value is not None]
         if not known:

@@ -1,5 +1,5 @@
 """`ray job submit` of a folder from an environment that has only Ray, a command from another job,
-and `ray job stop`."""
+and `ray job stop`, which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ import ray
 import yaml
 
 from cluster.titles import title
+from disagg.engine import guardian
 from disagg.testing.checkpoint import make_model
 from disagg.testing.ray_nodes import RayNodes
 from disagg.testing.vllm_server import free_port
 
 START_S, GONE_S = 240, 30
+OF_RUNS = ("disagg-run-", "disagg-ipc-")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * START_S + 60)]
 
@@ -68,7 +72,7 @@ class Jobs:
         deadline = time.monotonic() + START_S
         while word not in (log := self.ray("logs", name)):
             assert time.monotonic() < deadline, log
-            assert "FAILED" not in self.ray("status", name), log
+            assert "failed" not in self.ray("status", name).lower(), log
             time.sleep(1)
         return log
 
@@ -77,6 +81,28 @@ def engines(cluster: RayNodes) -> list[psutil.Process]:
     """The processes of disagg's engines and routers."""
     names = ("PrefillEngine", "DecodeEngine", "RouterActor", "VLLM::", "spawn_main")
     return [p for p in cluster.processes() if any(n in title(p) for n in names)]
+
+
+def segments(processes: Iterable[psutil.Process]) -> set[str]:
+    """The shared memory that these processes have."""
+    return {name for process in processes for name in guardian._mapped(process.pid)}
+
+
+def files(folder: Path) -> list[str]:
+    """All files below this folder, and the folders of runs and of engines."""
+    found = []
+    for place, folders, names in os.walk(folder):  # some go meanwhile
+        found += [str(Path(place, name)) for name in names]
+        found += [str(Path(place, name)) for name in folders if name.startswith(OF_RUNS)]
+    return sorted(found)
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of all nodes. Its path is short: sockets are in it."""
+    with tempfile.TemporaryDirectory(prefix="dj-", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
 def complete(port: int) -> dict[str, Any]:
@@ -91,8 +117,10 @@ def complete(port: int) -> dict[str, Any]:
         return answer
 
 
-def test_submitted_scaled_and_stopped(tmp_path: Path, ray_alone: Path) -> None:
+def test_submitted_scaled_and_stopped(tmp_path: Path, ray_alone: Path, temporary: Path) -> None:
     make_model(tmp_path / "tiny")
+    store = temporary / "store"
+    store.mkdir()
     port = free_port()
     content = {
         "name": "job",
@@ -105,11 +133,15 @@ def test_submitted_scaled_and_stopped(tmp_path: Path, ray_alone: Path) -> None:
                 "num_gpu_blocks_override": 64,
             }
         },
+        "ray": {"without_token": True},  # it listens at all addresses of this machine
         "router": {"port": port},
+        "transfer": {"transports": ["shared_storage"], "storage": {"path": str(store)}},
     }
     (tmp_path / "d.yaml").write_text(yaml.safe_dump(content))
     with RayNodes(1, cpus=4, dashboard=True) as cluster:
         jobs = Jobs(ray_alone, cluster.dashboard_url)
+        jobs.ray("list")  # once the dashboard answers, its own files are there
+        of_ray = set(files(temporary))
         jobs.submit("serve", tmp_path, "serve", "d.yaml")
         jobs.until_shown("serve", "Ready: ")
         assert complete(port)["usage"]["completion_tokens"] == 4
@@ -117,6 +149,15 @@ def test_submitted_scaled_and_stopped(tmp_path: Path, ray_alone: Path) -> None:
         assert "decode-1 serves" in jobs.until_shown("scale", "done")
         there = engines(cluster)
         assert len(there) >= 3 * 3 + 1
+        shared = segments(there)
+        assert shared
+        made = " ".join(files(temporary))
+        for kind in (".owner", ".probe", ".running", ".sock", "disagg-ipc-"):
+            assert kind in made, kind
         jobs.ray("stop", "serve")
         _, left = psutil.wait_procs(there, timeout=GONE_S)
         assert left == []
+        deadline = time.monotonic() + GONE_S  # guardians outlive what they guard by seconds
+        while found := (set(files(temporary)) - of_ray) | (shared & set(os.listdir(guardian.SHM))):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.5)

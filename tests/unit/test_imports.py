@@ -167,6 +167,7 @@ ALLOWED = {
     "bench.serve": {
         *LEAVES, "tables", "testing", "bench.first_token", "bench.results", "router.upstream",
         "router.topology",
+        "bench.charts", "router.telemetry.engine_metrics",  # parts of a first token
     },
     "bench.speeds": {
         *LEAVES, "tables", "testing", "planning", "bench.first_token", "bench.results",

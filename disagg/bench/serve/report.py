@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from disagg.bench.charts import FIRST_TOKEN
 from disagg.bench.results import Row, Target, target
 from disagg.bench.results import Table as ResultTable
 from disagg.bench.serve.score import FIRST_AIM, GAP_AIM, GOOD_SHARE
@@ -22,6 +23,13 @@ _ABOUT_TOKENS = (
 _MEASURES = {"on_average": "mean gap", "throughout": "every gap"}
 _CONVERSATIONS = "The same conversations on each way to serve"
 _COMPUTED = "Prompt tokens that the engines computed, over all engines"
+_PARTS = {
+    "router_queue": "router's queue",
+    "prefill_queue": "prefill's queue",
+    "prefill": "prefill",
+    "handoff": "handoff",
+    "decode_step": "decode's first step",
+}
 _MOST_LENGTHS = 2  # more prompt lengths get no columns of their own
 
 
@@ -55,11 +63,15 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 
 
 def tables(report: Mapping[str, Any]) -> list[ResultTable]:
-    """The runs, then goodput; of conversations, the runs and the tokens that were computed."""
+    """The runs, then goodput; of conversations, the runs and the tokens that were computed. Last,
+    what first tokens that were handed off were made of."""
+    parts = [_parts(row) for row in report["rows"] if row["parts_ms"] is not None]
+    added = [ResultTable(f"{FIRST_TOKEN}, where it was handed off", parts)] if parts else []
     if _are_conversations(report):
         return [
             ResultTable(_CONVERSATIONS, [_shown(row) for row in report["rows"]]),
             ResultTable(_COMPUTED, [_tokens(row) for row in report["rows"]]),
+            *added,
         ]
     goodput: list[Row] = [
         {"way": way, **{f"{name}, requests/s": values[key] for key, name in _MEASURES.items()}}
@@ -71,7 +83,11 @@ def tables(report: Mapping[str, Any]) -> list[ResultTable]:
         f"token within {targets['ttft_s']:g} s and the others every {targets['itl_s'] * 1000:g} ms"
     )
     runs = [_shown(row) for row in report["rows"]]
-    return [ResultTable("The same load on each way to serve", runs), ResultTable(title, goodput)]
+    return [
+        ResultTable("The same load on each way to serve", runs),
+        ResultTable(title, goodput),
+        *added,
+    ]
 
 
 def _are_conversations(report: Mapping[str, Any]) -> bool:
@@ -91,6 +107,11 @@ def _tokens(row: Mapping[str, Any]) -> Row:
         "computed / unavoidable": round(tokens["over"], 3),
         "good requests/s": row["good_rate"]["on_average"],
     }
+
+
+def _parts(row: Mapping[str, Any]) -> Row:
+    shown = {f"{_PARTS[name]}, ms": ms for name, ms in row["parts_ms"].items()}
+    return {"load": _rate(row), "way": row["way"], **shown}
 
 
 def _shown(row: Mapping[str, Any]) -> Row:

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from disagg.bench.first_token.handoff import MODEL
-from disagg.bench.serve import conversations, load, trace
+from disagg.bench.serve import conversations, load, parts, trace
 from disagg.bench.serve.load import Batch
 from disagg.bench.serve.plan import ServeLoad, ServePlan
 from disagg.bench.serve.score import Run
@@ -26,6 +26,7 @@ from disagg.bench.serve.ways import WAYS, Way
 from disagg.config import Role
 from disagg.errors import StartupError
 from disagg.testing.forked_servers import ForkServer
+from disagg.testing.http import client
 from disagg.testing.launch import launch
 from disagg.testing.vllm_server import Started, VllmServer, free_port, spawn
 
@@ -107,9 +108,15 @@ class Scene:
         for server in servers:
             server.resume()
         loaded, before = _loaded(servers), _samples(servers)
+        times_before = self._times() if way.is_apart else None
         with ExitStack() as stack:
             url, _ = launch(stack, f"the router of {name}", self._router(way))
             batch = self._send(url, asked, key)
+            router = parts.sums([_exposition(url)], parts.ROUTER)
+        first_token = None
+        if times_before is not None:
+            grown = map(parts.growth, times_before, self._times())
+            first_token = parts.parts(router, *grown)
         for server in servers:
             if server.process is not None and server.process.poll() is not None:
                 raise StartupError(f"{server.name} ended under the load of {name}", server.tail())
@@ -119,7 +126,15 @@ class Scene:
         handed_over = _loaded(servers) - loaded
         for server in servers:
             server.pause()
-        return Run(name, asked.rate, asked.offered, batch, handed_over, tokens)
+        return Run(name, asked.rate, asked.offered, batch, handed_over, tokens, first_token)
+
+    def _times(self) -> tuple[parts.Sums, parts.Sums]:
+        """Sums of times of the prefill engines and of the decode engines, which must run."""
+        prefill, decode = (
+            [_exposition(server.url) for server in servers]
+            for servers in (self._prefill, self._decode)
+        )
+        return parts.sums(prefill, parts.OF_PREFILL), parts.sums(decode, parts.OF_DECODE)
 
     def _send(self, url: str, asked: ServeLoad, key: str) -> Batch:
         if asked.talk is None:
@@ -151,6 +166,10 @@ class Scene:
             ours += ["--first-token", plan.first_token]
             ours += ["--first-token-hold-s", str(plan.first_token_hold_s)]
         return [*ours, *_options("--prefill", self._prefill), *_options("--decode", self._decode)]
+
+
+def _exposition(url: str) -> str:
+    return client().get(f"{url}/metrics", timeout=10).text
 
 
 def _options(name: str, servers: Sequence[VllmServer]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from disagg.bench.serve.conversations import TokenCounts
 from disagg.bench.serve.load import Batch, RequestOutcome
+from disagg.bench.serve.parts import FirstTokenParts
 from disagg.bench.serve.ways import COLOCATED
 
 # Goodput is the rate at which at least this share of the requests meets both targets.
@@ -45,7 +46,7 @@ class Run:
 
     `offered`: requests per second that were sent; a Poisson process keeps its rate on average only.
     `handed_over`: prompts whose blocks arrived at decode engines, by their own count. `tokens`: of
-    conversations.
+    conversations. `parts`: of the first tokens that were handed off.
     """
 
     way: str
@@ -54,6 +55,7 @@ class Run:
     batch: Batch
     handed_over: int = 0
     tokens: TokenCounts | None = None
+    parts: FirstTokenParts | None = None
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
@@ -97,6 +99,7 @@ def row(run: Run, targets: Targets) -> dict[str, Any]:
             "throughout": _rate(map(targets.met_throughout, outcomes), run),
         },
         "tokens": _tokens(run.tokens),
+        "parts_ms": _parts(run.parts),
         "load": {
             "late_p99_ms": _ms(percentile((o.late_s for o in outcomes), 0.99)),
             "cpu_share": round(run.batch.cpu_s / run.batch.wall_s, 3),
@@ -110,6 +113,12 @@ def _rate(met: Iterable[bool], run: Run) -> float:
 
 def _tokens(counts: TokenCounts | None) -> dict[str, float] | None:
     return None if counts is None else {**asdict(counts), "over": round(counts.over, 4)}
+
+
+def _parts(parts: FirstTokenParts | None) -> dict[str, float] | None:
+    if parts is None:
+        return None
+    return {name: round(1000 * seconds, 3) for name, seconds in asdict(parts).items()}
 
 
 def goodput(rows: Sequence[Mapping[str, Any]], way: str, measure: str) -> float:

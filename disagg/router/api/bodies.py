@@ -379,7 +379,7 @@ def prefill_answer(answer: bytes) -> PrefillAnswer:
 def _cached_tokens(usage: Any) -> int | None:
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return cached if isinstance(cached, int) else None
+    return cached if isinstance(cached, int) and cached >= 0 else None
 
 
 def _prompt_tokens(usage: Any) -> int | None:

@@ -180,6 +180,7 @@ class PrefillLeg:
         if expected is not None and cached is not None:
             self._metrics.cache_expected.inc(expected + moved)
             self._metrics.cache_reported.inc(cached)
+            self._metrics.cache_prompts.inc(max(cached, prompt_tokens or plan.tokens))
         if not self._gives_params:
             return None
         if params is None:

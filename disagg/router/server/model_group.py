@@ -52,10 +52,20 @@ class ModelGroup:
         self.metrics.registry.register(EnginesUp(self.topology, self.health.problem))
         self._caches = EngineCaches()
         self._listeners: Listeners | None = None
-        if settings.pairing.hears_caches:
+        if self.hears_caches:
             self.metrics.registry.register(
                 CacheMetrics(lambda: self._listeners.events if self._listeners else {})
             )
+
+    @property
+    def hears_caches(self) -> bool:
+        """Whether the router knows what the engines' caches hold."""
+        return self._settings.pairing.hears_caches
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether an engine may fetch from another engine's cache."""
+        return self._settings.pairing.shares_caches
 
     @asynccontextmanager
     async def running(
@@ -87,7 +97,7 @@ class ModelGroup:
                 self._settings.probe_interval_s,
             )
             self._probes.start()
-            if self._settings.pairing.hears_caches:
+            if self.hears_caches:
                 self._listeners = Listeners(self._caches)
                 self._listeners.follow(self.topology.engines)
             self.service.adapters.equalize(self.topology)

@@ -97,6 +97,16 @@ class Models:
         groups = self.groups.values()
         return {name: away for one in groups for name, away in one.topology.down.items()}
 
+    @property
+    def hears_caches(self) -> bool:
+        """Whether the router knows what the engines' caches hold, of any model."""
+        return any(group.hears_caches for group in self.groups.values())
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether an engine may fetch from another engine's cache, of any model."""
+        return any(group.shares_caches for group in self.groups.values())
+
     def problem(self, engine: EngineEndpoint) -> str | None:
         """Why an engine is not up."""
         return self._group_of(engine.name).health.problem(engine)

@@ -33,6 +33,9 @@ _OF_ROUTER = tuple(
         "queued",
         "in_flight",
         "pairings_total",
+        "cache_prompt_tokens_total",
+        "cache_reported_tokens_total",
+        "shared_tokens_total",
     )
 )
 _OF_ENGINES = (
@@ -153,7 +156,7 @@ class Sampler:
         return {name: seconds for name, seconds in passed.items() if 0 < seconds <= _LONGEST_S}
 
     def _router(self, text: str, seconds: float | None) -> tuple[dict[str, Any], Buckets]:
-        requests = failed = queued = in_flight = 0.0
+        requests = failed = queued = in_flight = prompts = spared = shared = 0.0
         pairs: defaultdict[tuple[str, str], float] = defaultdict(float)
         first, chunks = _Histogram(), _Histogram()
         for name, labels, value in samples(text, _OF_ROUTER):
@@ -170,6 +173,12 @@ class Sampler:
                     first.add(labels, grown())
                 case "between_chunks_seconds_bucket":
                     chunks.add(labels, grown())
+                case "cache_prompt_tokens_total":
+                    prompts += grown()
+                case "cache_reported_tokens_total":
+                    spared += grown()
+                case "shared_tokens_total":
+                    shared += grown()
                 case "queued":
                     queued += value
                 case "in_flight" if labels["role"] == "decode":
@@ -181,6 +190,8 @@ class Sampler:
             "in_flight": in_flight,
             "ttft": _percentiles(first.buckets()),
             "pairs": [[*pair, _rate(more, seconds)] for pair, more in pairs.items() if more],
+            "spared": _short(min(1.0, spared / prompts)) if prompts > 0 else None,
+            "shared": _rate(shared, seconds) if self._models.shares_caches else None,
         }
         return figures, chunks.buckets()
 

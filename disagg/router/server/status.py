@@ -32,6 +32,12 @@ _GAUGES = {
 _OUTCOMES = frozenset(["loaded", "failed", "aborted", "bytes", "hidden_bytes"])
 _TRANSPORTS = frozenset(TransferSection().transports)
 _OTHER = "other"  # in place of a word that an engine chose
+_CACHES = {
+    "disagg_router_cache_prompt_tokens_total": "prompt_tokens",
+    "disagg_router_cache_expected_tokens_total": "expected_tokens",
+    "disagg_router_cache_reported_tokens_total": "reported_tokens",
+}
+_SOURCES, _SHARED = "disagg_router_sources_total", "disagg_router_shared_tokens_total"
 _TIMES = ("ttft", "between_chunks", "prefill", "handoff", "queue")
 
 
@@ -62,9 +68,25 @@ class Status:
         return {
             "at": time.time(),
             "engines": sorted(shown + away, key=lambda e: (e["role"] != "prefill", e["name"])),
-            "router": _router(own.decode()),
+            "router": {**_router(own.decode()), **self._caches(own.decode())},
             "failures": failures["latest"],
             "failure_groups": failures["groups"],
+        }
+
+    def _caches(self, text: str) -> dict[str, Any]:
+        """What caches spared, and how engines shared them; None where the settings have neither."""
+        caches, sources, shared = dict.fromkeys(_CACHES.values(), 0.0), dict[str, float](), 0.0
+        for name, labels, value in samples(text, (*_CACHES, _SOURCES, _SHARED)):
+            if name in _CACHES:
+                caches[_CACHES[name]] += value
+            elif name == _SOURCES:
+                sources[labels["outcome"]] = sources.get(labels["outcome"], 0.0) + value
+            elif name == _SHARED:
+                shared += value
+        sharing = {"sources": sources, "tokens": shared}
+        return {
+            "caches": caches if self._models.hears_caches else None,
+            "sharing": sharing if self._models.shares_caches else None,
         }
 
     def _engine(self, engine: EngineEndpoint, text: str | None) -> dict[str, Any]:

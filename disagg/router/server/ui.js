@@ -105,7 +105,8 @@ const usage = share => {
 
 // ---- charts ---------------------------------------------------------------------------------
 
-// `series` gives the names and values of a sample; `all` the names of a whole history.
+// `series` gives the names and values of a sample; `all` the names of a whole history. A chart that
+// `needs` a part of the router's state is left out where the deployment has no such part.
 const pair = name => ({
   all: () => ["p50", "p99"], value: (sample, which) => (sample[name] || [])[which === "p50" ? 0 : 1],
 });
@@ -132,7 +133,12 @@ const CHARTS = [
       return "mean of the handoffs: bytes over the seconds that they took, not over all time"
         + (sample && isNumber(sample.hidden) ? `; ${percent(sample.hidden)} hidden behind prefill` : "");
     } },
+  { title: "Prompt tokens from caches", unit: percent, top: 1, needs: "caches", ...one("of prompts", "spared"), dots: true,
+    note: "share of the prompts that prefill engines need not compute" },
+  { title: "Fetched from other caches", unit: value => isNumber(value) ? `${short(value)} tokens/s` : "–", needs: "sharing",
+    ...one("tokens/s", "shared"), note: "that the engine itself did not hold" },
 ];
+const isShown = chart => chart.box !== undefined && chart.box.isConnected;
 
 const last = (name, chart) => kept.samples.findLast(sample => isNumber(chart.value(sample, name)));
 const nice = value => {
@@ -151,8 +157,14 @@ function makeCharts() {
     chart.svg.addEventListener("pointermove", event => pickFrom(event, chart));
     chart.svg.addEventListener("pointerleave", event => { if (event.pointerType === "mouse") pick(null); });
     chart.box.append(chart.caption, chart.svg);
-    byId("charts").append(chart.box);
   }
+}
+
+function placeCharts(now) {
+  const wanted = CHARTS.filter(chart => !chart.needs || now.router[chart.needs]).map(chart => chart.box);
+  const there = [...byId("charts").children];
+  if (wanted.length !== there.length || wanted.some((box, place) => box !== there[place]))
+    byId("charts").replaceChildren(...wanted);
 }
 
 function caption(chart, names) {
@@ -242,7 +254,7 @@ function pick(at) {
   setText(byId("when-text"), words);
   byId("now").hidden = at === null;
   slider.setAttribute("aria-valuetext", words);
-  CHARTS.forEach(draw);
+  CHARTS.filter(isShown).forEach(draw);
 }
 
 function pickFrom(event, chart) {
@@ -424,6 +436,7 @@ function tables(now, rate) {
       percent(of.bytes ? (of.hidden_bytes || 0) / of.bytes : undefined),
       of.bytes && e.handoff_seconds && Object.values(e.handoffs).filter(other => other.bytes).length === 1
         ? `${number(of.bytes / e.handoff_seconds / 1e9, 2)} GB/s` : "–"])), "none yet");
+  sharing(now.router);
   const reasons = [
     ...Object.entries(now.router.local).map(([why, count]) => ["router", why, count]),
     ...now.engines.flatMap(e => Object.entries(e.load_failures || {}).map(([why, count]) => [e.name, why, count])),
@@ -436,12 +449,29 @@ function tables(now, rate) {
     [f.prefill, f.decode].filter(Boolean).join(" → ") || "–", f.id === undefined ? "–" : f.id]), "none");
 }
 
+const CAME_OF_IT = {
+  leased: "granted a lease", refused: "refused", failed: "no answer in time, or died",
+};
+
+function sharing(router) {
+  const { sharing: shared, caches } = router;
+  byId("sharing-part").hidden = !shared;
+  if (!shared) return;
+  fill("sharing", ["what", "engines asked"], Object.entries(shared.sources).map(([outcome, count]) =>
+    [CAME_OF_IT[outcome] || outcome, number(count)]), "no engine asked yet");
+  const all = caches ? caches.prompt_tokens : 0;
+  setText(byId("sharing-note"), `${number(shared.tokens)} prompt tokens came from another engine's cache.`
+    + (all ? ` Of ${number(all)} prompt tokens at prefill engines, caches spared `
+      + `${percent(caches.reported_tokens / all)}, as these engines say.` : ""));
+}
+
 function show(now) {
   lastAt = now.at;
   remember(now.history);
   const seconds = before ? now.at - before.at : 0;
   const rate = (a, b) => seconds > 0 && b !== undefined && a >= b ? (a - b) / seconds : undefined;
   readiness(now);
+  placeCharts(now);
   figures(now);
   tables(now, rate);
   pick(picked);
@@ -478,6 +508,6 @@ byId("now").addEventListener("click", () => pick(null));
 let resizing = 0;
 addEventListener("resize", () => {
   cancelAnimationFrame(resizing);
-  resizing = requestAnimationFrame(() => { if (latest) { CHARTS.forEach(draw); drawFlow(latest); } });
+  resizing = requestAnimationFrame(() => { if (latest) { CHARTS.filter(isShown).forEach(draw); drawFlow(latest); } });
 });
 refresh();

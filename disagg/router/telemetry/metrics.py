@@ -118,6 +118,11 @@ class RouterMetrics:
             "Tokens of the same prompts that the engine then took from its caches.",
             registry=self.registry,
         )
+        self.cache_prompts = Counter(
+            "disagg_router_cache_prompt_tokens",
+            "All tokens of the same prompts.",
+            registry=self.registry,
+        )
         self.sources = Counter(
             "disagg_router_sources",
             "Engines that were asked for what their caches hold of a prompt, by what came of it.",

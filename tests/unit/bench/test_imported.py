@@ -1,4 +1,5 @@
-"""Results of `vllm bench serve`, as vLLM writes them, as a results file and a page of ours."""
+"""Results of `vllm bench serve` and GuideLLM, as these write them, as a results file and a page of
+ours."""
 
 from __future__ import annotations
 
@@ -10,10 +11,15 @@ from typing import Any
 import pytest
 from unit.bench.test_html import check, rows_of, run
 
-from disagg.bench import imported, results
+from disagg.bench import imported, imported_guidellm, results
 from disagg.bench.charts import panels
 from disagg.errors import ConfigError
 
+# Both as they were written, by the lines of docs/benchmarks/README.md with shorter prompts, of a
+# deployment of two CPU engines. Single requests and distributions of GuideLLM's are left out.
+OF_VLLM, OF_GUIDELLM = (
+    Path(__file__).with_name(name) for name in ("vllm_result.json", "guidellm_report.json")
+)
 # As vLLM 0.32 wrote it; lists of single requests are left out.
 WRITTEN: dict[str, Any] = {
     "date": "20261128-140312",
@@ -88,6 +94,79 @@ def test_appended_runs_stand_beside_each_other(tmp_path: Path) -> None:
     file.write_text(json.dumps(WRITTEN) * 2)
     again = imported.read(file, "")
     assert [row["run"] for row in again.tables[0].rows] == ["4.0/s, run 1", "4.0/s, run 2"]
+
+
+def test_a_real_file_of_vllm() -> None:
+    written = json.loads(OF_VLLM.read_text())
+    result = imported.read(OF_VLLM, "")
+    (run,), latency = (table.rows for table in result.tables)
+    assert (run["run"], run["model"], run["most at once"]) == ("inf/s", "smollm2-135m", 2)
+    assert (run["requests"], run["failed"], run["output tokens"]) == (8, 0, 128)
+    assert latency[0]["p99"] == written["p99_ttft_ms"]
+    assert [row["time"] for row in latency] == list(imported._TIMES.values())[:3]
+
+
+def test_a_real_report_of_guidellm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, folder = tmp_path / "g.html", tmp_path / "results"
+    words = ["bench", "import", str(OF_GUIDELLM), "--html", str(page), "--results", str(folder)]
+    assert run(monkeypatch, *words) == 0
+    capsys.readouterr()
+    (path,) = folder.iterdir()
+    assert path.name == "2026-11-28-unknown-guidellm.json"
+    result = results.load(path)
+    assert result.versions == {"guidellm": "0.8.1"}
+    runs, latency = rows_of(check(page.read_text()))
+    assert runs[0][:6] == ["concurrent 2", "smollm2-135m", "openai_http", "8", "0", "0"]
+    assert [row[1] for row in latency] == [shown for _, shown, _ in imported_guidellm._TIMES]
+    first, _, _, whole = result.tables[1].rows
+    assert (first["median"], first["p99"]) == (2066.87, 7257.03)
+    assert whole["mean"] == pytest.approx(5053.27)  # it tells seconds
+    latency_chart, throughput = (
+        panel for table in reversed(result.tables) for panel in panels(result, table)
+    )
+    assert latency_chart.series[0].values[0] == 2066.87
+    assert throughput.series[0].values == [pytest.approx(0.384677)]
+
+
+def test_benchmarks_of_one_report_stand_beside_each_other(tmp_path: Path) -> None:
+    report = json.loads(OF_GUIDELLM.read_text())
+    one = report["benchmarks"][0]
+    strategies = ({"type_": "throughput"}, {"type_": "constant", "rate": 2.5})
+    report["benchmarks"] += [
+        {**one, "config": {**one["config"], "strategy": strategy}} for strategy in strategies
+    ]
+    file = tmp_path / "g.json"
+    file.write_text(json.dumps(report))
+    rows = imported.read(file, "").tables[0].rows
+    assert [row["run"] for row in rows] == ["concurrent 2", "throughput", "constant 2.5/s"]
+    report["benchmarks"] = [one, one]
+    file.write_text(json.dumps(report))
+    rows = imported.read(file, "").tables[0].rows
+    assert [row["run"] for row in rows] == ["concurrent 2, run 1", "concurrent 2, run 2"]
+
+
+@pytest.mark.parametrize(
+    ("benchmarks", "words"),
+    [
+        (None, "without benchmarks"),
+        ([], "without benchmarks"),
+        ([7], "without start_time"),
+        ([{"start_time": "now"}], "without start_time"),
+        ([{"start_time": 1.0}], "without duration"),
+        ([{"start_time": 1.0, "duration": float("nan")}], "without duration"),
+        ([{"start_time": 1.0, "duration": 2.0, "metrics": []}], "without metrics.request_totals"),
+    ],
+)
+def test_a_report_of_guidellm_that_lacks_something(
+    tmp_path: Path, benchmarks: Any, words: str
+) -> None:
+    file = tmp_path / "g.json"
+    metadata = {"guidellm_version": "0.8.1"}
+    file.write_text(json.dumps({"metadata": metadata, "benchmarks": benchmarks}))
+    with pytest.raises(ConfigError, match=words):
+        imported.read(file, "")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from unit.bench.test_html import check, rows_of, run
 
 from disagg.bench import planned
-from disagg.bench.charts import panels
+from disagg.bench.charts import FIRST_TOKEN, panels
 
 SPEEDS = Path(__file__).parents[3] / "examples/speeds-cpu.json"
 ASKED = ["plan", "--speeds", str(SPEEDS), "--synthetic", "requests=60,prompt=500,output=20"]
@@ -36,6 +36,15 @@ def test_a_plan_writes_its_page(
     command = "".join(page.iter("code").__next__().itertext())
     assert command.startswith("disagg plan --speeds speeds-cpu.json --synthetic")
     assert command.endswith("--share 0.8 --ttft 5 --itl 0.5")
+    parts = planned.result(figures, "").tables[1]
+    assert parts.title.startswith(FIRST_TOKEN)
+    (panel,) = panels(planned.result(figures, ""), parts)
+    queues = {one.name: one.values for one in panel.series if "queue" in one.name}
+    place = panel.places.index(row[0])
+    assert queues["prefill's queue"][place] == pytest.approx(
+        chosen["parts"]["prefill_queue"] * 1000, rel=0.01
+    )
+    assert max(filter(None, queues["prefill's queue"])) > 0
     drawn = panels(planned.result(figures, ""), planned.result(figures, "").tables[0])
     assert [panel.limit for panel in drawn] == [("target: at least", 80.0), None, None]
 

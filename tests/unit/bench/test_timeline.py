@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,6 +15,7 @@ import pytest
 from disagg.bench.timeline import Event, Span, Timeline, picture, timeline
 from disagg.errors import DisaggError
 
+QUEUED = Path(__file__).with_name("queued_request.json")
 BEGIN = 1_700_000_000_000_000_000
 MB = 10**6
 
@@ -79,7 +83,12 @@ def bars(line: Timeline) -> list[tuple[str, float, float]]:
 
 def test_a_handoff_after_its_prefill() -> None:
     line = timeline(SERIAL, "serial")
-    assert bars(line) == [("prefill", 0.2, 4.0), ("chunk", 4.3, 8.3), ("decode", 8.3, 8.5)]
+    assert bars(line) == [
+        ("queue", 0.1, 0.2),
+        ("prefill", 0.2, 4.0),
+        ("chunk", 4.3, 8.3),
+        ("decode", 8.3, 8.5),
+    ]
     assert line.hidden == 0
     assert line.summary == "first token after 8.50 s"
 
@@ -87,6 +96,7 @@ def test_a_handoff_after_its_prefill() -> None:
 def test_chunks_that_came_before_the_lease_was_whole_are_hidden() -> None:
     line = timeline(STREAMED, "streamed")
     assert bars(line) == [
+        ("queue", 0.1, 0.2),
         ("prefill", 0.2, 1.25),
         ("prefill", 1.25, 2.25),
         ("prefill", 2.25, 4.0),
@@ -95,7 +105,7 @@ def test_chunks_that_came_before_the_lease_was_whole_are_hidden() -> None:
         ("chunk", 4.25, 5.0),
         ("decode", 5.0, 5.2),
     ]
-    assert [bar.text for bar in line.prefill] == ["1", "2", "3"]
+    assert [bar.text for bar in line.prefill] == ["waits at prefill", "1", "2", "3"]
     assert line.summary == "first token after 5.20 s; 75% of the bytes hidden"
 
 
@@ -103,7 +113,34 @@ def test_only_the_last_epoch_of_a_prompt_that_began_anew_is_drawn() -> None:
     steps = [step(1.0, 128), step(2.0, 128, 1), step(3.0, 256, 1)]
     anew = [replace(span, events=steps) if span is STEPS else span for span in STREAMED]
     ends = [round(bar.end, 6) for bar in timeline(anew, "anew").prefill]
-    assert ends == [2.0, 3.0, 4.0]
+    assert ends == [0.2, 2.0, 3.0, 4.0]
+
+
+def test_a_request_that_waited() -> None:
+    """As a deployment of one prefill engine with two seats recorded it: the last of six at once."""
+    spans = [
+        Span(**{**one, "events": [Event(**event) for event in one["events"]]})
+        for one in json.loads(QUEUED.read_text())
+    ]
+    line = timeline(spans, "the last of six")
+    waits = [(bar.text, bar.begin, bar.end) for bar in line.prefill if bar.kind == "queue"]
+    (router, *from_router), (prefill, begin, end) = waits
+    assert (router, from_router) == ("waits at router", [0.0, pytest.approx(0.0021)])
+    assert prefill == "waits at prefill"
+    assert begin == pytest.approx(0.0056, abs=1e-3)
+    assert end == pytest.approx(38.334 - 6.210, abs=0.01)
+    in_queue = next(
+        one.attributes["gen_ai.latency.time_in_queue"]
+        for one in spans
+        if one.attributes.get("gen_ai.request.max_tokens") == 1
+    )
+    assert 26 < in_queue < end - begin  # vLLM's own figure begins after the step that ran
+    (decode,) = [bar for bar in line.link if bar.kind == "queue"]
+    assert decode.end - decode.begin == pytest.approx(0.0042, abs=1e-3)
+    for one, then in pairwise((*line.prefill, *line.link)):
+        assert one.end <= then.begin + 1e-9, "bars overlap"
+    assert "waits 0.01 to 32.12 s" in line.text
+    assert "waits at prefill" in picture([line], "Queued", "Recorded")
 
 
 @pytest.mark.parametrize(
@@ -128,12 +165,12 @@ def test_a_picture_of_two_requests() -> None:
     name = {"svg": "http://www.w3.org/2000/svg"}
     assert root.find("svg:title", name) is not None
     said = (root.findtext("svg:desc", "", name), root.findtext("svg:title", "", name))
-    assert "a < b: prefill computes 0.20 to 4.00 s" in said[0]
+    assert "a < b: waits 0.10 to 0.20 s, prefill computes 0.20 to 4.00 s" in said[0]
     assert said[1] == "One & the other"
     wide = float(root.attrib["viewBox"].split()[2])
     drawn = [one for one in root.iter("{http://www.w3.org/2000/svg}rect") if len(one)]
     assert len(drawn) == len(bars(lines[0])) + len(bars(lines[1]))
     assert all(float(one.attrib["x"]) + float(one.attrib["width"]) < wide for one in drawn)
     assert set(re.findall(r"var\(--(\w+)\)", text)) == {
-        "back", "c0", "c1", "c2", "c3", "grid", "text",
+        "back", "c0", "c1", "c2", "c3", "c6", "grid", "text",
     }  # fmt: skip

@@ -36,6 +36,9 @@ class Watched:
     def last_token(self, now: float, request: int) -> None:
         self.last[request] = now
 
+    def handoff_begins(self, now: float, request: int) -> None:
+        pass
+
     def gaps(self, first_s: float, last_s: float, count: int) -> None:
         assert count > 0
         self.spread.add(first_s, last_s, count)

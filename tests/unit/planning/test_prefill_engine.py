@@ -15,15 +15,25 @@ from disagg.planning.speeds import Speeds
 
 def prefilled(of: Speeds, requests: Sequence[tuple[float, int, int]]) -> list[float]:
     """When one prefill engine has computed each prompt."""
-    clock, done = Clock(), dict[int, float]()
+    return [done for _, done in times(of, requests)]
+
+
+def times(of: Speeds, requests: Sequence[tuple[float, int, int]]) -> list[tuple[float, float]]:
+    """When one prefill engine begins each prompt, and when it has computed it."""
+    clock, begun, done = Clock(), dict[int, float](), dict[int, float]()
     prompts = [prompt for _, prompt, _ in requests]
+
+    def begins(now: float, request: int) -> None:
+        assert request not in begun, "told twice"
+        begun[request] = now
+
     engine = PrefillEngine(
-        of.prefill, prompts, clock, lambda now, request: done.update({request: now})
+        of.prefill, prompts, clock, begins, lambda now, request: done.update({request: now})
     )
     for request, (at, _, _) in enumerate(requests):
         clock.at(at, engine.add, request)
     clock.run(float("inf"))
-    return [done[request] for request in range(len(requests))]
+    return [(begun[request], done[request]) for request in range(len(requests))]
 
 
 def test_a_prompt_alone_takes_its_steps_tokens_and_attention() -> None:
@@ -33,6 +43,17 @@ def test_a_prompt_alone_takes_its_steps_tokens_and_attention() -> None:
     (long,) = prefilled(speeds(), [(0.0, 3500, 1)])  # in four steps of at most 1,000 tokens
     assert long == pytest.approx(4 * 0.01 + 3500e-4 + 1e-8 * 3500 * 3500 / 2)
     assert long == pytest.approx(speed.alone(3500) - speed.request_s)
+
+
+def test_a_prompt_waits_for_the_steps_before_it() -> None:
+    of = speeds({"token_context_s": 0.0})
+    # In four steps of at most 1,000 tokens. The last one has room for the second prompt.
+    whole = 4 * 0.01 + 3500e-4 + 300e-4
+    (first, done), (second, _), (third, _) = times(of, [(1.0, 3500, 1), (1.1, 300, 1), (9.0, 5, 1)])
+    assert first == 1.0
+    assert done == pytest.approx(1.0 + whole)
+    assert second == pytest.approx(1.0 + 3 * (0.01 + 1000e-4))
+    assert third == 9.0
 
 
 def test_prompts_share_steps_and_the_last_one_is_cut() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from dataclasses import asdict
 
 import pytest
 from unit.planning.loads import load, speeds
 
 from disagg.planning.outcome import Gaps, Targets
-from disagg.planning.simulation import Routing, meets, simulate
+from disagg.planning.simulation import Routing, _Run, meets, simulate
 from disagg.planning.trace import synthetic
 
 MIXED = synthetic("requests=2000,prompt=900,output=60,sigma=0.9", 20.0, 3)
@@ -147,8 +149,38 @@ def test_a_request_alone_takes_what_its_parts_take() -> None:
     step = 0.02 + 0.001 + 1e-6 * 3500
     assert outcome.ttft_p50 == pytest.approx(0.001 + prefill + 0.003 + handoff + step)
     assert outcome.ttft_p50 == pytest.approx(of.first_token_alone(3500, local=False))
+    assert outcome.parts is not None
+    assert asdict(outcome.parts) == pytest.approx(
+        {
+            "router": 0.001 + 0.004 + 0.003,
+            "prefill_queue": 0.0,
+            "prefill": prefill - 0.004,
+            "decode_queue": 0.0,
+            "handoff": handoff,
+            "decode_step": step,
+        }
+    )
     local = simulate(load([(0.0, 3500, 40)], of), 0, 1)
     assert local.ttft_p50 == pytest.approx(
         0.001 + 0.003 + 4 * 0.02 + 3500 * 2e-4 + 2e-8 * 3500 * 3500 / 2
     )
     assert local.ttft_p50 == pytest.approx(of.first_token_alone(3500, local=True))
+    assert local.parts is None
+
+
+def test_the_parts_of_a_first_token_add_up_and_show_queues() -> None:
+    """Under load: the queues' parts grow, and the sum is the mean time to the first token."""
+    asked = load(MIXED, local_prefill_tokens=0)
+    parts = {}
+    for prefill, decode in ((20, 20), (4, 20), (20, 3)):
+        run = _Run(asked, prefill, decode, misses=len(MIXED))
+        run.serve()
+        outcome = run.outcome()
+        assert outcome.parts is not None
+        parts[prefill, decode] = outcome.parts
+        ttft = [first - came for first, came in zip(run._first, MIXED.at, strict=True)]
+        assert sum(asdict(outcome.parts).values()) == pytest.approx(statistics.mean(ttft))
+    roomy, few_prefill, few_decode = parts.values()
+    assert few_prefill.prefill_queue > 5 * roomy.prefill_queue
+    assert few_decode.decode_queue > roomy.decode_queue
+    assert few_prefill.handoff == pytest.approx(roomy.handoff)

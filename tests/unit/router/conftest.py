@@ -67,7 +67,8 @@ class FakeEngine:
     """How it behaves, which a test may change at any time: status, first_byte_s, gate (it answers
     once set), chunks, chunk_s, padding (bytes of a comment with each chunk), cut_after,
     dies (instead of an answer), refusing
-    (answers by path), adapters (that it reports as loaded)."""
+    (answers by path), adapters (that it reports as loaded), cached (tokens of each prompt that its
+    caches had, as it says)."""
 
     role: Role
     status: int = 200
@@ -86,6 +87,7 @@ class FakeEngine:
     headers: list[dict[str, str]] = field(default_factory=list)
     released: list[Any] = field(default_factory=list)
     adapters: list[dict[str, Any]] | None = None
+    cached: int | None = None
     asked: list[str] = field(default_factory=list)
     refusing: dict[str, tuple[int, Any]] = field(default_factory=dict)
     left: threading.Event = field(default_factory=threading.Event)
@@ -135,11 +137,19 @@ class FakeEngine:
             if self.status != 200:
                 return web.json_response({"error": {"message": "told to"}}, status=self.status)
             if not body.get("stream"):
-                return web.json_response({"role": self.role, "kv_transfer_params": self.params})
+                return web.json_response(self._whole(body))
             return await self._stream(request)
         except (asyncio.CancelledError, ConnectionResetError):
             self.left.set()
             raise
+
+    def _whole(self, body: dict[str, Any]) -> dict[str, Any]:
+        whole: dict[str, Any] = {"role": self.role, "kv_transfer_params": self.params}
+        if self.cached is not None:
+            details = {"cached_tokens": self.cached}
+            tokens = len(body["prompt"])
+            whole["usage"] = {"prompt_tokens": tokens, "prompt_tokens_details": details}
+        return whole
 
     def takes(self, body: dict[str, Any]) -> None:
         """A request has come."""

@@ -150,7 +150,7 @@ def large_state() -> status_watch.Watched:
     sample: dict[str, Any] = {
         "requests": 12345.0, "failed": 1.0, "tokens": 999999.0, "queued": 3.0, "in_flight": 1024.0,
         "ttft": [0.1234, 61.0], "between": [0.0123, 0.4], "speed": 1.234e11, "hidden": 1.0,
-        "kv": {"a": 0.5}, "to": {"chat/decode-11": 1.1e11},
+        "kv": {"a": 0.5}, "to": {"chat/decode-11": 1.1e11}, "spared": 0.625, "shared": 54321.0,
     }  # fmt: skip
     watched = status_watch.Watched(OperatorClient("http://127.0.0.1:9", None, None))
     watched.samples = [{"at": now - 600 + 2 * n, **sample} for n in range(295)]
@@ -171,6 +171,7 @@ def large_state() -> status_watch.Watched:
         "at": now,
         "engines": engines,
         "failure_groups": [group],
+        "router": {"caches": None, "sharing": None},
         "history": {"engines": {engine["name"]: now - 7000 for engine in engines}},
     }
     watched.events = [
@@ -190,6 +191,18 @@ def test_it_fits_100_columns_and_obeys_nobody() -> None:
         assert words in shown, words
     assert shown.count("f") >= 32  # an id, to copy: folded, not cut
     assert "…" not in shown
+
+
+def test_shared_caches_have_rows_where_a_deployment_has_them() -> None:
+    watched = large_state()
+    assert "from caches" not in picture(watched)
+    assert "shared" not in picture(watched)
+    counts = dict.fromkeys(("prompt_tokens", "expected_tokens", "reported_tokens"), 0.0)
+    watched.state["router"] = {"caches": counts, "sharing": {"sources": {}, "tokens": 0.0}}
+    shown = picture(watched)
+    assert re.search(r"prompts from caches +62\.5% .*█", shown)
+    assert re.search(r"shared, tokens/s +54,321 .*█", shown)
+    assert max(map(cell_len, shown.splitlines())) <= 100
 
 
 def test_an_old_value_says_how_old_it_is() -> None:

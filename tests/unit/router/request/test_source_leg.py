@@ -8,18 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from unit.router.conftest import PARAMS, Setup, leave, wait_for
-from unit.router.pairing.test_cache_aware import SIZE, holds
+from unit.router import sharing
+from unit.router.conftest import Setup, leave, wait_for
+from unit.router.sharing import HELD, OF_DECODE, OF_PREFILL, PROMPT
 
-from disagg.router.caches.engine_caches import EngineCaches
 from disagg.testing.http import client
 
-PROMPT = list(range(2000, 2000 + 20 * SIZE + 5))
-HELD = 15 * SIZE
 BODY = {"model": "m", "prompt": PROMPT, "stream": True, "temperature": 0.5}
-OF_DECODE, OF_PREFILL = (
-    {**PARAMS, "disagg": ticket} for ticket in ("decode's ticket", "prefill's ticket")
-)
 
 
 @pytest.fixture
@@ -27,16 +22,7 @@ def shared(make: Callable[..., Setup]) -> Callable[..., Setup]:
     """Makes a router whose engines share; one of them holds the prompt's beginning."""
 
     def shared(holder: str, **pairing: Any) -> Setup:
-        pairing = {"prefill": "cache_aware", "local_prefill_tokens": 0, **pairing}
-        setup = make(section={"pairing": {"share_caches": "always", **pairing}})
-        setup.decode.params, setup.prefill.params = OF_DECODE, OF_PREFILL
-        caches: EngineCaches = setup.server.app.state.models.only._caches
-        for engine in setup.endpoints:
-            caches.join(engine.name)
-            holds(caches, engine, [1] * SIZE)
-        holder_endpoint = next(one for one in setup.endpoints if one.name == holder)
-        holds(caches, holder_endpoint, PROMPT[:HELD])
-        return setup
+        return sharing.start(make, holder, pairing)
 
     return shared
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from unit.router import sharing
 from unit.router.conftest import AS_OPERATOR, Setup
 from unit.router.pairing.test_admission import complete, until
 from unit.router.server.metered_engine import BYTES, HIDDEN, MeteredEngine
@@ -65,6 +66,38 @@ def test_engines_pairings_and_requests(make: Make) -> None:
     assert router["local"]["short_prompt"] == 1
     assert router["seconds"]["ttft"]["count"] == 3
     assert state["failures"] == []
+
+
+def test_what_caches_spare_and_share(make: Make) -> None:
+    setup = sharing.start(make, "decode-0")
+    setup.prefill.cached = 200  # of the 240 that were promised
+    none = state_of(setup)["router"]
+    assert none["caches"] == dict.fromkeys(
+        ("prompt_tokens", "expected_tokens", "reported_tokens"), 0
+    )
+    assert none["sharing"] == {"sources": {}, "tokens": 0}
+    assert complete(setup, sharing.PROMPT).status_code == 200
+    until(lambda: state_of(setup)["router"]["sharing"]["tokens"] > 0)
+    setup.decode.status = 500
+    until(lambda: complete(setup, sharing.PROMPT).status_code >= 500)
+    until(lambda: "refused" in state_of(setup)["router"]["sharing"]["sources"])
+    router = state_of(setup)["router"]
+    assert router["sharing"]["tokens"] == sharing.HELD
+    assert router["sharing"]["sources"]["leased"] == 1
+    assert router["caches"]["expected_tokens"] == sharing.HELD
+    asked = router["caches"]["prompt_tokens"] / len(sharing.PROMPT)
+    assert asked == int(asked) >= 2
+    assert router["caches"]["reported_tokens"] == 200 * asked
+    shown = status(setup.url).stdout
+    assert "fetched from other engines' caches: 240 tokens; engines asked: leased 1" in shown
+    assert f"({200 / len(sharing.PROMPT):.1%})" in shown
+
+
+def test_a_deployment_that_shares_no_caches_shows_none(setup: Setup) -> None:
+    assert complete(setup).status_code == 200
+    router = state_of(setup)["router"]
+    assert (router["caches"], router["sharing"]) == (None, None)
+    assert "caches" not in status(setup.url).stdout
 
 
 def test_failures_name_the_request_and_no_address(make: Make) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from unit.router import sharing
 from unit.router.conftest import AS_OPERATOR, Loop, Setup
 from unit.router.pairing.test_admission import complete, until
 from unit.router.server import chromium
@@ -77,6 +78,11 @@ def history_of(setup: Setup, since: float | str = 0) -> dict[str, Any]:
     return history
 
 
+def until_sampled(setup: Setup) -> None:
+    """Until its counters count."""
+    until(lambda: len(history_of(setup)["samples"]) >= 1)
+
+
 def in_browser(loop: Loop, work: Callable[[Page], Awaitable[None]]) -> Page:
     """Do this with a browser. Returns the page, for what it recorded."""
     if chromium.program() is None:
@@ -93,7 +99,7 @@ def in_browser(loop: Loop, work: Callable[[Page], Awaitable[None]]) -> Page:
 
 def test_the_history_is_there_when_the_page_opens(make: Make) -> None:
     setup = make(kind=MeteredEngine)
-    until(lambda: len(history_of(setup)["samples"]) >= 1)  # counters count from here
+    until_sampled(setup)
     for _ in range(6):
         complete(setup, list(range(20)))
     until(lambda: any(sample["speed"] for sample in history_of(setup)["samples"]))
@@ -129,7 +135,7 @@ def test_deaths_and_restarts_are_events(make: Make) -> None:
     def kinds() -> list[tuple[str, str, str]]:
         return [(e["engine"], e["kind"], e["why"]) for e in history_of(setup)["events"]]
 
-    until(lambda: len(history_of(setup)["samples"]) >= 1)
+    until_sampled(setup)
     setup.loop.run(setup.server.replace(setup.endpoints[:1], {"decode-0": Away("starts again")}))
     until(lambda: ("decode-0", "down", "starts again") in kinds())
     setup.loop.run(setup.server.replace(setup.endpoints, {}))
@@ -168,7 +174,7 @@ def test_the_page_loads_nothing_external(setup: Setup) -> None:
 
 def test_the_page_in_a_browser(make: Make, loop: Loop) -> None:
     setup = make(kind=MeteredEngine, others=("prefill", "decode"))
-    until(lambda: len(history_of(setup)["samples"]) >= 1)
+    until_sampled(setup)
     for _ in range(8):
         complete(setup, list(range(20)))
     gone = {"decode-1": Away("starts again")}
@@ -212,6 +218,46 @@ def test_the_page_in_a_browser(make: Make, loop: Loop) -> None:
     assert page.errors == []
     assert {urlsplit(url).netloc for url in page.requested} == {urlsplit(setup.url).netloc}
     assert len({urlsplit(url).path for url in page.requested}) == 2
+
+
+def test_caches_that_serve_each_other_are_shown(make: Make, loop: Loop) -> None:
+    """Where a deployment shares them; the page of another one says nothing of it."""
+    setup = sharing.start(make, "decode-0", kind=MeteredEngine)
+    setup.prefill.cached = 200
+    plain = make(kind=MeteredEngine)
+    for one in (setup, plain):
+        until_sampled(one)
+        for _ in range(3):
+            complete(one, sharing.PROMPT)
+    until(lambda: any(sample["shared"] for sample in history_of(setup)["samples"]))
+    busy = next(sample for sample in history_of(setup)["samples"] if sample["shared"])
+    assert busy["spared"] == pytest.approx(200 / len(sharing.PROMPT), rel=1e-3)
+    assert sharing.HELD / 3 < busy["shared"] < 3 * sharing.HELD  # at most 3 in two seconds
+    assert {sample["shared"] for sample in history_of(plain)["samples"]} == {None}
+
+    async def work(page: Page) -> None:
+        await page.look(1280)
+        await page.open(f"{setup.url}/ui")
+        await page.until(
+            f"document.querySelectorAll('#charts figure').length === {len(CHARTS) + 2}"
+        )
+        labels = await page.run(LABELS)
+        assert "61.5 % at last" in labels["Prompt tokens from caches"]
+        assert "largest in ten minutes none" not in labels["Fetched from other caches"]
+        part = await page.run("document.getElementById('sharing-part').innerText")
+        assert re.search(r"granted a lease\s+3", part)
+        assert f"{3 * sharing.HELD} prompt tokens came from another engine's cache" in part
+        assert "caches spared 61.5 %" in part
+        for width in (360, 1280):
+            await page.look(width)
+            await page.run("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
+            assert await page.run(CUT_OFF) == []
+        await page.open(f"{plain.url}/ui")
+        await page.until("document.querySelectorAll('path.series').length > 8")
+        assert tuple(await page.run(LABELS)) == CHARTS
+        assert "serve each other" not in await page.run("document.body.innerText")
+
+    assert in_browser(loop, work).errors == []
 
 
 def test_the_page_without_a_mouse_and_without_eyes(make: Make, loop: Loop) -> None:
