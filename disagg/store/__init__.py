@@ -4,7 +4,7 @@
 half in each worker rank's process, which moves bytes:
 
     host memory   `host_index.HostIndex`            `host_pool.HostPool`
-    directory     `directory_index.DirectoryIndex`  `directory.Directory`, `directory_space`
+    directory     `shared_index.SharedIndex`  `directory.Directory`, `directory_space`
 
 Imports neither vLLM nor Ray nor torch, so that tiers run and are measured where none is installed.
 """

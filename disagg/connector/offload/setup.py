@@ -23,10 +23,10 @@ from disagg.identity.model import model_fields
 from disagg.store.base import Key
 from disagg.store.directory import Directory
 from disagg.store.directory_files import TensorSpec
-from disagg.store.directory_index import DirectoryIndex, FindingsLimits
 from disagg.store.directory_space import DirectorySpace
 from disagg.store.fingerprint import Fingerprint
 from disagg.store.host_index import HostIndex
+from disagg.store.shared_index import FindingsLimits, SharedIndex
 from disagg.transport.blocks import BlockCache, Region
 from disagg.transport.control.secret import read_secret
 from disagg.vllm_compat import versions
@@ -121,13 +121,13 @@ def host_index(settings: OffloadSettings, config: VllmConfig, slots: int) -> Hos
     return HostIndex(slots, settings.eviction, events=_events(config))
 
 
-def directory_index(
+def shared_index(
     settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig
-) -> DirectoryIndex | None:
+) -> SharedIndex | None:
     """The scheduler's half of the directory tier, if there is one."""
     if settings.directory is None:
         return None
-    return DirectoryIndex(
+    return SharedIndex(
         settings.directory,
         fingerprint(settings, config, kv_cache),
         ranks(config),

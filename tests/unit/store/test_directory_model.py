@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from unit.store.chunks import FINGERPRINT, content_of, cut, empty, key_of, open_directory, path_of
 
 from disagg.store.base import EventKind, Leading, Presence, ReadOutcome, WriteOutcome
-from disagg.store.directory_index import DirectoryIndex, FindingsLimits
+from disagg.store.shared_index import SharedIndex, FindingsLimits
 from disagg.store.directory_space import DirectorySpace
 
 RANKS = 2
@@ -30,8 +30,10 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="store", dir=MEMORY))
         self.now = 0.0
-        self.index = DirectoryIndex(
-            self.root, FINGERPRINT, RANKS, FindingsLimits(10, 1, 1e9), clock=lambda: self.now
+        self.index = SharedIndex(
+            DirectoryFinder(self.root, FINGERPRINT, RANKS),
+            FindingsLimits(10, 1, 1e9),
+            clock=lambda: self.now,
         )
         self.space = DirectorySpace(self.root, 1 << 40)
         self.workers = [open_directory(self.root, rank) for rank in range(RANKS)]

@@ -13,11 +13,11 @@ from unit.store.chunks import FINGERPRINT, content_of, cut, key_of, open_directo
 
 from disagg.errors import ConfigError
 from disagg.store.base import STORAGE, BlockEvent, EventKind, Leading, Presence
-from disagg.store.directory_index import DirectoryIndex, FindingsLimits
+from disagg.store.shared_index import SharedIndex, FindingsLimits
 from disagg.store.fingerprint import Fingerprint
 
 A, B, C, D = (key_of(number) for number in range(4))
-MakeIndex = Callable[..., DirectoryIndex]
+MakeIndex = Callable[..., SharedIndex]
 
 
 class Clock:
@@ -34,11 +34,11 @@ def clock() -> Clock:
 
 @pytest.fixture
 def make(tmp_path: Path, clock: Clock) -> Iterator[MakeIndex]:
-    made: list[DirectoryIndex] = []
+    made: list[SharedIndex] = []
 
-    def make(ranks: int = 1, **memory: float) -> DirectoryIndex:
+    def make(ranks: int = 1, **memory: float) -> SharedIndex:
         kept = FindingsLimits(**memory)  # type: ignore[arg-type]
-        made.append(DirectoryIndex(tmp_path, FINGERPRINT, ranks, kept, clock=clock))
+        made.append(SharedIndex(tmp_path, FINGERPRINT, ranks, kept, clock=clock))
         return made[-1]
 
     yield make
@@ -53,7 +53,7 @@ def write(root: Path, *keys: bytes, rank: int = 0) -> None:
         assert directory.write(key, cut(content_of(key, rank))).ok
 
 
-def ask(index: DirectoryIndex, *keys: bytes) -> Leading:
+def ask(index: SharedIndex, *keys: bytes) -> Leading:
     """Ask until the answer is known."""
     deadline = time.monotonic() + 10
     while (leading := index.leading(keys)).later:
@@ -228,4 +228,4 @@ def test_a_disk_that_does_not_answer_is_a_miss(
 def test_another_hash_seed_is_refused(tmp_path: Path, make: MakeIndex) -> None:
     make()
     with pytest.raises(ConfigError, match="hash_seed"):
-        DirectoryIndex(tmp_path, Fingerprint(FINGERPRINT.fields, {"hash_seed": "x"}), 1)
+        SharedIndex(tmp_path, Fingerprint(FINGERPRINT.fields, {"hash_seed": "x"}), 1)
