@@ -35,12 +35,13 @@ _THREADS = 16
 _PIECE = 1 << 20
 _DELETED_AT_ONCE = 1000
 _REASONS = (
-    (re.compile(r"timed? ?out|operation timed", re.IGNORECASE), TIMEOUT),
-    (re.compile(r"slow ?down|\b503\b|\b429\b", re.IGNORECASE), "busy"),
-    (re.compile(r"\b40[13]\b|AccessDenied|InvalidAccessKey|Signature", re.IGNORECASE), DENIED),
-    (re.compile(r"NoSuchBucket", re.IGNORECASE), "no_bucket"),
-    (re.compile(r"error sending request|connect|connection|dns", re.IGNORECASE), UNREACHABLE),
+    (re.compile(r"kind: Timeout|TimedOut"), TIMEOUT),
+    (re.compile(r"kind: (Connect|Request|Interrupted)|\bOs \{"), UNREACHABLE),
+    (re.compile(r"status code: 40[13]|CredentialsError|no credentials", re.IGNORECASE), DENIED),
+    (re.compile(r"status code: 404"), "no_bucket"),
+    (re.compile(r"status code: (429|503)"), "busy"),
 )
+_RETRIES = re.compile(r"(Generic S3 error: )|( after \d+ retries, max_retries: \d+, \S+: \S+ )")
 T = TypeVar("T")
 
 
@@ -86,8 +87,6 @@ class S3Store:
                 self._obstore.put(self._client, name, views, mode=mode, use_multipart=False)
             except self._obstore.exceptions.AlreadyExistsError:
                 return False
-            except FileNotFoundError as error:
-                raise StoreError("no_bucket", _message(error)) from None
             return True
 
         return self._asked(put)
@@ -168,6 +167,10 @@ class S3Store:
             raise
         except Exception as error:  # noqa: BLE001 - obstore's errors have no common base
             raise StoreError(_reason(error), _message(error)) from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust; pyo3 names it nowhere
+                raise
+            raise StoreError("client", _message(error)) from None
 
 
 def _open(
@@ -202,6 +205,6 @@ def _reason(error: Exception) -> str:
     return next((reason for pattern, reason in _REASONS if pattern.search(text)), "io")
 
 
-def _message(error: Exception) -> str:
+def _message(error: BaseException) -> str:
     """One line, without the details of Rust that follow a line end."""
-    return foreign(str(error).split("\n", 1)[0])
+    return foreign(_RETRIES.sub("", str(error).split("\n", 1)[0]))

@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from unit.store.chunks import FINGERPRINT, content_of, cut, empty, key_of, open_directory, path_of
 
 from disagg.store.base import EventKind, Leading, Presence, ReadOutcome, WriteOutcome
-from disagg.store.shared_index import SharedIndex, FindingsLimits
+from disagg.store.directory import DirectoryFinder
 from disagg.store.directory_space import DirectorySpace
+from disagg.store.shared_index import FindingsLimits, SharedIndex
 
 RANKS = 2
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -23,10 +23,11 @@ from disagg.connector.kv_cache_layout import NULL_BLOCK
 from disagg.connector.offload.groups import Chunks, Group
 from disagg.connector.offload.matching import Match, Matcher
 from disagg.store.base import Key
+from disagg.store.directory import DirectoryFinder
 from disagg.store.directory_files import file_name
-from disagg.store.shared_index import SharedIndex
 from disagg.store.fingerprint import claim
 from disagg.store.host_index import HostIndex
+from disagg.store.shared_index import SharedIndex
 
 GROUPS = st.one_of(
     st.just(Group()),
