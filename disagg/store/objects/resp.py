@@ -95,6 +95,8 @@ class Connection:
             commands.append([b"SELECT", str(address.database).encode()])
         for reply in self._exchange(commands):
             if isinstance(reply, ReplyError):
+                if reply.reason == "refused":  # however a server says it
+                    raise StoreError(DENIED, str(reply))
                 raise reply
 
     def call(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Reply]:

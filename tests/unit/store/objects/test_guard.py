@@ -101,6 +101,7 @@ def test_an_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     clock.now += 100
     breaker.run(store)
     assert [record.getMessage() for record in caplog.records] == [
-        "there is out (timeout: timeout): until it is back, blocks are computed, and not kept there",
+        "there is out (timeout: timeout): until it is back, blocks are computed, and not kept "
+        "there",
         "there answers again",
     ]

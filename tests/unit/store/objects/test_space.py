@@ -13,7 +13,7 @@ from unit.store.objects.conftest import Stores, name_of, replace
 from disagg.store.base import Key
 from disagg.store.objects.base import Entry, ObjectStore, StoreError
 from disagg.store.objects.s3 import S3Store
-from disagg.store.objects.space import ObjectSpace
+from disagg.store.objects.space import ObjectSpace, OnRemoved
 
 Make = Callable[..., ObjectSpace]
 SIZE = 1280
@@ -24,12 +24,16 @@ SIZE = 1280
 def make() -> Iterator[Make]:
     made: list[ObjectSpace] = []
 
-    def make(store: ObjectStore, max_bytes: int | None, *more: object, **options: object) -> object:
-        options.setdefault("interval_s", 1e9)
-        made.append(ObjectSpace(store, max_bytes, *more, **options))  # type: ignore[arg-type]
+    def make(
+        store: ObjectStore,
+        max_bytes: int | None,
+        ttl_s: float | None = None,
+        on_removed: OnRemoved | None = None,
+    ) -> ObjectSpace:
+        made.append(ObjectSpace(store, max_bytes, ttl_s, on_removed, interval_s=1e9))
         return made[-1]
 
-    yield make  # type: ignore[misc]
+    yield make
     for space in made:
         space.close()
 
@@ -61,9 +65,8 @@ def filled(s3: Stores, count: int) -> tuple[ObjectStore, list[Key]]:
 
 def left(store: ObjectStore, keys: list[Key]) -> list[Key]:
     sizes = store.sizes([name_of(key, rank) for key in keys for rank in range(2)])
-    return [
-        key for number, key in enumerate(keys) if sizes[2 * number : 2 * number + 2] != [None] * 2
-    ]
+    pairs = zip(keys, zip(sizes[::2], sizes[1::2], strict=True), strict=True)
+    return [key for key, found in pairs if found != (None, None)]
 
 
 def test_what_is_too_much_goes_oldest_first_with_all_ranks(s3: Stores, make: Make) -> None:
@@ -133,7 +136,7 @@ def test_without_sweeps_writing_ends(s3: Stores, make: Make) -> None:
 
 
 def test_a_sweep_lets_writing_go_on(s3: Stores, make: Make) -> None:
-    space = make(s3.open(), 100 * SIZE, interval_s=1e9)
+    space = make(s3.open(), 100 * SIZE)
     assert [space.reserve(SIZE) for _ in range(11)][-2:] == [True, False]
     deadline = time.monotonic() + 30
     while not space.reserve(SIZE):
