@@ -23,6 +23,8 @@ _START_S = 30.0
 class Server:
     """A process that listens on one port of the loopback, started and ended any number of times."""
 
+    url: str
+
     def __init__(self, log: Path) -> None:
         self.port = _free_port()
         self._log = log
@@ -45,6 +47,10 @@ class Server:
                 self.kill()
                 raise RuntimeError(f"no server: {self._log.read_text()[-2000:]}")
             time.sleep(0.02)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
 
     def kill(self) -> None:
         """SIGKILL; the port refuses connections then."""

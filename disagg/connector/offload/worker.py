@@ -150,6 +150,8 @@ class OffloadWorker:
         pools = (self._store_pool, self._write_pool, self._load_pool, self._read_pool)
         for pool in (*pools, self._copy_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self._shared is not None:
+            self._shared.close()
         if self._staging is not None:
             self._staging.close()
 

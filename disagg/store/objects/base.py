@@ -59,6 +59,9 @@ class ObjectStore(Protocol):
     def entries(self) -> Iterator[Entry]:
         """All objects. May not be supported (`StoreError`)."""
 
+    def unlimited(self) -> str:
+        """Why nobody limits its size; empty if that is not known. `space` limits S3."""
+
     def close(self) -> None:
         """Let go of connections."""
 

@@ -134,5 +134,8 @@ class GuardedStore:
         """As a list: a listing is one call."""
         return iter(self.breaker.run(lambda: [*self._store.entries()]))
 
+    def unlimited(self) -> str:
+        return self.breaker.run(self._store.unlimited)
+
     def close(self) -> None:
         self._store.close()

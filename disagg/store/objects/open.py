@@ -65,8 +65,9 @@ def open_store(options: ObjectOptions) -> GuardedStore:
 def space_of(
     options: ObjectOptions, store: ObjectStore, on_removed: OnRemoved | None = None
 ) -> ObjectSpace | None:
-    """What limits the store's size; None where the server does."""
+    """What limits the store's size; None where the server does, or should: see `_warn`."""
     if parse_object_url(options.url).kind == "valkey":
+        threading.Thread(target=_warn, args=(store,), name="kv-valkey-limit", daemon=True).start()
         return None
     return ObjectSpace(store, options.max_bytes or S3_BYTES, options.ttl_s, on_removed)
 
@@ -100,14 +101,12 @@ def _valkey(url: ObjectUrl, options: ObjectOptions, given: dict[str, str]) -> Ob
         ssl.create_default_context(cafile=options.ca_file) if url.tls else None,
         options.connect_timeout_s,
     )
-    store = ValkeyStore(
+    return ValkeyStore(
         address, url.prefix, str(url), ttl_s=options.ttl_s, timeout_s=options.timeout_s
     )
-    threading.Thread(target=_warn, args=(store,), name="kv-valkey-limit", daemon=True).start()
-    return store
 
 
-def _warn(store: ValkeyStore) -> None:
+def _warn(store: ObjectStore) -> None:
     """Say once if the server's memory may fill up: then nothing more is written."""
     try:
         problem = store.unlimited()

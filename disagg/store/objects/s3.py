@@ -122,7 +122,10 @@ class S3Store:
         return self._asked(fetch)
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        return [*self._pool.map(self._size, names)]
+        try:
+            return [*self._pool.map(self._size, names)]
+        except RuntimeError as error:
+            raise StoreError("closed", str(error)) from error
 
     def touch(self, names: Sequence[str]) -> None:
         """Nothing: only a copy would change an object's time."""
@@ -144,6 +147,9 @@ class S3Store:
             for found in page:
                 at = found["last_modified"].timestamp()
                 yield Entry(found["path"], int(found["size"]), at)
+
+    def unlimited(self) -> str:
+        return ""
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
