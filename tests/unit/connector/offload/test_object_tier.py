@@ -27,8 +27,12 @@ from unit.connector.offload.test_modelless import (
 
 from disagg.connector.offload import worker
 from disagg.errors import ConfigError
+from disagg.store.objects import guard
 
-pytestmark = pytest.mark.usefixtures("distributed")
+pytestmark = [
+    pytest.mark.usefixtures("distributed"),
+    pytest.mark.parametrize("start", ["host"], indirect=True),
+]
 __all__ = ["start"]
 
 
@@ -46,7 +50,7 @@ def server(
 def objects(server: Server, **more: Any) -> dict[str, Any]:
     if isinstance(server, S3Server):
         more |= {"endpoint": server.endpoint, "region": "us-east-1"}
-    return {"url": server.url, "reset_keeps_objects": True, "timeout_s": 1, **more}
+    return {"url": server.url, "reset_keeps_objects": True, "timeout_s": 30, **more}
 
 
 def written(engine: Engine, count: int) -> None:
@@ -83,9 +87,12 @@ def test_other_weights_after_a_reset(start: Start, server: Server) -> None:
     assert computed(engine, since) >= len(prompt)
 
 
-def test_an_outage_costs_time_only(start: Start, server: Server) -> None:
+def test_an_outage_costs_time_only(
+    start: Start, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed and started again while requests come; then stopped, so that it only does not
     answer."""
+    monkeypatch.setattr(guard, "_LONGEST_PAUSE_S", 0.1)
     engine = start(objects=objects(server, timeout_s=0.5))
     bases = [prompt_of(4 * BLOCK, seed=20 + n) for n in range(4)]
     chosen = random.Random(1)
@@ -142,7 +149,7 @@ def test_a_tier_that_is_far_behind_misses_some_uses(
     start: Start, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "_MOST_TOUCHES", 2)
-    engine = start(objects=objects(server, timeout_s=5))
+    engine = start(objects=objects(server, timeout_s=2))
     half_of_worker = engine.lifecycle.connector.worker
     with server.stopped():
         for _ in range(50):
