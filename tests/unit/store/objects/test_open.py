@@ -31,8 +31,7 @@ def test_valkey_with_a_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             try:
                 store.sizes(["a"])
             except StoreError as error:
-                assert "hunter2" not in str(error)
-                return error.reason
+                return "shown" if "hunter2" in str(error) else error.reason
             finally:
                 store.close()
             return ""
