@@ -29,7 +29,7 @@ def test_files_that_are_missing_or_open_are_named(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.touch(mode=0o644)
     file.chmod(0o644)
-    wrong = {"credentials_file": str(file), "ca_file": str(tmp_path / "none")}
+    wrong: dict[str, Any] = {"credentials_file": str(file), "ca_file": str(tmp_path / "none")}
     first, second = problems(**wrong)
     assert first.startswith("tiers.objects.credentials_file: ")
     assert "mode 600" in first

@@ -49,8 +49,8 @@ def test_s3_with_keys(s3_server: Server, tmp_path: Path, monkeypatch: pytest.Mon
     options: dict[str, Any] = {"endpoint": s3_server.endpoint, "region": "us-east-1"}
     file = credentials(tmp_path, "AWS_ACCESS_KEY_ID=a", "AWS_SECRET_ACCESS_KEY=b=")
     url = f"s3://{BUCKET}/open"
-    for more in ({"credentials_file": file}, {}):
-        store = open_store(ObjectOptions(url, **options, **more))
+    for chosen in (file, None):
+        store = open_store(ObjectOptions(url, credentials_file=chosen, **options))
         store.put("a", [memoryview(b"123")])
         assert store.sizes(["a", "b"]) == [3, None]
         store.close()
