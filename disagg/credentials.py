@@ -45,14 +45,14 @@ class TlsFiles(NamedTuple):
 def secret(deployment: Deployment) -> str:
     """The configured secret, or a new random one. Call it once per run, and pass the result on.
 
-    A directory tier outlives the run, and its files are believed with the same secret only: then it
+    A shared tier outlives the run, and its chunks are believed with the same secret only: then it
     is this user's secret on this host. Raises ConfigError if the secret is configured twice,
     unreadable or too short, or if another user may know it.
     """
     configured = configured_secret(deployment)
     if configured is not None:
         return configured
-    lasting = deployment.tiers.directory is not None
+    lasting = deployment.tiers.directory is not None or deployment.tiers.objects is not None
     return user_secret().decode() if lasting else secrets.token_hex(32)
 
 

@@ -15,7 +15,7 @@ HIDDEN = "<hidden>"
 _WORD = re.compile(r"[A-Z0-9]+")
 _WITHIN = ("SECRET", "PASSW", "CREDENTIAL", "COOKIE", "BEARER", "APIKEY")
 _ENDS = ("TOKEN", "KEY", "KEYS", "AUTH", "DSN", "PASS", "PWD", "PASSPHRASE", "SIGNATURE")
-_USER = re.compile(r"(?<=://)[^/?#\s]*@")
+_USER = re.compile(r"(?<=://)\S*@")  # a password may have a slash in it
 _PARAMETER = re.compile(
     r"([\w.-]*(?:token|key|secret|passw(?:or)?d|pwd|passphrase|sig|signature|credential)s?=)"
     r"[^&;,\s]+",

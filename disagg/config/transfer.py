@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    Field,
-)
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from disagg.checksums import ChecksumName
 from disagg.config.base import Environment, LocalPath, Section
 from disagg.config_units import Bytes, Seconds
+from disagg.object_urls import ObjectUrl, parse_object_url
 from disagg.transport.names import PREFERENCE, TransportName
 
 
@@ -120,6 +119,89 @@ class DirectoryTierSection(Section):
     )
 
 
+class ObjectTierSection(Section):
+    """Tier of KV blocks in an object store, which engines on several machines share."""
+
+    url: str = Field(
+        description="s3://bucket/prefix, or valkey://host:port/database (valkeys:// with TLS; "
+        "redis:// and rediss:// are the same); without a user or a password"
+    )
+    endpoint: str | None = Field(
+        None, description="S3: the server's URL; default: that of AWS in the region"
+    )
+    region: str | None = Field(None, description="S3: default: that of the environment")
+    max_bytes: Bytes | None = Field(
+        None,
+        gt=0,
+        description="S3: limit of all objects below the prefix together; default: 64 GiB. Valkey: "
+        "set the server's maxmemory instead",
+    )
+    ttl_s: Seconds | None = Field(
+        None,
+        gt=0,
+        description="Seconds after which an object goes. Valkey: since it was used, S3: since it "
+        "was written",
+    )
+    checksum: ChecksumName = Field(
+        "keyed",
+        description="keyed: only objects of engines with the same secret are used; fast: all "
+        "undamaged objects are used",
+    )
+    connect_timeout_s: Seconds = Field(
+        2.0, gt=0, le=60, description="Seconds to connect; then the store counts as out"
+    )
+    timeout_s: Seconds = Field(
+        5.0, gt=0, le=600, description="Seconds for one object; then the store counts as out"
+    )
+    credentials_file: LocalPath | None = Field(
+        None,
+        description="File of mode 600 on each node with lines NAME=VALUE: AWS_ACCESS_KEY_ID, "
+        "AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or VALKEY_USERNAME and VALKEY_PASSWORD; "
+        "default: the engines' environment",
+    )
+    ca_file: LocalPath | None = Field(
+        None, description="PEM file of the authority that signed the store's certificate"
+    )
+    reset_keeps_objects: bool = Field(
+        False,
+        description="Use the objects also after a reset of the prefix cache; only for weights that "
+        "never change",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_object_url(cls, url: str) -> str:
+        parse_object_url(url)
+        return url
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_an_endpoint(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None:
+            parts = urlsplit(endpoint)
+            if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+                raise ValueError("is no address of a server; write http(s)://host:port")
+        return endpoint
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> ObjectTierSection:
+        if self.parsed_url.kind == "valkey":
+            if self.max_bytes is not None:
+                raise ValueError(
+                    "max_bytes: Valkey limits its size itself; remove it, and set the server's "
+                    "maxmemory, with maxmemory-policy allkeys-lru"
+                )
+            for name in ("endpoint", "region"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: only S3 has one; remove it")
+        return self
+
+    @property
+    def parsed_url(self) -> ObjectUrl:
+        """What the URL says."""
+        return parse_object_url(self.url)
+
+
 class TiersSection(Section):
     """Tiers for KV blocks outside the GPU. Blocks that no tier has are computed again."""
 
@@ -127,4 +209,21 @@ class TiersSection(Section):
     directory: DirectoryTierSection | None = Field(
         None, description="Needs the host tier; without one, a small host tier is made"
     )
+    objects: ObjectTierSection | None = Field(
+        None, description="In place of the directory, for engines without a folder in common"
+    )
     blocks_per_chunk: int = Field(1, ge=1, description="Blocks that are stored and moved together")
+
+    @model_validator(mode="after")
+    def _one_shared_tier(self) -> TiersSection:
+        if self.directory is not None and self.objects is not None:
+            raise ValueError(
+                "tiers.directory and tiers.objects are both set; engines share one tier, so remove "
+                "one of them"
+            )
+        return self
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a tier."""
+        return bool(self.host or self.directory or self.objects)

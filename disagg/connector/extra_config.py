@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from disagg.errors import ConfigError
+from disagg.redaction import hidden
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -26,8 +27,7 @@ def parse(
         lines = []
         for problem in error.errors():
             key = ".".join(map(str, problem["loc"]))
+            shown = hidden(problem["input"], key)
             hint = (hints or {}).get(key, keys)
-            lines.append(
-                f"kv_connector_extra_config.{key}: {problem['input']!r} — {problem['msg']}; {hint}"
-            )
+            lines.append(f"kv_connector_extra_config.{key}: {shown!r} — {problem['msg']}; {hint}")
         raise ConfigError(lines) from error

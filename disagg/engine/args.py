@@ -246,7 +246,7 @@ def _handoff(spec: EngineSpec, host: str) -> dict[str, Any]:
 
 def _tiers(spec: EngineSpec) -> dict[str, Any] | None:
     tiers, extra = spec.deployment.tiers, dict[str, Any]()
-    if tiers.host is None and tiers.directory is None:
+    if not tiers.any:
         return None
     if tiers.host is not None:
         extra |= {"host_bytes": tiers.host.max_bytes, "eviction": tiers.host.eviction}
@@ -257,6 +257,8 @@ def _tiers(spec: EngineSpec) -> dict[str, Any] | None:
             "directory_checksum": tiers.directory.checksum,
             "reset_keeps_files": tiers.directory.reset_keeps_files,
         }
+    if tiers.objects is not None:
+        extra["objects"] = tiers.objects.model_dump(mode="json", exclude_none=True)
     extra |= {
         "blocks_per_chunk": tiers.blocks_per_chunk,
         "staging_bytes": spec.deployment.transfer.staging_bytes,

@@ -24,6 +24,7 @@ from disagg.preflight import vllm_args, vllm_source
 from disagg.preflight.address_checks import address_problems
 from disagg.preflight.memory_checks import memory_problems, memory_warnings, runs_here
 from disagg.preflight.model_checks import checkpoint_problems
+from disagg.preflight.object_checks import object_problems, object_warnings
 from disagg.preflight.pool_checks import pool_problems
 from disagg.private_files import PrivateFolder, UnsafePathError, user_folder
 from disagg.transport.nixl.settings import INSTALL
@@ -89,6 +90,7 @@ def _own_problems(
         yield from _nixl_missing(deployment)
     yield from _storage_problems(deployment)
     yield from _tier_problems(deployment)
+    yield from object_problems(deployment, here=here)
     yield from _unreadable(lambda: credentials.configured_secret(deployment))
 
 
@@ -96,6 +98,7 @@ def _own_warnings(deployment: Deployment) -> Iterator[str]:
     yield from _space_warnings(deployment)
     yield from _nixl_missing(deployment) if runs_here(deployment) else ()
     yield from _secret_warnings(deployment)
+    yield from object_warnings(deployment)
     yield from _unheard(deployment)
 
 

@@ -168,7 +168,7 @@ def _drafts(deployment: Deployment, role: Role, args: _Args) -> Iterator[str]:
 
 def _prefix_caching(deployment: Deployment, role: Role, args: _Args) -> Iterator[str]:
     tiers = deployment.tiers
-    if args.get("enable_prefix_caching") is False and (tiers.host or tiers.directory):
+    if args.get("enable_prefix_caching") is False and tiers.any:
         yield (
             f"{described(deployment, role, 'enable_prefix_caching')} — tiers find blocks by the "
             "hashes of prefix caching; remove it, or the tiers"

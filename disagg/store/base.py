@@ -31,10 +31,12 @@ for callers' mistakes (`ValueError`, `IndexError`) and for settings (`ConfigErro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 Key = bytes
 """Names a chunk: 1 to 64 bytes."""
@@ -122,7 +124,7 @@ class IndexStats:
     loads_failed: int = 0
     evictions: int = 0
     slow: int = 0
-    """Lookups that ended because the disk did not answer in time."""
+    """Lookups that ended because the tier did not answer in time."""
     stray: int = 0
     """Completions of jobs that were not begun: a caller's mistake, ignored."""
     used: int = 0
@@ -155,7 +157,7 @@ class ReadOutcome(StrEnum):
     LOADED = "loaded"
     MISSING = "missing"
     DAMAGED = "damaged"
-    """The file is damaged, or another chunk's. It was removed."""
+    """The file or object is damaged, or another chunk's. It was removed."""
     FAILED = "failed"
 
 
@@ -175,7 +177,8 @@ class ReadResult(NamedTuple):
 
 @dataclass(frozen=True)
 class FileStats:
-    """Counts of a worker's half of the directory since the start, in files of its rank."""
+    """Counts of a worker's half of a shared tier since the start, in files or objects of its
+    rank."""
 
     written: int = 0
     existed: int = 0
@@ -186,6 +189,72 @@ class FileStats:
     reads_failed: int = 0
     bytes_written: int = 0
     bytes_read: int = 0
+
+
+class FileCounts:
+    """Counts results, from any thread."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def wrote(self, result: WriteResult) -> WriteResult:
+        """Count it; returns it."""
+        name = "writes_failed" if not result.ok else str(result.outcome)
+        with self._lock:
+            self._counts[name] += 1
+            self._counts["bytes_written"] += result.num_bytes
+        return result
+
+    def did_read(self, result: ReadResult) -> ReadResult:
+        """Count it; returns it."""
+        name = "reads_failed" if result.outcome is ReadOutcome.FAILED else str(result.outcome)
+        with self._lock:
+            self._counts[name] += 1
+            self._counts["bytes_read"] += result.num_bytes
+        return result
+
+    @property
+    def stats(self) -> FileStats:
+        """Counts so far."""
+        with self._lock:
+            return FileStats(**self._counts)
+
+
+class SharedTier(Protocol):
+    """A worker's half of a tier that engines share: the chunks of one rank. All methods may be
+    called from any thread. Buffers are C-contiguous."""
+
+    place: str
+    """Where the chunks are, for logs."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Total bytes of a chunk's buffers."""
+
+    def write(self, key: Key, buffers: Sequence[memoryview]) -> WriteResult:
+        """Write a chunk, unless it exists. The buffers must not change meanwhile; if they do, the
+        checksum differs, and the chunk is lost, but never wrong.
+
+        Raises `ValueError` for buffers of another size.
+        """
+
+    def read(self, key: Key, buffers: Sequence[memoryview]) -> ReadResult:
+        """Read a chunk straight into the buffers, then check it. They hold the chunk only if the
+        result is `ok`.
+
+        Raises `ValueError` for buffers of another size.
+        """
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Mark chunks as used that were not read from here. Missing ones are skipped."""
+
+    @property
+    def stats(self) -> FileStats:
+        """Counts so far."""
+
+    def close(self) -> None:
+        """Stop its threads. Removes no chunk."""
 
 
 def check_key(key: Key) -> None:

@@ -1,4 +1,5 @@
-"""A worker's half of the directory tier: writes and reads the chunk files of its rank.
+"""The directory tier: its finder, and a worker's half, which writes and reads the chunk files of
+its rank.
 
 Any number of threads, processes and hosts may use the same keys at once. A file is written under a
 temporary name and renamed, so a file with its final name was written completely. A killed process
@@ -18,15 +19,14 @@ import hmac
 import itertools
 import os
 import stat
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from disagg.checksums import Checksum
 from disagg.identity import process
 from disagg.store.base import (
+    FileCounts,
     FileStats,
     Key,
     ReadOutcome,
@@ -49,6 +49,33 @@ from disagg.store.directory_space import DirectorySpace
 from disagg.store.fingerprint import Fingerprint, claim
 
 _TOUCH_INTERVAL_S = 60.0
+
+
+class DirectoryFinder:
+    """Finds the chunks of `ranks` worker ranks; a chunk exists when the files of all ranks do.
+
+    Raises `ConfigError` if the folder can't be used or holds chunks of another hash seed.
+    """
+
+    name = "directory"
+
+    def __init__(self, root: Path, fingerprint: Fingerprint, ranks: int) -> None:
+        self._folder, self._ranks = claim(root, fingerprint), ranks
+
+    def leading(self, keys: Sequence[Key]) -> int:
+        with self._folder.opened() as folder:
+            return sum(1 for _ in itertools.takewhile(lambda key: self._exists(key, folder), keys))
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+    def _exists(self, key: Key, folder: int) -> bool:
+        try:
+            for rank in range(self._ranks):
+                os.stat(file_name(key, rank), dir_fd=folder, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
 
 
 class Directory:
@@ -74,9 +101,9 @@ class Directory:
         self._folder = claim(root, fingerprint)
         self._format = FileFormat(fingerprint.digest, rank, tensors, checksum)
         self._space, self._fsync = space, fsync
+        self.place = str(root)
         self._temporaries = itertools.count()
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._counts = FileCounts()
 
     @property
     def chunk_bytes(self) -> int:
@@ -93,9 +120,9 @@ class Directory:
         name = file_name(key, self._format.rank)
         size = self._format.head_bytes(key) + self.chunk_bytes
         if self._exists(name, size):
-            return self._wrote(WriteResult(WriteOutcome.EXISTED))
+            return self._counts.wrote(WriteResult(WriteOutcome.EXISTED))
         if self._space is not None and not self._space.reserve(size):
-            return self._wrote(WriteResult(WriteOutcome.FAILED, reason="full"))
+            return self._counts.wrote(WriteResult(WriteOutcome.FAILED, reason="full"))
         head = self._format.head(key, buffers)
         temporary = f"{name}.{process.name()}.{next(self._temporaries)}{TEMPORARY}"
         try:
@@ -106,10 +133,10 @@ class Directory:
             reason = reason_of(error)
             if self._space is not None:
                 self._space.give_back(size, disk_full=reason == "no_space")
-            return self._wrote(WriteResult(WriteOutcome.FAILED, reason=reason))
+            return self._counts.wrote(WriteResult(WriteOutcome.FAILED, reason=reason))
         if self._space is not None:
             self._space.written(size)
-        return self._wrote(WriteResult(WriteOutcome.WRITTEN, size))
+        return self._counts.wrote(WriteResult(WriteOutcome.WRITTEN, size))
 
     def read(self, key: Key, buffers: Sequence[memoryview]) -> ReadResult:
         """Read a chunk straight into the buffers, then check it. They hold the chunk only if the
@@ -124,17 +151,17 @@ class Directory:
         except OSError as error:
             reason = reason_of(error)
             outcome = ReadOutcome.MISSING if reason == "missing" else ReadOutcome.FAILED
-            return self._did_read(ReadResult(outcome, reason=reason))
+            return self._counts.did_read(ReadResult(outcome, reason=reason))
         try:
             damage = self._read_file(descriptor, key, buffers)
             if damage:
                 self._remove(name, descriptor)
-                return self._did_read(ReadResult(ReadOutcome.DAMAGED, reason=damage))
+                return self._counts.did_read(ReadResult(ReadOutcome.DAMAGED, reason=damage))
         except OSError as error:
-            return self._did_read(ReadResult(ReadOutcome.FAILED, reason=reason_of(error)))
+            return self._counts.did_read(ReadResult(ReadOutcome.FAILED, reason=reason_of(error)))
         finally:
             os.close(descriptor)
-        return self._did_read(ReadResult(ReadOutcome.LOADED, self.chunk_bytes))
+        return self._counts.did_read(ReadResult(ReadOutcome.LOADED, self.chunk_bytes))
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Mark chunks as used that were not read from here. Missing ones are skipped."""
@@ -147,8 +174,12 @@ class Directory:
     @property
     def stats(self) -> FileStats:
         """Counts so far."""
-        with self._lock:
-            return FileStats(**self._counts)
+        return self._counts.stats
+
+    def close(self) -> None:
+        """Stop the eviction's thread."""
+        if self._space is not None:
+            self._space.close()
 
     # ---- inside ----------------------------------------------------------------------------
 
@@ -204,20 +235,6 @@ class Directory:
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if os.path.samestat(found, os.fstat(descriptor)):
                 os.unlink(name, dir_fd=folder)
-
-    def _wrote(self, result: WriteResult) -> WriteResult:
-        name = "writes_failed" if not result.ok else str(result.outcome)
-        with self._lock:
-            self._counts[name] += 1
-            self._counts["bytes_written"] += result.num_bytes
-        return result
-
-    def _did_read(self, result: ReadResult) -> ReadResult:
-        name = "reads_failed" if result.outcome is ReadOutcome.FAILED else str(result.outcome)
-        with self._lock:
-            self._counts[name] += 1
-            self._counts["bytes_read"] += result.num_bytes
-        return result
 
 
 def _touch(file: str | int, status: os.stat_result, folder: int | None = None) -> None:

@@ -96,19 +96,41 @@ def claim(root: Path, fingerprint: Fingerprint) -> PrivateFolder:
         raise ConfigError(f"cannot use {folder.path} for the KV cache: {error.strerror}") from error
     if found is None:
         raise ConfigError(f"{record} was removed at once: does another program clean {root}?")
+    if problem := hashing_problem(fingerprint, found, str(folder.path)):
+        raise ConfigError(problem)
+    return folder
+
+
+def hashing_problem(fingerprint: Fingerprint, found: Mapping[str, str], place: str) -> str:
+    """Why engines of this fingerprint and of this record must not share a place; empty if they
+    may."""
     problems = [
         f"{name} is {fingerprint.hashing.get(name)!r} here, {found.get(name)!r} there"
         for name in sorted(fingerprint.hashing.keys() | found.keys())
         if fingerprint.hashing.get(name) != found.get(name)
     ]
-    if problems:
-        raise ConfigError(
-            f"engines that share {folder.path} hash the same prompt's blocks differently: "
-            f"{'; '.join(problems)}. Set the same PYTHONHASHSEED for all of them or use "
-            f"prefix_caching_hash_algo sha256, then remove {folder.path} if no running engine uses "
-            "it."
-        )
-    return folder
+    if not problems:
+        return ""
+    return (
+        f"engines that share {place} hash the same prompt's blocks differently: "
+        f"{'; '.join(problems)}. Set the same PYTHONHASHSEED for all of them or use "
+        f"prefix_caching_hash_algo sha256, then remove {place} if no running engine uses it."
+    )
+
+
+def record_of(fingerprint: Fingerprint) -> bytes:
+    """The content of a namespace's record."""
+    content = {"fields": dict(fingerprint.fields), "hashing": dict(fingerprint.hashing)}
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def hashing_in(record: bytes) -> dict[str, str] | None:
+    """The hashing that a record holds; None if it is damaged."""
+    try:
+        content = json.loads(record)
+        return {str(name): str(value) for name, value in content["hashing"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def _digest(fields: Mapping[str, str]) -> str:
@@ -119,24 +141,21 @@ def _digest(fields: Mapping[str, str]) -> str:
 def _read(folder: PrivateFolder) -> dict[str, str] | None:
     """The hashing that a record holds; None without a readable one."""
     try:
-        content = json.loads(folder.read_bytes(RECORD, _MOST_BYTES))
-        return {str(name): str(value) for name, value in content["hashing"].items()}
+        found = hashing_in(folder.read_bytes(RECORD, _MOST_BYTES))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    if found is None:
         # It was damaged later, since it is published whole. A new record is safe: files of another
         # hashing have another digest.
         _logger.warning("%s is damaged and is written again", folder.path / RECORD)
         folder.remove(RECORD)
-        return None
+    return found
 
 
 def _publish(folder: PrivateFolder, fingerprint: Fingerprint) -> None:
     """Write the record unless another engine was faster."""
     temporary = f"{RECORD}.{secrets.token_hex(8)}.tmp"
-    content = {"fields": dict(fingerprint.fields), "hashing": dict(fingerprint.hashing)}
-    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-    folder.write_bytes(temporary, text.encode())
+    folder.write_bytes(temporary, record_of(fingerprint))
     try:
         with contextlib.suppress(FileExistsError), folder.opened() as opened:
             os.link(temporary, RECORD, src_dir_fd=opened, dst_dir_fd=opened)

@@ -36,7 +36,10 @@ ALLOWED = {
     "checksums": {"transport.control.secret"},
     "config_file": {"errors", "redaction"},
     "config_units": set[str](),
-    "config": {"errors", "config_file", "config_units", "checksums", "transport.names"},
+    "object_urls": set[str](),
+    "config": {
+        "errors", "config_file", "config_units", "checksums", "object_urls", "transport.names",
+    },
     "models": {"errors"},
     "local": {"errors", "identity", "private_files"},
     "credentials": {"config", "errors", "transport.control.secret"},
@@ -58,6 +61,9 @@ ALLOWED = {
     "identity": {"vllm_compat"},
     "vllm_compat": set[str](),
     "store": {"errors", "checksums", "identity.process", "private_files", "safe_logging"},
+    "store.objects": {
+        "errors", "checksums", "object_urls", "private_files", "safe_logging", "store",
+    },
     # HOW bytes move. A way may use control, host and device; these use no way.
     "transport": {
         *_TRANSPORT, "safe_logging", "transport.control", "transport.device.open",
@@ -87,7 +93,7 @@ ALLOWED = {
     },
     # WHEN and WHAT to move. The three connectors stand beside each other over base.py.
     "connector": {
-        "errors", "identity", "transport", "connector.handoff.connector",
+        "errors", "identity", "redaction", "transport", "connector.handoff.connector",
         "connector.hidden_states.connector",
         "engine.vllm_patches.patching",  # to refuse an engine that lacks a patch
         "vllm_compat",
@@ -98,7 +104,8 @@ ALLOWED = {
         "transport.device", "transport.host", "checksums", "private_files", "vllm_compat",
     },
     "connector.offload": {
-        "errors", "identity", "connector", "store", "transport", "transport.device",
+        "errors", "identity", "connector", "store", "store.objects", "transport",
+        "transport.device",
         "transport.host", "transport.control.secret", "checksums", "vllm_compat",
     },
     "connector.hidden_states": {

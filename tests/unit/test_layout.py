@@ -27,6 +27,7 @@ FEATURES = {
     "connector/offload/test_copies.py": "the worker's copies of one load",
     "connector/offload/test_device.py": "the tiers' worker with its cache on a device",
     "connector/offload/test_modelless.py": "tiers under vLLM's schedulers, without a model",
+    "connector/offload/test_object_tier.py": "tiers in real object stores, without a model",
     "connector/offload/test_second_runner.py": "the order of calls of vLLM's second model runner",
     "connector/test_example.py": "examples/without_vllm_engine.py",
     "connector/test_gpu_layouts.py": "caches as GPU engines would register them, without a GPU",

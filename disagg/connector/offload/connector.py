@@ -23,8 +23,7 @@ from disagg.connector.offload.metrics import OffloadPromMetrics, OffloadStats
 from disagg.connector.offload.scheduler import OffloadScheduler
 from disagg.connector.offload.settings import read_settings
 from disagg.connector.offload.worker import OffloadWorker, OnEvicted
-from disagg.store.base import EventKind
-from disagg.store.directory import Directory
+from disagg.store.base import EventKind, SharedTier
 from disagg.transport.blocks import BlockCache
 from disagg.vllm_compat.transfers import KVConnectorTransferResults, saves_in_idle_steps
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
-    """Blocks kept in host memory and in files, found again by their hashes."""
+    """Blocks kept in host memory and in a tier that engines share, found again by their hashes."""
 
     stats_class = OffloadStats
     prom_metrics_class = OffloadPromMetrics
@@ -64,7 +63,7 @@ class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
             self._scheduler = OffloadScheduler(
                 settings,
                 setup.host_index(settings, vllm_config, layout.slots),
-                setup.directory_index(settings, vllm_config, kv_cache_config),
+                setup.shared_index(settings, vllm_config, kv_cache_config),
                 self._chunks,
                 world_size=setup.ranks(vllm_config),
                 layout=str(layout),
@@ -74,15 +73,15 @@ class DisaggOffloadConnector(LoadConnector[OffloadScheduler, OffloadWorker]):
             rank = stage * vllm_config.parallel_config.tensor_parallel_size
             rank += get_tensor_model_parallel_rank()
 
-            def open_files(cache: BlockCache, on_evicted: OnEvicted) -> Directory | None:
-                return setup.directory(
+            def open_shared(cache: BlockCache, on_evicted: OnEvicted) -> SharedTier | None:
+                return setup.shared_tier(
                     settings, vllm_config, kv_cache_config, cache, rank, on_evicted
                 )
 
             self._worker = OffloadWorker(
                 settings,
                 layout.slots,
-                open_files,
+                open_shared,
                 layout=str(layout),
                 blocks_written_first=setup.writes_blocks_first(vllm_config, kv_cache_config),
             )

@@ -23,7 +23,7 @@ class StoreJob(Job):
 
 @dataclass(eq=False)
 class LoadJob(Job):
-    """slots: in host memory when the load began. read: read from files since."""
+    """slots: in host memory when the load began. read: read from the shared tier since."""
 
     request_id: str = ""
     read: list[Slot] = field(default_factory=list)
@@ -36,7 +36,7 @@ class WriteJob(Job):
 
 @dataclass(eq=False)
 class ReadJob(Job):
-    """Fills one slot from its file, for a load that may end earlier. begun: the directory's index
+    """Fills one slot from the shared tier, for a load that may end earlier. begun: the tier's index
     expects `end_load`."""
 
     load: LoadJob | None = None

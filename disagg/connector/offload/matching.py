@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from disagg.connector.offload.groups import Chunks
 from disagg.store.base import Key, Presence
-from disagg.store.directory_index import DirectoryIndex
 from disagg.store.host_index import HostIndex
+from disagg.store.shared_index import SharedIndex
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -28,7 +28,7 @@ class GroupChunks:
 @dataclass(frozen=True)
 class Match:
     """The chunks to load, after which all chunks before number `stop` are computed. Keys that are
-    not `in_files` are in host memory.
+    not `in_shared` are in host memory.
 
     computed: tokens in the engine's own cache.
     """
@@ -36,7 +36,7 @@ class Match:
     computed: int
     stop: int
     parts: tuple[GroupChunks, ...]
-    in_files: frozenset[Key]
+    in_shared: frozenset[Key]
 
     @property
     def keys(self) -> list[Key]:
@@ -44,14 +44,14 @@ class Match:
 
 
 class Matcher:
-    """Searches both tiers. directory: None if there is no such tier."""
+    """Searches both tiers. shared: None if there is no such tier."""
 
-    def __init__(self, host: HostIndex, directory: DirectoryIndex | None, chunks: Chunks) -> None:
-        self._host, self._directory, self._chunks = host, directory, chunks
+    def __init__(self, host: HostIndex, shared: SharedIndex | None, chunks: Chunks) -> None:
+        self._host, self._shared, self._chunks = host, shared, chunks
 
     def find(self, request: Request, computed: int) -> tuple[Match, bool]:
         """The longest match, and whether it may soon be longer."""
-        return _Search(self._host, self._directory, self._chunks, request, computed).result()
+        return _Search(self._host, self._shared, self._chunks, request, computed).result()
 
 
 class _Search:
@@ -60,15 +60,15 @@ class _Search:
     def __init__(
         self,
         host: HostIndex,
-        directory: DirectoryIndex | None,
+        shared: SharedIndex | None,
         chunks: Chunks,
         request: Request,
         computed: int,
     ) -> None:
-        self._host, self._directory, self._chunks = host, directory, chunks
+        self._host, self._shared, self._chunks = host, shared, chunks
         self._request, self._computed = request, computed
         self._first = computed // chunks.tokens
-        self._in_files = set[Key]()
+        self._in_shared = set[Key]()
         self._later = False
 
     def result(self) -> tuple[Match, bool]:
@@ -78,7 +78,7 @@ class _Search:
         match = self._match(self._within_windows(stop))
         while (excess := self._excess(match)) > 0:
             # No further than it may help: what is in host memory needs no other slots.
-            less = match.stop - -(-min(excess, len(match.in_files)) // self._chunks.groups)
+            less = match.stop - -(-min(excess, len(match.in_shared)) // self._chunks.groups)
             match = self._match(self._within_windows(max(first, less)))
         return match, self._later
 
@@ -91,16 +91,16 @@ class _Search:
         """How many of the keys are there, from the first on."""
         ready, self._later = self._host.leading(keys)
         self._later = self._later or self._host.loading(keys[:ready])
-        if self._later or self._directory is None or ready == len(keys):
+        if self._later or self._shared is None or ready == len(keys):
             return ready
         where = [(key, self._host.lookup(key)) for key in keys[ready:]]
         rest = list(takewhile(lambda one: one[1] is not Presence.LATER, where))
         missing = [key for key, presence in rest if presence is Presence.MISS]
-        present = self._directory.leading(missing)
+        present = self._shared.leading(missing)
         if present.later:
             self._later = True
             return ready
-        self._in_files.update(missing[: present.ready])
+        self._in_shared.update(missing[: present.ready])
         if present.ready < len(missing):
             return keys.index(missing[present.ready], ready)
         self._later = len(rest) < len(where)
@@ -113,7 +113,7 @@ class _Search:
         while windowed and stop * self._chunks.tokens > self._computed:
             firsts = [max(self._first, self._chunks.first(group, stop)) for group in windowed]
             if min(firsts) < begin:
-                # After the first gap all that may matter is looked for at once: of files, the
+                # After the first gap all that may matter is looked for at once: elsewhere, the
                 # answer takes a while.
                 low = min(firsts) if begin == end else self._first
                 keys = [self._chunks.keys(self._request, group, low, end) for group in windowed]
@@ -141,14 +141,14 @@ class _Search:
                 there.add(key)
             elif presence is Presence.MISS:
                 missing.append(key)
-        if self._later or self._directory is None:
+        if self._later or self._shared is None:
             return there
         for key in missing:
-            presence = self._directory.lookup(key)
+            presence = self._shared.lookup(key)
             self._later = self._later or presence is Presence.LATER
             if presence is Presence.HIT:
                 there.add(key)
-                self._in_files.add(key)
+                self._in_shared.add(key)
         return there
 
     def _match(self, stop: int) -> Match:
@@ -159,12 +159,13 @@ class _Search:
             parts.append(GroupChunks(group, first, tuple(keys)))
             if group in self._chunks.windowed and self._host.loading(keys):
                 self._later = True
-        in_files = self._in_files.intersection(key for part in parts for key in part.keys)
-        return Match(self._computed, stop, tuple(parts), frozenset(in_files))
+        in_shared = self._in_shared.intersection(key for part in parts for key in part.keys)
+        return Match(self._computed, stop, tuple(parts), frozenset(in_shared))
 
     def _excess(self, match: Match) -> int:
-        """How many slots are lacking for reads from files: free or idle slots minus the keys."""
-        if not match.in_files:
+        """How many slots are lacking for reads from the shared tier: free or idle slots minus the
+        keys."""
+        if not match.in_shared:
             return 0
         stats = self._host.stats
         return len(match.keys) - (stats.capacity - stats.in_use)

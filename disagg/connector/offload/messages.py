@@ -41,18 +41,18 @@ class Filling:
 
 @dataclass(frozen=True)
 class TierLoad:
-    """Scheduler -> worker: fill blocks of all groups. from_files: slots to read from the directory
-    first."""
+    """Scheduler -> worker: fill blocks of all groups. from_shared: slots to read from the shared
+    tier first."""
 
     job: int
     request_id: str
     fillings: list[Filling]
-    from_files: frozenset[Key] = frozenset()
+    from_shared: frozenset[Key] = frozenset()
 
 
 @dataclass(frozen=True)
 class Write:
-    """Scheduler -> worker: write slots into the directory."""
+    """Scheduler -> worker: write slots into the shared tier."""
 
     job: int
     slots: list[Slot]
@@ -65,8 +65,8 @@ class OffloadWork(KVConnectorMetadata):
     flush: stores to finish before the step, as its forward pass overwrites their blocks.
     overwritten: by store, the blocks that vLLM may have overwritten before the worker gets this.
     Their chunks fail, unless the worker knows that the store ended before. touched: keys that were
-    used; their files, if any, are marked as used. layout: in the first step, the scheduler half's
-    `SlotLayout`.
+    used; what the shared tier has of them is marked as used. layout: in the first step, the
+    scheduler half's `SlotLayout`.
     """
 
     stores: list[Store] = field(default_factory=list)
@@ -112,8 +112,8 @@ class Read:
 
 @dataclass
 class OffloadReport(KVConnectorWorkerMetadata):
-    """What ended since the last step, over all ranks. evicted: files that this engine removed to
-    free space."""
+    """What ended since the last step, over all ranks. evicted: of the shared tier, chunks that
+    this engine removed to free space."""
 
     done: list[Done] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)

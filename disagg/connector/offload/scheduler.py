@@ -39,8 +39,8 @@ from disagg.connector.offload.metrics import OffloadStats
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.recurrent_state import page
 from disagg.store.base import BlockEvent, IndexStats, Key, Slot
-from disagg.store.directory_index import DirectoryIndex
 from disagg.store.host_index import HostIndex
+from disagg.store.shared_index import SharedIndex
 from disagg.vllm_compat.manager import block_table
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NEVER = sys.maxsize
-_MOST_UNWRITTEN = 4096  # a disk that is so far behind is left what is newest
+_MOST_UNWRITTEN = 4096  # a disk or a store that is so far behind is left what is newest
 
 
 @dataclass(eq=False)
@@ -80,17 +80,17 @@ class OffloadScheduler:
         self,
         settings: OffloadSettings,
         host: HostIndex,
-        directory: DirectoryIndex | None,
+        shared: SharedIndex | None,
         chunks: Chunks,
         *,
         world_size: int,
         layout: str = "",
         second_runner: bool = False,
     ) -> None:
-        self._settings, self._host, self._directory = settings, host, directory
+        self._settings, self._host, self._shared = settings, host, shared
         self._second_runner = second_runner
         self._chunks, self._world_size = chunks, world_size
-        self._matcher = Matcher(host, directory, chunks)
+        self._matcher = Matcher(host, shared, chunks)
         self._tracked: dict[str, _Tracked] = {}
         self._jobs: dict[int, StoreJob | LoadJob | WriteJob] = {}
         self._reads: dict[tuple[int, Key], ReadJob] = {}
@@ -140,8 +140,8 @@ class OffloadScheduler:
         if not external or tracked.match is None:
             return
         match, tracked.match, tracked.loading = tracked.match, None, True
-        held = self._host.begin_load([key for key in match.keys if key not in match.in_files])
-        to_read = self._host.prepare_store([key for key in match.keys if key in match.in_files])
+        held = self._host.begin_load([key for key in match.keys if key not in match.in_shared])
+        to_read = self._host.prepare_store([key for key in match.keys if key in match.in_shared])
         slots = {slot.key: slot for slot in (*held, *to_read)}
         if len(slots) < len(match.keys):
             # Cannot happen within one scheduler step; if it does, the load fails.
@@ -155,15 +155,15 @@ class OffloadScheduler:
             for part, table in zip(match.parts, blocks.get_block_ids(), strict=True)
             for filled in self._chunks.to_fill(part.group, part.first, part.keys, table, span)
         ]
-        from_files = frozenset(slot.key for slot in to_read)
-        self._work.loads.append(TierLoad(number, request.request_id, fillings, from_files))
+        from_shared = frozenset(slot.key for slot in to_read)
+        self._work.loads.append(TierLoad(number, request.request_id, fillings, from_shared))
 
     def _begin_reads(self, number: int, slots: Sequence[Slot]) -> None:
         load = self._jobs[number]
         assert isinstance(load, LoadJob)
         begun = set[Key]()
-        if self._directory is not None and slots:
-            begun.update(self._directory.begin_load([slot.key for slot in slots]))
+        if self._shared is not None and slots:
+            begun.update(self._shared.begin_load([slot.key for slot in slots]))
         for slot in slots:
             job = ReadJob(self._world_size, [slot], load=load, begun=slot.key in begun)
             self._reads[number, slot.key] = job
@@ -171,7 +171,7 @@ class OffloadScheduler:
     def _touch(self, keys: list[Key]) -> None:
         """A prompt was used again: keep its chunks in all tiers, wherever it is loaded from."""
         self._host.touch(keys)
-        if self._directory is not None:
+        if self._shared is not None:
             self._work.touched += keys
 
     # ---- storing ---------------------------------------------------------------------------
@@ -299,8 +299,8 @@ class OffloadScheduler:
             self._read_ended(read)
         for done in report.done:
             self._job_ended(done)
-        if self._directory is not None:
-            self._directory.evicted(report.evicted)
+        if self._shared is not None:
+            self._shared.evicted(report.evicted)
 
     def _read_ended(self, read: Read) -> None:
         self._stats.moved("STORAGE_to_CPU", read.num_bytes, read.seconds, read.reason)
@@ -317,8 +317,8 @@ class OffloadScheduler:
         pinned = self._host.complete_store(job.slots, ok, pin=copied)
         if job.load is not None:
             job.load.read += pinned
-        if self._directory is not None and job.begun:
-            self._directory.end_load([read.slot.key], ok)
+        if self._shared is not None and job.begun:
+            self._shared.end_load([read.slot.key], ok)
 
     def _job_ended(self, done: Done) -> None:
         self._stats.moved(done.medium, done.num_bytes, done.seconds, done.reason)
@@ -344,22 +344,23 @@ class OffloadScheduler:
         ok = [slot for slot in job.slots if slot.key not in job.failed]
         self._host.complete_store(ok, True)
         self._host.complete_store([slot for slot in job.slots if slot.key in job.failed], False)
-        if self._directory is not None:
+        if self._shared is not None:
             # Once per key, even if it was evicted and stored again before it was written.
             self._unwritten.update((slot.key, None) for slot in ok)
             while len(self._unwritten) > _MOST_UNWRITTEN:
                 self._unwritten.popitem(last=False)
-            self._write(self._directory)
+            self._write(self._shared)
 
-    def _write(self, directory: DirectoryIndex) -> None:
-        """Let stored chunks be written to files. Writes pin at most half of the slots, so that a
-        slow disk does not block them all. Chunks evicted before their write are not written."""
+    def _write(self, shared: SharedIndex) -> None:
+        """Let stored chunks be written to the shared tier. Writes pin at most half of the slots,
+        so that a slow disk or store does not block them all. Chunks evicted before their write are
+        not written."""
         slots = list[Slot]()
         while self._unwritten and self._writing + len(slots) < max(
             1, self._host.stats.capacity // 2
         ):
             slots += self._host.pin([self._unwritten.popitem(last=False)[0]])
-        wanted = set(directory.prepare_store([slot.key for slot in slots]))
+        wanted = set(shared.prepare_store([slot.key for slot in slots]))
         self._host.unpin([slot for slot in slots if slot.key not in wanted])
         slots = [slot for slot in slots if slot.key in wanted]
         if slots:
@@ -376,27 +377,27 @@ class OffloadScheduler:
             tracked.gave_up = bool(job.failed)
 
     def _written(self, job: WriteJob) -> None:
-        assert self._directory is not None
+        assert self._shared is not None
         self._host.unpin(job.slots)
         self._writing -= len(job.slots)
         keys = [slot.key for slot in job.slots]
-        self._directory.complete_store([key for key in keys if key not in job.failed], True)
-        self._directory.complete_store([key for key in keys if key in job.failed], False)
-        self._write(self._directory)
+        self._shared.complete_store([key for key in keys if key not in job.failed], True)
+        self._shared.complete_store([key for key in keys if key in job.failed], False)
+        self._write(self._shared)
 
     # ---- events and counters --------------------------------------------------------------
 
     def take_events(self) -> Iterable[BlockEvent]:
         """Chunks that were stored in a tier, or removed, since the last call."""
         yield from self._host.take_events()
-        if self._directory is not None:
-            yield from self._directory.take_events()
+        if self._shared is not None:
+            yield from self._shared.take_events()
 
     def take_stats(self) -> OffloadStats:
         """Counts since the last call; for the tiers, only those that changed."""
         tiers = {"host": self._host.stats}
-        if self._directory is not None:
-            tiers["directory"] = self._directory.stats
+        if self._shared is not None:
+            tiers[self._shared.name] = self._shared.stats
         for name, now in tiers.items():
             if self._reported.get(name) != now:
                 self._reported[name] = now
@@ -405,9 +406,9 @@ class OffloadScheduler:
         return stats
 
     def shutdown(self) -> None:
-        """Stop the directory's lookup threads."""
-        if self._directory is not None:
-            self._directory.close()
+        """Stop the shared tier's lookup threads."""
+        if self._shared is not None:
+            self._shared.close()
 
     def reset(self) -> bool:
         """Clear the host tier, since the weights may have changed; vLLM gives no more detail. Files
@@ -416,7 +417,7 @@ class OffloadScheduler:
         self._host.clear()
         for tracked in self._tracked.values():
             tracked.considered = _NEVER  # its blocks were computed before the reset
-        if self._directory is not None and not self._settings.reset_keeps_files:
+        if self._shared is not None and not self._settings.reset_keeps_chunks:
             self._chunks.begin_anew()
         return True
 

@@ -14,19 +14,22 @@ from disagg.checksums import Checksum
 from disagg.connector import kv_cache_layout
 from disagg.connector.offload import groups, slot_layout
 from disagg.connector.offload.groups import Chunks
-from disagg.connector.offload.settings import OffloadSettings
+from disagg.connector.offload.settings import ObjectSettings, OffloadSettings
 from disagg.connector.offload.slot_layout import SlotLayout
 from disagg.connector.recurrent_state import state_groups
 from disagg.connector.whole_pages import block_size, group_block_sizes, packed_on
 from disagg.errors import ConfigError
 from disagg.identity.model import model_fields
-from disagg.store.base import Key
-from disagg.store.directory import Directory
+from disagg.store.base import Key, SharedTier
+from disagg.store.directory import Directory, DirectoryFinder
 from disagg.store.directory_files import TensorSpec
-from disagg.store.directory_index import DirectoryIndex, FindingsLimits
 from disagg.store.directory_space import DirectorySpace
 from disagg.store.fingerprint import Fingerprint
 from disagg.store.host_index import HostIndex
+from disagg.store.objects.guard import GuardedStore
+from disagg.store.objects.open import ObjectOptions, open_store, space_of
+from disagg.store.objects.tier import ObjectFinder, Objects
+from disagg.store.shared_index import Finder, FindingsLimits, SharedIndex
 from disagg.transport.blocks import BlockCache, Region
 from disagg.transport.control.secret import read_secret
 from disagg.vllm_compat import versions
@@ -104,8 +107,9 @@ def chunks(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfi
 def layout(settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig) -> SlotLayout:
     """The layout of the slots. Raises `ConfigError` for a pool without a slot."""
     slot = slot_layout.block_bytes(kv_cache, stages(config)) * settings.blocks_per_chunk
-    files = settings.directory and fingerprint(settings, config, kv_cache).namespace
-    return SlotLayout(slot_layout.slots_of(settings, slot), slot, files or "")
+    shared = settings.directory or settings.objects
+    namespace = fingerprint(settings, config, kv_cache).namespace if shared else ""
+    return SlotLayout(slot_layout.slots_of(settings, slot), slot, namespace)
 
 
 def writes_blocks_first(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
@@ -121,32 +125,34 @@ def host_index(settings: OffloadSettings, config: VllmConfig, slots: int) -> Hos
     return HostIndex(slots, settings.eviction, events=_events(config))
 
 
-def directory_index(
+def shared_index(
     settings: OffloadSettings, config: VllmConfig, kv_cache: KVCacheConfig
-) -> DirectoryIndex | None:
-    """The scheduler's half of the directory tier, if there is one."""
-    if settings.directory is None:
+) -> SharedIndex | None:
+    """The scheduler's half of the tier that engines share, if there is one."""
+    finder: Finder
+    if settings.directory is not None:
+        identity = fingerprint(settings, config, kv_cache)
+        finder = DirectoryFinder(settings.directory, identity, ranks(config))
+    elif settings.objects is not None:
+        identity = fingerprint(settings, config, kv_cache)
+        finder = ObjectFinder(_object_store(settings.objects), identity, ranks(config))
+    else:
         return None
-    return DirectoryIndex(
-        settings.directory,
-        fingerprint(settings, config, kv_cache),
-        ranks(config),
-        FindingsLimits(patience_s=settings.lookup_deadline_s),
-        events=_events(config),
-    )
+    limits = FindingsLimits(patience_s=settings.lookup_deadline_s)
+    return SharedIndex(finder, limits, events=_events(config))
 
 
-def directory(
+def shared_tier(
     settings: OffloadSettings,
     config: VllmConfig,
     kv_cache: KVCacheConfig,
     cache: BlockCache,
     rank: int,
     on_evicted: Callable[[list[Key]], None],
-) -> Directory | None:
-    """A worker's half of the directory tier, if there is one. on_evicted: called in another
-    thread."""
-    if settings.directory is None:
+) -> SharedTier | None:
+    """A worker's half of the tier that engines share, if there is one. on_evicted: called in
+    another thread."""
+    if settings.directory is None and settings.objects is None:
         return None
     identity = fingerprint(settings, config, kv_cache)
 
@@ -159,10 +165,23 @@ def directory(
         TensorSpec(_tensor_name(region), region.dtype, tuple(cache.shape(index, chunk)))
         for index, region in enumerate(cache.regions)
     ]
+    checksum = _checksum(settings)
+    if settings.objects is not None:
+        store = _object_store(settings.objects)
+        swept = space_of(_object_options(settings.objects), store, on_removed) if not rank else None
+        ttl_s = settings.objects.ttl_s
+        return Objects(store, identity, rank, tensors, swept, checksum=checksum, ttl_s=ttl_s)
+    assert settings.directory is not None
     space = DirectorySpace(settings.directory, settings.directory_bytes, on_removed)
-    return Directory(
-        settings.directory, identity, rank, tensors, space, checksum=_checksum(settings)
-    )
+    return Directory(settings.directory, identity, rank, tensors, space, checksum=checksum)
+
+
+def _object_options(settings: ObjectSettings) -> ObjectOptions:
+    return ObjectOptions(**settings.model_dump(exclude={"checksum", "reset_keeps_objects"}))
+
+
+def _object_store(settings: ObjectSettings) -> GuardedStore:
+    return open_store(_object_options(settings))
 
 
 def _tensor_name(region: Region) -> str:
@@ -192,13 +211,13 @@ def fingerprint(
         "checksum": _checksum(settings).kind,
     }
     algorithm = str(caching.prefix_caching_hash_algo)
-    seed = kv_cache_layout.hash_seed(config, "of the directory")
+    seed = kv_cache_layout.hash_seed(config, "of the shared tier")
     return Fingerprint(fields, {"hash_algorithm": algorithm, "hash_seed": seed})
 
 
 def _checksum(settings: OffloadSettings) -> Checksum:
-    """Of the directory's files. Engines with different secrets use different namespaces."""
-    if settings.directory_checksum == "fast":
+    """Of the shared tier's chunks. Engines with different secrets use different namespaces."""
+    if settings.checksum == "fast":
         return Checksum()
     return Checksum.named("keyed", b"disagg tier files", read_secret())
 

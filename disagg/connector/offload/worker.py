@@ -1,7 +1,8 @@
-"""The worker half of one rank: copies between blocks and slots, and between slots and files.
+"""The worker half of one rank: copies between blocks and slots, and between slots and
+the tier that engines share, the directory or an object store.
 
 vLLM calls in from its model loop, which waits only for copies of blocks that are about to be
-overwritten. A file is read into a slot first; the load that waits for it then copies the slot into
+overwritten. A chunk is read into a slot first; the load that waits for it then copies the slot into
 blocks. So a read that finishes too late never writes to a block.
 
 No address is used unchecked: a slot outside the pool or a block outside the cache fails its job.
@@ -37,8 +38,7 @@ from disagg.connector.offload.messages import (
 )
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.errors import ConfigError, TransferError
-from disagg.store.base import Key, Slot
-from disagg.store.directory import Directory
+from disagg.store.base import Key, SharedTier, Slot
 from disagg.store.host_pool import HostPool
 from disagg.transport.blocks import BlockCache, Bytes, copy_all, copy_alone, parts
 from disagg.transport.deadline import Deadline, Event
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 TO_HOST, FROM_HOST = "GPU_to_CPU", "CPU_to_GPU"
 TO_FILE, FROM_FILE = "CPU_to_STORAGE", "STORAGE_to_CPU"
 _READERS = 4
+_MOST_TOUCHES = 64
 # Bytes per copy call; the next is prepared meanwhile. Below this one thread is faster than two.
 _COPY_BYTES = 16 << 20
 # A device copy takes milliseconds, once the model's earlier work is done.
@@ -74,16 +75,16 @@ class OffloadWorker:
         self,
         settings: OffloadSettings,
         slots: int,
-        open_files: Callable[[BlockCache, OnEvicted], Directory | None],
+        open_shared: Callable[[BlockCache, OnEvicted], SharedTier | None],
         *,
         layout: str = "",
         blocks_written_first: bool = False,
     ) -> None:
         """layout: this half's `SlotLayout`. blocks_written_first: vLLM's model runner may write to
         a step's blocks before it calls `before_step`."""
-        self._settings, self._slots, self._open_files = settings, slots, open_files
+        self._settings, self._slots, self._open_shared = settings, slots, open_shared
         self._layout, self._blocks_written_first = layout, blocks_written_first
-        self._files: Directory | None = None
+        self._shared: SharedTier | None = None
         self._cache: BlockCache | None = None
         self._pool: HostPool | None = None
         self._staging: Staging | None = None
@@ -100,6 +101,7 @@ class OffloadWorker:
         self._load_pool = ThreadPoolExecutor(2, "kv-load", initializer=copy_alone)
         self._copy_pool = ThreadPoolExecutor(2, "kv-copy", initializer=copy_alone)
         self._read_pool = ThreadPoolExecutor(_READERS, "kv-read")
+        self._touching = threading.BoundedSemaphore(_MOST_TOUCHES)
         self._loads: dict[int, str] = {}
         self._closed = threading.Event()
 
@@ -119,13 +121,13 @@ class OffloadWorker:
         collapse(cache.host_memory())
         self._pool = HostPool(slots, slot_bytes, None if cache.on_host else _pin)
         self._open_staging(cache)
-        self._files = self._open_files(cache, self._evicted.put)
+        self._shared = self._open_shared(cache, self._evicted.put)
         logger.info(
             "%s: tiers of %d slots of %d bytes%s",
             self._settings.engine_name or "this engine",
             slots,
             slot_bytes,
-            f", files in {self._settings.directory}" if self._files else "",
+            f", chunks in {self._shared.place}" if self._shared else "",
         )
 
     def _open_staging(self, cache: BlockCache) -> None:
@@ -148,6 +150,8 @@ class OffloadWorker:
         pools = (self._store_pool, self._write_pool, self._load_pool, self._read_pool)
         for pool in (*pools, self._copy_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self._shared is not None:
+            self._shared.close()
         if self._staging is not None:
             self._staging.close()
 
@@ -241,8 +245,15 @@ class OffloadWorker:
             self._load_pool.submit(self._load, load, after)
         for write in work.writes:
             self._write_pool.submit(self._write, write)
-        if work.touched and self._files is not None:
-            self._write_pool.submit(self._files.touch, work.touched)
+        if work.touched:
+            self._touch(work.touched)
+
+    def _touch(self, keys: list[Key]) -> None:
+        """Only a hint, so a tier that is far behind misses some."""
+        shared = self._shared
+        if shared is not None and self._touching.acquire(blocking=False):
+            touched = self._write_pool.submit(shared.touch, keys)
+            touched.add_done_callback(lambda _: self._touching.release())
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Request ids whose load ended since the last call, and those whose load failed."""
@@ -335,7 +346,7 @@ class OffloadWorker:
             slot.key: self._read_pool.submit(self._read, load.job, slot)
             for filling in load.fillings
             for slot in filling.slots
-            if slot.key in load.from_files
+            if slot.key in load.from_shared
         }
         copies = self._copies(Deadline(deadline), after)
         try:
@@ -373,14 +384,14 @@ class OffloadWorker:
                     yield slot, 0 if number else skip, ids
 
     def _read(self, job: int, slot: Slot) -> str:
-        """Fill a slot from its file; returns why that failed. Reports exactly once."""
+        """Fill a slot from the shared tier; returns why that failed. Reports exactly once."""
         began, num_bytes, reason = time.monotonic(), 0, "closed"
         try:
-            if self._files is not None and not self._closed.is_set():
-                result = self._files.read(slot.key, [self._view(slot)])
+            if self._shared is not None and not self._closed.is_set():
+                result = self._shared.read(slot.key, [self._view(slot)])
                 num_bytes, reason = result.num_bytes, result.reason
         except Exception as error:
-            logger.exception("reading a block's file failed")
+            logger.exception("reading a chunk failed")
             reason = _reason(error)
         self._ended.put(Read(job, slot, num_bytes, time.monotonic() - began, reason))
         return reason
@@ -391,12 +402,12 @@ class OffloadWorker:
         failed = set[Key]()
         for slot in write.slots:
             try:
-                assert self._files is not None
-                result = self._files.write(slot.key, [self._view(slot)])
+                assert self._shared is not None
+                result = self._shared.write(slot.key, [self._view(slot)])
                 num_bytes += result.num_bytes
                 problem = result.reason
             except Exception as error:
-                logger.exception("writing a block's file failed")
+                logger.exception("writing a chunk failed")
                 problem = _reason(error)
             if problem:
                 failed.add(slot.key)

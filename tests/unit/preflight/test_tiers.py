@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from disagg.config import Deployment, Role, load
+from disagg.connector.offload.settings import OffloadSettings
 from disagg.engine.args import engine_args
 from disagg.engine.spec import EngineSpec
 from disagg.errors import ConfigError
@@ -65,6 +66,30 @@ def test_tiers_add_a_second_connector(role: Role, kv_role: str) -> None:
     }
 
 
+def test_an_object_store_is_handed_on() -> None:
+    objects = {
+        "url": "s3://bucket/kv",
+        "region": "eu-central-1",
+        "ttl_s": "7d",
+        "max_bytes": "1TiB",
+    }
+    made = deployment(objects=objects)
+    config = transfer_config(made, "prefill")
+    tiers = config["kv_connector_extra_config"]["connectors"][1]["kv_connector_extra_config"]
+    assert "host_bytes" not in tiers
+    assert tiers["objects"] == {
+        "url": "s3://bucket/kv",
+        "region": "eu-central-1",
+        "max_bytes": 1 << 40,
+        "ttl_s": 604800.0,
+        "checksum": "keyed",
+        "connect_timeout_s": 2.0,
+        "timeout_s": 5.0,
+        "reset_keeps_objects": False,
+    }
+    assert OffloadSettings.model_validate(tiers).objects is not None
+
+
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     made = deployment(directory={"path": str(tmp_path / "file" / "below")})
@@ -83,6 +108,16 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ({"directory": {}}, "tiers.directory.path"),
         ({"disk": {}}, "tiers.disk"),
         ({"blocks_per_chunk": 0}, "tiers.blocks_per_chunk"),
+        ({"objects": {}}, "tiers.objects.url"),
+        ({"objects": {"url": "ftp://host"}}, "tiers.objects.url"),
+        ({"objects": {"url": "valkey://:hunter2@host"}}, "tiers.objects.url"),
+        ({"objects": {"url": "valkey://:hun/ter2@host"}}, "tiers.objects.url"),
+        ({"objects": {"url": "valkey://host", "password": "hunter2"}}, "tiers.objects.password"),
+        ({"objects": {"url": "valkey://host", "max_bytes": 1}}, "tiers.objects"),
+        ({"objects": {"url": "valkey://host", "region": "x"}}, "tiers.objects"),
+        ({"objects": {"url": "s3://bucket", "endpoint": "garbage"}}, "tiers.objects.endpoint"),
+        ({"objects": {"url": "s3://bucket", "timeout_s": 0}}, "tiers.objects.timeout_s"),
+        ({"objects": {"url": "s3://bucket"}, "directory": {"path": "/tmp"}}, "tiers"),
     ],
 )
 def test_a_wrong_setting_is_named(tiers: dict[str, Any], key: str, tmp_path: Path) -> None:
@@ -91,6 +126,7 @@ def test_a_wrong_setting_is_named(tiers: dict[str, Any], key: str, tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         load(file)
     assert any(problem.startswith(key) for problem in caught.value.problems)
+    assert "ter2" not in str(caught.value)
 
 
 def test_the_plan_shows_them() -> None:

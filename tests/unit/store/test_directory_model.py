@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from unit.store.chunks import FINGERPRINT, content_of, cut, empty, key_of, open_directory, path_of
 
 from disagg.store.base import EventKind, Leading, Presence, ReadOutcome, WriteOutcome
-from disagg.store.directory_index import DirectoryIndex, FindingsLimits
+from disagg.store.directory import DirectoryFinder
 from disagg.store.directory_space import DirectorySpace
+from disagg.store.shared_index import FindingsLimits, SharedIndex
 
 RANKS = 2
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -30,8 +31,10 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="store", dir=MEMORY))
         self.now = 0.0
-        self.index = DirectoryIndex(
-            self.root, FINGERPRINT, RANKS, FindingsLimits(10, 1, 1e9), clock=lambda: self.now
+        self.index = SharedIndex(
+            DirectoryFinder(self.root, FINGERPRINT, RANKS),
+            FindingsLimits(10, 1, 1e9),
+            clock=lambda: self.now,
         )
         self.space = DirectorySpace(self.root, 1 << 40)
         self.workers = [open_directory(self.root, rank) for rank in range(RANKS)]

@@ -268,8 +268,8 @@ def test_what_is_stored_twice_before_it_is_written_is_written_once(
     run([engine], lambda: name in engine.finished and not scheduler.is_busy)
     scheduler._writing = 0
     ask(engine, prompt_of(BLOCK, seed=7), 1)
-    assert scheduler._directory is not None
-    assert scheduler._directory.stats.stored == 4
+    assert scheduler._shared is not None
+    assert scheduler._shared.stats.stored == 4
 
 
 @pytest.mark.parametrize("name", CACHES)

@@ -23,10 +23,11 @@ from disagg.connector.kv_cache_layout import NULL_BLOCK
 from disagg.connector.offload.groups import Chunks, Group
 from disagg.connector.offload.matching import Match, Matcher
 from disagg.store.base import Key
+from disagg.store.directory import DirectoryFinder
 from disagg.store.directory_files import file_name
-from disagg.store.directory_index import DirectoryIndex
 from disagg.store.fingerprint import claim
 from disagg.store.host_index import HostIndex
+from disagg.store.shared_index import SharedIndex
 
 GROUPS = st.one_of(
     st.just(Group()),
@@ -134,7 +135,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @dataclass
 class Disk:
-    index: DirectoryIndex
+    index: SharedIndex
     folder: Path
 
     def write(self, keys: Sequence[Key]) -> None:
@@ -148,7 +149,7 @@ class Disk:
 def disk() -> Iterator[Disk]:
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="match", dir=memory) as root:
-        index = DirectoryIndex(Path(root), FINGERPRINT, 1)
+        index = SharedIndex(DirectoryFinder(Path(root), FINGERPRINT, 1))
         yield Disk(index, claim(Path(root), FINGERPRINT).path)
         index.close()
 
@@ -177,7 +178,7 @@ def check(case: Case, match: Match, room: int) -> None:
     needed = {(part.group, part.first + n) for part in match.parts for n in range(len(part.keys))}
     assert needed == case.needed(best)
     assert match.keys == [case.key(*one) for one in sorted(needed)]
-    assert match.in_files == {case.key(*one) for one in needed & case.files}
+    assert match.in_shared == {case.key(*one) for one in needed & case.files}
 
 
 @settings(max_examples=200, deadline=None)

@@ -131,10 +131,10 @@ def check(engine: Engine) -> None:
     assert not scheduler._copying
     assert not scheduler._tracked
     assert not scheduler._writing
-    if scheduler._directory is not None:
-        scheduler._directory.check_integrity()
-        assert not scheduler._directory.stats.in_use
-        assert not scheduler._directory.stats.stray
+    if scheduler._shared is not None:
+        scheduler._shared.check_integrity()
+        assert not scheduler._shared.stats.in_use
+        assert not scheduler._shared.stats.stray
 
 
 def ask(engine: Engine, prompt: list[int], count: int = 3) -> str:
@@ -249,7 +249,7 @@ def test_one_load_for_requests_of_one_prefix(start: Start, tmp_path: Path) -> No
     for n, name in enumerate(names):
         assert engine.answers[name] == answer([*prompt, n], 2)
     check(engine)
-    directory = half(engine)._directory
+    directory = half(engine)._shared
     assert directory is not None
     assert directory.stats.hits == 6
 

@@ -1,11 +1,11 @@
-"""The directory's index: it asks, never waits, and forgets in time."""
+"""The index of the directory and of object stores: it asks, never waits, and forgets in time."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,12 @@ from unit.store.chunks import FINGERPRINT, content_of, cut, key_of, open_directo
 
 from disagg.errors import ConfigError
 from disagg.store.base import STORAGE, BlockEvent, EventKind, Leading, Presence
-from disagg.store.directory_index import DirectoryIndex, FindingsLimits
+from disagg.store.directory import DirectoryFinder
 from disagg.store.fingerprint import Fingerprint
+from disagg.store.shared_index import FindingsLimits, SharedIndex
 
 A, B, C, D = (key_of(number) for number in range(4))
-MakeIndex = Callable[..., DirectoryIndex]
+MakeIndex = Callable[..., SharedIndex]
 
 
 class Clock:
@@ -34,11 +35,12 @@ def clock() -> Clock:
 
 @pytest.fixture
 def make(tmp_path: Path, clock: Clock) -> Iterator[MakeIndex]:
-    made: list[DirectoryIndex] = []
+    made: list[SharedIndex] = []
 
-    def make(ranks: int = 1, **memory: float) -> DirectoryIndex:
+    def make(ranks: int = 1, **memory: float) -> SharedIndex:
         kept = FindingsLimits(**memory)  # type: ignore[arg-type]
-        made.append(DirectoryIndex(tmp_path, FINGERPRINT, ranks, kept, clock=clock))
+        finder = DirectoryFinder(tmp_path, FINGERPRINT, ranks)
+        made.append(SharedIndex(finder, kept, clock=clock))
         return made[-1]
 
     yield make
@@ -53,7 +55,7 @@ def write(root: Path, *keys: bytes, rank: int = 0) -> None:
         assert directory.write(key, cut(content_of(key, rank))).ok
 
 
-def ask(index: DirectoryIndex, *keys: bytes) -> Leading:
+def ask(index: SharedIndex, *keys: bytes) -> Leading:
     """Ask until the answer is known."""
     deadline = time.monotonic() + 10
     while (leading := index.leading(keys)).later:
@@ -193,13 +195,13 @@ def test_a_disk_that_does_not_answer_is_a_miss(
     stuck = path_of(tmp_path, A).parent
     os.mkfifo(tmp_path / "pipe")
     blocked = [key_of(number) for number in range(100, 104)]
-    real = index._on_disk
+    real = index._finder.leading
 
-    def on_disk(key: bytes, folder: int | None) -> bool:
+    def leading(keys: Sequence[bytes]) -> int:
         (tmp_path / "pipe").read_bytes()
-        return real(key, folder)
+        return real(keys)
 
-    index._on_disk = on_disk  # type: ignore[method-assign]
+    index._finder.leading = leading  # type: ignore[method-assign]
     for key in blocked:
         assert index.lookup(key) is Presence.LATER
     assert not stuck.exists()
@@ -228,4 +230,4 @@ def test_a_disk_that_does_not_answer_is_a_miss(
 def test_another_hash_seed_is_refused(tmp_path: Path, make: MakeIndex) -> None:
     make()
     with pytest.raises(ConfigError, match="hash_seed"):
-        DirectoryIndex(tmp_path, Fingerprint(FINGERPRINT.fields, {"hash_seed": "x"}), 1)
+        DirectoryFinder(tmp_path, Fingerprint(FINGERPRINT.fields, {"hash_seed": "x"}), 1)

@@ -1,27 +1,26 @@
-"""The scheduler's half of the directory tier: which chunks exist, without waiting for a disk.
+"""The scheduler's half of a tier that engines share: which chunks exist, without waiting for it.
 
-Only the scheduler's thread calls it. Its own threads check whether files exist: the first lookup of
-a key answers LATER, later ones the finding. Findings expire, because any engine may evict existing
-chunks and write missing ones. So a HIT may be wrong: if a load does not find the chunk, the key
-becomes a MISS.
+One class serves the directory and the object stores; a `Finder` knows where to look.
+
+Only the scheduler's thread calls it. Its own threads ask the finder: the first lookup of a key
+answers LATER, later ones the finding. Findings expire, because any engine may evict existing chunks
+and write missing ones. So a HIT may be wrong: if a load does not find the chunk, the key becomes a
+MISS.
 
 A finding does not expire before a lookup has returned it: otherwise a scheduler that asks again
-only seconds later would never get it. If the disk does not answer in time, the lookup answers MISS.
+only seconds later would never get it. If the tier does not answer in time, the lookup answers MISS.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from disagg.safe_logging import LimitedLog
 from disagg.store.base import (
@@ -35,8 +34,6 @@ from disagg.store.base import (
     Presence,
     check_key,
 )
-from disagg.store.directory_files import file_name
-from disagg.store.fingerprint import Fingerprint, claim
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +45,7 @@ class FindingsLimits:
     """How long findings are valid, in seconds since a lookup first returned them, and how many are
     kept.
 
-    patience_s: how long the disk may take before lookups answer MISS.
+    patience_s: how long the tier may take before lookups answer MISS.
     """
 
     present_s: float = 30.0
@@ -68,26 +65,33 @@ class _Question(NamedTuple):
     asked_at: float
 
 
-class DirectoryIndex:
-    """The chunks of `ranks` worker ranks; a chunk exists when the files of all ranks do.
+class Finder(Protocol):
+    """Where the chunks of one tier are found. Any number of threads may call it at once."""
 
-    Raises `ConfigError` if the folder can't be used or holds chunks of another hash seed. clock:
-    for tests.
-    """
+    name: str
+    """Of the tier, for logs."""
+
+    def leading(self, keys: Sequence[Key]) -> int:
+        """How many leading keys exist. What follows the first missing one need not be looked up.
+        Raises `OSError` if the tier can't be asked."""
+
+    def close(self) -> None:
+        """Let go of what it holds open."""
+
+
+class SharedIndex:
+    """The chunks that a finder finds. clock: for tests."""
 
     def __init__(
         self,
-        root: Path,
-        fingerprint: Fingerprint,
-        ranks: int,
+        finder: Finder,
         memory: FindingsLimits | None = None,
         *,
         events: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder = claim(root, fingerprint)
+        self._finder, self.name = finder, finder.name
         self._log = LimitedLog(logger, 1)
-        self._ranks = ranks
         self._memory = memory or FindingsLimits()
         self._clock = clock
         self._findings: OrderedDict[Key, _Finding] = OrderedDict()
@@ -102,7 +106,7 @@ class DirectoryIndex:
         self._ask: queue.SimpleQueue[list[tuple[Key, int]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[list[tuple[Key, int, bool | None]]] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._look, name=f"kv-directory-index-{i}", daemon=True)
+            threading.Thread(target=self._look, name=f"kv-{finder.name}-index-{i}", daemon=True)
             for i in range(_THREADS)
         ]
         for thread in self._threads:
@@ -147,7 +151,7 @@ class DirectoryIndex:
         return chosen
 
     def complete_store(self, keys: Sequence[Key], ok: bool) -> None:
-        """ok: every rank has written these files; otherwise the keys become unknown."""
+        """ok: every rank has written these chunks; otherwise the keys become unknown."""
         for key in keys:
             if key not in self._storing:
                 self._stray += 1
@@ -227,11 +231,12 @@ class DirectoryIndex:
         assert self._present == sum(found.present for found in self._findings.values())
 
     def close(self) -> None:
-        """Stop the threads; does not wait for one that hangs in the file system."""
+        """Stop the threads; does not wait for one that hangs."""
         for _ in self._threads:
             self._ask.put(None)
         for thread in self._threads:
             thread.join(timeout=1)
+        self._finder.close()
 
     # ---- findings --------------------------------------------------------------------------
 
@@ -269,7 +274,7 @@ class DirectoryIndex:
         self._note(key, _Finding(False))
         self._events.add(EventKind.REMOVED, key)
 
-    # ---- disk lookups ----------------------------------------------------------------------
+    # ---- asking the tier --------------------------------------------------------------------
 
     def _start_looking(self, keys: Sequence[Key]) -> None:
         """Look up a run of keys at once, up to the first one that is known or being looked up."""
@@ -285,7 +290,7 @@ class DirectoryIndex:
             self._ask.put(batch)
 
     def _overdue(self, key: Key) -> Presence:
-        """LATER, or MISS if the disk has not answered within `patience_s`."""
+        """LATER, or MISS if the tier has not answered within `patience_s`."""
         question = self._questions.get(key)
         if question is None or self._clock() - question.asked_at <= self._memory.patience_s:
             return Presence.LATER
@@ -309,26 +314,18 @@ class DirectoryIndex:
     def _look(self) -> None:
         """One lookup thread: batches of keys in, answers out."""
         while (batch := self._ask.get()) is not None:
-            answers: list[tuple[Key, int, bool | None]] = []
-            present: bool | None = True
-            with contextlib.ExitStack() as opened:
-                try:
-                    folder = opened.enter_context(self._folder.opened())
-                except OSError as error:
-                    folder = None
-                    self._log.warning("no chunks are found in the directory: %s", error)
-                for key, number in batch:
-                    # Chunks after a gap in a prompt are useless, so they are not looked up.
-                    present = self._on_disk(key, folder) if present else None
-                    answers.append((key, number, present))
-            self._answers.put(answers)
+            # Chunks after a gap in a prompt are useless, so they are not looked up.
+            present = self._leading([key for key, _ in batch])
+            self._answers.put(
+                [
+                    (key, number, place < present if place <= present else None)
+                    for place, (key, number) in enumerate(batch)
+                ]
+            )
 
-    def _on_disk(self, key: Key, folder: int | None) -> bool:
-        if folder is None:
-            return False
+    def _leading(self, keys: Sequence[Key]) -> int:
         try:
-            for rank in range(self._ranks):
-                os.stat(file_name(key, rank), dir_fd=folder, follow_symlinks=False)
-        except OSError:
-            return False
-        return True
+            return self._finder.leading(keys)
+        except OSError as error:
+            self._log.warning("no chunks are found in the %s: %s", self._finder.name, error)
+        return 0

@@ -1,0 +1,93 @@
+"""Where an object store is: `s3://bucket/prefix`, or `valkey://host:port/database/prefix`.
+
+Such a URL holds no password: it is shown in logs, in errors and by `disagg check`. So one with a
+user or with parameters is refused, by a sentence that does not repeat it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import SplitResult, urlsplit
+
+Kind = Literal["s3", "valkey"]
+
+_KINDS: dict[str, tuple[Kind, bool]] = {
+    "s3": ("s3", True),
+    "valkey": ("valkey", False),
+    "redis": ("valkey", False),
+    "valkeys": ("valkey", True),
+    "rediss": ("valkey", True),
+}
+_PORT = 6379
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+
+
+@dataclass(frozen=True)
+class ObjectUrl:
+    """host: a server's, or the bucket of S3. tls: of Valkey; with S3 the endpoint says it."""
+
+    kind: Kind
+    host: str
+    prefix: str
+    port: int = 0
+    database: int = 0
+    tls: bool = True
+
+    def __str__(self) -> str:
+        """As in logs."""
+        if self.kind == "s3":
+            return "/".join(["s3:/", self.host, *([self.prefix] if self.prefix else [])])
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        scheme = "valkeys" if self.tls else "valkey"
+        return f"{scheme}://{host}:{self.port}/{self.database}/{self.prefix}"
+
+
+def parse_object_url(text: str) -> ObjectUrl:
+    """Raises `ValueError` with a sentence that does not contain the URL."""
+    try:
+        parts = urlsplit(text.strip())
+        port = parts.port
+    except ValueError:
+        raise ValueError("is no URL; write s3://bucket/prefix or valkey://host:port/0") from None
+    if parts.scheme not in _KINDS:
+        raise ValueError(f"begins with none of {', '.join(f'{name}://' for name in _KINDS)}")
+    kind, tls = _KINDS[parts.scheme]
+    if "@" in parts.netloc:
+        raise ValueError(
+            "has a user or a password in it, and URLs are shown; remove both, and set "
+            "credentials_file or the engines' environment"
+        )
+    if parts.query or parts.fragment:
+        raise ValueError("has parameters behind a ? or a #; remove them")
+    if kind == "s3":
+        return _s3(parts, port)
+    database, _, prefix = parts.path.strip("/").partition("/")
+    if not parts.hostname:
+        raise ValueError("names no host; write valkey://host:port/0")
+    if database and not (database.isascii() and database.isdigit() and len(database) < 6):
+        raise ValueError("has no number of a database behind the host; write valkey://host:port/0")
+    return ObjectUrl(
+        "valkey",
+        parts.hostname,
+        _prefix(prefix) or "disagg-kv",
+        _PORT if port is None else port,
+        int(database or 0),
+        tls,
+    )
+
+
+def _s3(parts: SplitResult, port: int | None) -> ObjectUrl:
+    if port is not None or not _BUCKET.fullmatch(parts.netloc):
+        raise ValueError(
+            "names no bucket behind s3://; write s3://bucket/prefix, and the server in endpoint"
+        )
+    return ObjectUrl("s3", parts.netloc, _prefix(parts.path.strip("/")))
+
+
+def _prefix(text: str) -> str:
+    if text and (not _PREFIX.fullmatch(text) or {".", ".."} & {*text.split("/")}):
+        raise ValueError("has a prefix of more than letters, digits, dots, dashes, _ and single /")
+    return text

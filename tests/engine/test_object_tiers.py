@@ -1,0 +1,127 @@
+"""Engines that share no folder find each other's blocks in an object store, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from object_servers import ENVIRONMENT, S3Server, Server, running_s3, running_valkey
+
+from disagg.testing.vllm_server import VllmServer, token_ids
+from disagg.testing.waiting import eventually
+from engine.conftest import Fleet, running, tiers
+from engine.resets import reset_caches
+
+ENGINES = ("single",)
+Prompt = Callable[[int], list[int]]
+N = 128
+BLOCK = 4 * 2 * N * 2 * 64 * 4  # layers, KV heads, tokens, K and V, head dim, float32
+SMALL = ("--num-gpu-blocks-override", "36", "--max-model-len", "4096")
+
+
+class Engines(NamedTuple):
+    """Two engines with a host tier each, and the store between them."""
+
+    first: VllmServer
+    second: VllmServer
+    store: Server
+
+
+@pytest.fixture(scope="module", params=["valkey", pytest.param("s3", marks=pytest.mark.slow)])
+def engines(
+    fleet: Fleet,
+    model: Path,
+    vllm_server: Callable[..., VllmServer],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Iterator[Engines]:
+    logs = tmp_path_factory.mktemp("logs")
+    opened = running_valkey if request.param == "valkey" else running_s3
+    with opened(logs / "store.log") as store:
+        settings = {"url": store.url, "reset_keeps_objects": True}
+        if isinstance(store, S3Server):
+            settings |= {"endpoint": store.endpoint, "region": "us-east-1"}
+        config = tiers(host_bytes=1 << 26, objects=settings)
+        env = {
+            "TMPDIR": str(fleet.storage.parents[1]),
+            "VLLM_SERVER_DEV_MODE": "1",
+            **ENVIRONMENT,
+        }
+        first, second = (
+            vllm_server(name, model, logs / f"{name}.log", config, SMALL, env=env)
+            for name in ("first-objects", "second-objects")
+        )
+        fleet.wake()  # they would take the cores from those that start
+        with running((first, second)):
+            fleet.wake(*ENGINES)
+            yield Engines(first, second, store)
+
+
+def read(engine: VllmServer) -> int:
+    """Blocks that it has read from the store."""
+    name = "vllm:kv_offload_total_bytes_total"
+    return int(engine.metric(name, transfer_type="STORAGE_to_CPU")) // BLOCK
+
+
+def written(engine: VllmServer) -> float:
+    return engine.metric("disagg_tier_stored_total", tier="objects")
+
+
+def is_idle(engine: VllmServer) -> bool:
+    return not any(
+        engine.metric("disagg_tier_in_use_chunks", tier=tier) for tier in ("host", "objects")
+    )
+
+
+def test_another_engine_finds_them(fleet: Fleet, engines: Engines, prompt: Prompt) -> None:
+    first, second, _ = engines
+    ids, before, read_before = prompt(1000), written(engines.first), read(engines.second)
+    reference = token_ids(fleet.single.complete(ids))
+    assert token_ids(first.complete(ids)) == reference
+    assert eventually(lambda: written(first) - before >= 1000 // N)
+    answer = second.complete(ids)
+    assert token_ids(answer) == reference
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1000 // N * N
+    assert read(second) - read_before == 1000 // N
+
+
+def test_a_store_that_is_killed_or_stopped_costs_time_only(
+    fleet: Fleet, engines: Engines, prompt: Prompt
+) -> None:
+    """While requests run, of which the store has the first blocks; then it comes back, empty."""
+    first, second, store = engines
+    shared = prompt(600)
+    prompts = [[*shared, *prompt(100 + 30 * number)] for number in range(6)]
+    references = [token_ids(fleet.single.complete(ids)) for ids in prompts]
+    before = written(first)
+    first.complete(shared)
+    assert eventually(lambda: written(first) - before >= 600 // N)
+
+    def answers(engine: VllmServer) -> list[list[list[int]]]:
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(lambda ids: token_ids(engine.complete(ids)), prompts))
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(answers, second)
+        store.kill()
+        assert asked.result() == references
+    store.start()
+    with store.stopped():
+        for engine in (first, second):
+            reset_caches(engine, host=True)
+            assert answers(engine) == references
+    assert eventually(lambda: is_idle(first) and is_idle(second), 60)
+
+    def found_again() -> bool:
+        ids, read_before = prompt(400), read(second)
+        first.complete(ids)
+        return bool(
+            eventually(lambda: is_idle(first))
+            and token_ids(second.complete(ids))
+            and read(second) > read_before
+        )
+
+    assert eventually(found_again, 120)
