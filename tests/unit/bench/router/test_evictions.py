@@ -18,7 +18,7 @@ from disagg.errors import ConfigError
 def trace(folder: Path) -> Path:
     """Two prompts that take turns, and one of three blocks after each turn that never returns."""
     prompts = [[0, 1], [5, 6]] * 6
-    lines = []
+    lines = list[dict[str, Any]]()
     for number, prompt in enumerate(prompts):
         for ids in (prompt, [100 + 10 * number + n for n in range(3)]):
             lines.append(
