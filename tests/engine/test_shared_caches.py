@@ -219,7 +219,9 @@ def test_under_eviction_and_resets(fresh: Scene, count: int, roles: tuple[int, i
     def reset(number: int) -> None:
         if number % 20 == 19:
             path = "/reset_prefix_cache?reset_external=true&reset_running_requests=true"
-            choose.choice(engines).server.post(path, {}).raise_for_status()
+            server = choose.choice(engines).server
+            # vLLM refuses while a request of the engine waits for blocks.
+            until(lambda: server.post(path, {}).status_code == 200, 30)
 
     with fresh.routed(engines[:split], engines[split:], local_prefill_tokens=16) as url:
         load = Load(url, count)
