@@ -16,13 +16,14 @@ import threading
 import httpx
 
 _of_thread = threading.local()
+_TIMEOUT_S = 30.0  # httpx's own 5 s are too short for a busy machine
 
 
 def client() -> httpx.Client:
     """This thread's client. It keeps no connection alive, because engines may end at any time."""
     if not hasattr(_of_thread, "client"):
         limits = httpx.Limits(max_keepalive_connections=0)
-        _of_thread.client = httpx.Client(verify=_certificates(), limits=limits)
+        _of_thread.client = httpx.Client(verify=_certificates(), limits=limits, timeout=_TIMEOUT_S)
     own: httpx.Client = _of_thread.client
     return own
 

@@ -11,6 +11,7 @@ Whatever a peer sends, `run` goes on until it is cancelled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -146,7 +147,9 @@ class EngineEvents:
                     tasks.create_task(self._watch(monitor))
                     tasks.create_task(self._listen(subscription))
             finally:
-                subscription.disable_monitor()
+                # An error here would take the place of a cancellation, and `run` would go on.
+                with contextlib.suppress(zmq.ZMQError):
+                    subscription.disable_monitor()
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         """Begin anew with every connection: behind it may be another engine."""

@@ -65,8 +65,9 @@ def test_engines_of_all_processes(start: Start, loop: Loop, tmp_path: Path) -> N
         assert listed()["decode-0"] == "drains"
         late = disagg(*words, "--wait", "--timeout", "0.1")
         assert (late.returncode, "not gone in 0.1 s: decode-0" in late.stderr) == (1, True)
+        calls = router.text.count('"method":"DELETE"')
         waiting = pool.submit(disagg, *words, "--wait")
-        until(lambda: router.text.count('"method":"DELETE"') == 3)
+        until(lambda: router.text.count('"method":"DELETE"') > calls)
         gate.set()
         assert waiting.result().stdout.endswith("\ngone\n")
         assert all(one.result().content.endswith(b"[DONE]\n\n") for one in streams)

@@ -9,11 +9,14 @@ from dataclasses import replace
 
 import httpx
 import pytest
+import zmq
+import zmq.asyncio
 from unit.router.caches.publisher import IDS, SIZE, Publisher, publishing
 from unit.router.conftest import Setup, wait_for
 
 from disagg.router.caches.block_keys import PromptBlocks
 from disagg.router.caches.engine_caches import EngineCaches
+from disagg.router.caches.events import EngineEvents, Turns
 from disagg.router.caches.listeners import Listeners
 from disagg.router.topology import EngineEndpoint
 
@@ -30,13 +33,36 @@ def blocks(caches: EngineCaches, name: str) -> int:
     return caches.held(PromptBlocks(IDS), "m", name).on_gpu // SIZE
 
 
+def test_who_follows_ends_when_told_whatever_its_socket_says() -> None:
+    """Once, an error of a closed socket took the cancellation's place, and it went on for ever."""
+
+    async def test(publisher: Publisher) -> None:
+        caches, context = EngineCaches(), zmq.asyncio.Context()
+        picture = caches.join("a")
+        events = EngineEvents("a", publisher.source, picture, Turns(caches.index), context)
+        task = asyncio.create_task(events.run())
+        publisher.store(0, 1)
+        deadline = time.monotonic() + 60
+        while blocks(caches, "a") != 2:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        context.destroy(linger=0)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=60)
+        assert task in done
+        assert task.cancelled()
+
+    with publishing() as publisher:
+        asyncio.run(test(publisher))
+
+
 def test_engines_come_and_go() -> None:
     async def test(first: Publisher, second: Publisher) -> None:
         caches = EngineCaches()
         listeners = Listeners(caches)
 
         async def until(**held: int) -> None:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while {name: blocks(caches, name) for name in held} != held:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)
