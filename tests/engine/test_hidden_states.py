@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -269,9 +268,8 @@ def test_an_engine_that_ends_takes_its_lock_file_along(
     load_hidden_states(path, 30)
     assert list(folder.glob(".*.lock"))
     worker = engine.worker()
-    assert engine.process is not None
-    os.killpg(engine.process.pid, signal.SIGTERM)
-    worker.wait(timeout=60)  # `stop` would kill it soon after its parent has ended
+    worker.terminate()  # alone: on a busy machine, vLLM kills it before it has ended by itself
+    worker.wait(timeout=60)
     engine.stop()
     assert not list(folder.glob(".*"))
     assert load_hidden_states(path)["token_ids"].shape == (30,)
