@@ -240,8 +240,8 @@ class Turns:
     for the first four uses. Age counts in keys that were admitted or used since.
 
     A conversation that has come back twice comes back more often than one that has not, and within
-    the same time: so its blocks stay longer. On public traces this keeps as much as LRU or more,
-    and more than ARC except in the smallest tiers (docs/benchmarks/reuse.md).
+    the same time: so its blocks stay longer. On public traces this keeps more than LRU, or as
+    much, and so of ARC except in the smallest tiers (docs/benchmarks/reuse.md).
 
     Keys with the same number of uses are in one line, the oldest first, so a victim is the first of
     one of few lines. The uses of as many evicted keys as there are places are remembered.
