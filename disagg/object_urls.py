@@ -20,6 +20,7 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
     "valkeys": ("valkey", True),
     "rediss": ("valkey", True),
 }
+S3_INSTALL = "pip install 'disagg[s3]'"
 _PORT = 6379
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
@@ -77,6 +78,29 @@ def parse_object_url(text: str) -> ObjectUrl:
         int(database or 0),
         tls,
     )
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises `ValueError` if this is no server's URL, or has a user in it."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise ValueError("is no address of a server; write http(s)://host:port")
+
+
+def check_options(
+    url: ObjectUrl, *, max_bytes: int | None, endpoint: str | None, region: str | None
+) -> None:
+    """Raises `ValueError`, which names the field, for what this kind of store does not take."""
+    if url.kind == "s3":
+        return
+    if max_bytes is not None:
+        raise ValueError(
+            "max_bytes: Valkey limits its size itself; remove it, and set the server's maxmemory, "
+            "with maxmemory-policy allkeys-lru"
+        )
+    for name, value in (("endpoint", endpoint), ("region", region)):
+        if value is not None:
+            raise ValueError(f"{name}: only S3 has one; remove it")
 
 
 def _s3(parts: SplitResult, port: int | None) -> ObjectUrl:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import signal
@@ -20,7 +21,7 @@ ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 _START_S = 30.0
 
 
-class Server:
+class Server(abc.ABC):
     """A process that listens on one port of the loopback, started and ended any number of times."""
 
     url: str
@@ -30,11 +31,11 @@ class Server:
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
-    def command(self) -> Sequence[str]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def command(self) -> Sequence[str]: ...
 
-    def is_ready(self) -> bool:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def is_ready(self) -> bool: ...
 
     def start(self) -> None:
         with self._log.open("ab") as log:

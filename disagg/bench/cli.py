@@ -364,14 +364,17 @@ def router(
     raise typer.Exit(bench.run(plan, Output(json, results, writer(html))))
 
 
+Trace = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TRACE", help="A Mooncake trace: JSON lines with timestamp and hash_ids."
+    ),
+]
+
+
 @app.command()
 def reuse(
-    trace: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRACE", help="A Mooncake trace: JSON lines with timestamp and hash_ids."
-        ),
-    ],
+    trace: Trace,
     engines: Annotated[
         str, typer.Option(help="Numbers of simulated prefill engines, comma-separated.")
     ] = "1000",
@@ -420,12 +423,7 @@ def reuse(
 
 @app.command()
 def evictions(
-    trace: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRACE", help="A Mooncake trace: JSON lines with timestamp and hash_ids."
-        ),
-    ],
+    trace: Trace,
     blocks: Annotated[
         str, typer.Option(help="Sizes of the tier, in blocks of 512 tokens, comma-separated.")
     ] = "1000,3000,10000,30000",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from disagg.checksums import ChecksumName
 from disagg.config.base import Environment, LocalPath, Section
 from disagg.config_units import Bytes, Seconds
-from disagg.object_urls import ObjectUrl, parse_object_url
+from disagg.object_urls import ObjectUrl, check_endpoint, check_options, parse_object_url
 from disagg.transport.names import PREFERENCE, TransportName
 
 
@@ -178,22 +177,14 @@ class ObjectTierSection(Section):
     @classmethod
     def _is_an_endpoint(cls, endpoint: str | None) -> str | None:
         if endpoint is not None:
-            parts = urlsplit(endpoint)
-            if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-                raise ValueError("is no address of a server; write http(s)://host:port")
+            check_endpoint(endpoint)
         return endpoint
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> ObjectTierSection:
-        if self.parsed_url.kind == "valkey":
-            if self.max_bytes is not None:
-                raise ValueError(
-                    "max_bytes: Valkey limits its size itself; remove it, and set the server's "
-                    "maxmemory, with maxmemory-policy allkeys-lru"
-                )
-            for name in ("endpoint", "region"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name}: only S3 has one; remove it")
+        check_options(
+            self.parsed_url, max_bytes=self.max_bytes, endpoint=self.endpoint, region=self.region
+        )
         return self
 
     @property

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from disagg.config import Deployment
+from disagg.object_urls import S3_INSTALL
 from disagg.private_files import read_own_file
-
-INSTALL = "pip install 'disagg[s3]'"
 
 
 def object_problems(deployment: Deployment, *, here: bool) -> Iterator[str]:
@@ -17,7 +16,7 @@ def object_problems(deployment: Deployment, *, here: bool) -> Iterator[str]:
     if objects is None or not here:
         return
     if objects.parsed_url.kind == "s3" and find_spec("obstore") is None:
-        yield f"tiers.objects.url: s3 — obstore is not installed here; {INSTALL}"
+        yield f"tiers.objects.url: s3 — obstore is not installed here; {S3_INSTALL}"
     if objects.credentials_file is not None:
         key = f"tiers.objects.credentials_file: {str(objects.credentials_file)!r}"
         try:

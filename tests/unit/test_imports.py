@@ -45,8 +45,8 @@ ALLOWED = {
     "credentials": {"config", "errors", "transport.control.secret"},
     "preflight": {
         "config", "config_file", "credentials", "errors", "redaction", "engine.args",
-        "engine.spec", "models.catalogue", "private_files", "transport.nixl.settings",
-        "vllm_compat",
+        "engine.spec", "models.catalogue", "object_urls", "private_files",
+        "transport.nixl.settings", "vllm_compat",
     },
     "cli": {
         "config", "errors", "preflight", "cluster", "router", "bench", "testing", "planning",

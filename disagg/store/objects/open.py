@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from disagg.object_urls import ObjectUrl, parse_object_url
+from disagg.object_urls import ObjectUrl, check_endpoint, check_options, parse_object_url
 from disagg.private_files import read_own_file
 from disagg.store.objects.base import ObjectStore, StoreError
 from disagg.store.objects.guard import GuardedStore
@@ -50,6 +50,17 @@ def open_store(options: ObjectOptions) -> GuardedStore:
         url = parse_object_url(options.url)
     except ValueError as error:
         raise ConfigError(f"tiers.objects.url: {error}") from None
+    try:
+        check_options(
+            url, max_bytes=options.max_bytes, endpoint=options.endpoint, region=options.region
+        )
+    except ValueError as error:
+        raise ConfigError(f"tiers.objects.{error}") from None
+    try:
+        if options.endpoint is not None:
+            check_endpoint(options.endpoint)
+    except ValueError as error:
+        raise ConfigError(f"tiers.objects.endpoint: {error}") from None
     names = _S3_NAMES if url.kind == "s3" else (USER, PASSWORD)
     given = {} if options.credentials_file is None else _read(options.credentials_file, names)
     try:

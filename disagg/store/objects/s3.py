@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from disagg.errors import ConfigError
+from disagg.object_urls import S3_INSTALL
 from disagg.safe_logging import foreign
 from disagg.store.objects.base import (
     DENIED,
@@ -28,8 +29,6 @@ from disagg.store.objects.base import (
 
 if TYPE_CHECKING:
     from obstore.store import S3Store as Client
-
-INSTALL = "pip install 'disagg[s3]'"
 
 _THREADS = 16
 _PIECE = 1 << 20
@@ -188,7 +187,7 @@ def _open(
         from obstore.store import S3Store as Client
     except ImportError as error:
         raise ConfigError(
-            f"tiers.objects.url: s3 — obstore is not installed here; {INSTALL}"
+            f"tiers.objects.url: s3 — obstore is not installed here; {S3_INSTALL}"
         ) from error
     retry: Any = {"max_retries": 1, "retry_timeout": client["timeout"]}
     try:

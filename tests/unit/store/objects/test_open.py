@@ -107,3 +107,20 @@ def test_only_what_has_no_limit_of_its_own_is_swept(
     assert space is not None
     space.close()
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": "valkey://h", "max_bytes": 5}, "tiers.objects.max_bytes: Valkey limits"),
+        ({"url": "valkey://h", "region": "x"}, "tiers.objects.region: only S3"),
+        ({"url": "redis://h", "endpoint": "http://h"}, "tiers.objects.endpoint: only S3"),
+        ({"url": "s3://bucket", "endpoint": "h:9"}, "tiers.objects.endpoint: is no address"),
+        ({"url": "s3://bucket", "endpoint": "http://u:p@h"}, "tiers.objects.endpoint: is no"),
+    ],
+)
+def test_what_a_store_does_not_take_is_refused_without_a_yaml_too(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_store(ObjectOptions(**options))
