@@ -7,19 +7,18 @@ import contextlib
 import http.client
 import json
 import select
-import time
-from collections.abc import Iterator
-from typing import Any
-
-import psutil
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from disagg.router.api import bodies
 from disagg.router.api.bodies import PARAMS, REMOTE_DECODE
 from disagg.testing.vllm_server import VllmServer, completion
+from disagg.testing.waiting import eventually
 
 PATH = "/v1/completions"
 STREAM, INVITATION = bodies.STREAM, bodies.INVITATION
-_SLICE_S, _HOLD_S = 0.002, 60.0
+_HOLD_S = 60.0
+T = TypeVar("T")
 
 
 def prefill_params(stream: str) -> dict[str, Any]:
@@ -88,21 +87,20 @@ def is_idle(server: VllmServer) -> bool:
 
 
 @contextlib.contextmanager
-def held_at(prefill: VllmServer, share: float) -> Iterator[None]:
+def held_at(prefill: VllmServer, share: float, send: Callable[[], T]) -> Iterator[T]:
     """Within the context the scheduler stands still amid a prompt, which has this share of the
-    cache, or more. Its workers go on. Nothing else may be in the cache. Raises TimeoutError if the
-    prompt does not begin."""
-    core, deadline = prefill.core(), time.monotonic() + _HOLD_S
-    core.suspend()
+    cache, or up to two steps more. Its workers go on. Nothing else may be in the cache, and the
+    server `can_hold`. send: sends the prompt; what it returns is the context's. Raises TimeoutError
+    if the prompt does not begin."""
+    hold, held = prefill.hold_file, prefill.hold_file.with_name("held")
+    held.unlink(missing_ok=True)
+    written = hold.with_suffix(".new")
+    written.write_text(str(share))
+    written.rename(hold)
     try:
-        # In slices, so that it does not run away while somebody looks.
-        while used(prefill) < share:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{prefill.name}: the prompt did not begin")
-            core.resume()
-            time.sleep(_SLICE_S)
-            core.suspend()
-        yield
+        sent = send()
+        if not eventually(held.exists, _HOLD_S):
+            raise TimeoutError(f"{prefill.name}: the prompt did not begin")
+        yield sent
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            core.resume()
+        hold.unlink(missing_ok=True)

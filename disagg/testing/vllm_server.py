@@ -73,7 +73,7 @@ def spawn(
 class VllmServer:
     """One `vllm.entrypoints.openai.api_server` process and its API.
 
-    block_size: tokens; None: vLLM's own choice.
+    block_size: tokens; None: vLLM's own choice. can_hold: see `followed_legs.held_at`.
     """
 
     name: str
@@ -85,6 +85,7 @@ class VllmServer:
     env: dict[str, str] = field(default_factory=dict)
     port: int = 0
     block_size: int | None = 128
+    can_hold: bool = False
     process: Started | None = None
     start: Callable[[Sequence[str], dict[str, str], Path], Started] = spawn
     _folder: tempfile.TemporaryDirectory[str] | None = None
@@ -109,6 +110,9 @@ class VllmServer:
         args += ["--dtype", self.dtype, "--enable-prompt-tokens-details", *self.args]
         if self.transfer is not None:
             args += ["--kv-transfer-config", json.dumps(self.transfer)]
+        if self.can_hold:
+            args += ["--scheduler-cls", "disagg.testing.held_scheduler.HeldScheduler"]
+            args += ["--additional-config", json.dumps({"hold_file": str(self.hold_file)})]
         env = {**os.environ, **CPU_ENV, "TMPDIR": self._folder.name, **self.env}
         self.process = self.start(args, env, self.log)
 
@@ -151,6 +155,12 @@ class VllmServer:
         """Continue its processes."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGCONT)
+
+    @property
+    def hold_file(self) -> Path:
+        """Where `held_scheduler` looks."""
+        assert self._folder is not None
+        return Path(self._folder.name) / "hold"
 
     def worker(self) -> psutil.Process:
         """The process that holds the KV cache."""

@@ -7,9 +7,11 @@ blocks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,10 +47,13 @@ from engine.test_exactness import BLOCK, WAYS
 
 ENGINES = ("consumer", "single")
 Prompt = Callable[[int], list[int]]
+Legs = tuple[Leg, Leg]
 N, STEP, BLOCKS = 128, 72, 160
 LONG = 2400
 EARLY, MIDDLE, LATE = (tokens / N / BLOCKS for tokens in (200, 1200, 1900))
 """Shares of the prefill engine's cache that so many tokens of a prompt have."""
+HEARD_S = 1.0
+"""Within this time vLLM's API server tells its scheduler that a client left."""
 AT = pytest.mark.parametrize("at", [EARLY, MIDDLE, LATE], ids=["early", "middle", "late"])
 STEPS = ("--max-num-batched-tokens", str(STEP), "--max-num-seqs", "16")
 SIZE = ("--num-gpu-blocks-override", str(BLOCKS))
@@ -74,7 +79,11 @@ class Scene:
         """Decode knows the prompt; so a handoff that it does not need ends the lease."""
         assert self.classic(self.decode, ids, first.answer()[PARAMS]) == self.right(ids)
 
-    def legs(self, ids: list[int]) -> tuple[Leg, Leg]:
+    def held(self, ids: list[int], at: float) -> contextlib.AbstractContextManager[Legs]:
+        """Both legs; within the context prefill has computed this share of its cache."""
+        return held_at(self.prefill, at, partial(self.legs, ids))
+
+    def legs(self, ids: list[int]) -> Legs:
         """Prefill's and decode's, sent at once."""
         stream = secrets.token_hex(16)
         follows = completion(ids, kv_transfer_params=decode_params(self.invited, stream))
@@ -96,7 +105,8 @@ def start(
 
     def make(name: str, role: str, *args: str) -> VllmServer:
         config = transfer(role, lease_s=LEASE_S)
-        return vllm_server(name, model, logs / f"{name}.log", config, (*args, *SIZE), env=env)
+        log, holds = logs / f"{name}.log", role == "kv_producer"
+        return vllm_server(name, model, log, config, (*args, *SIZE), env=env, can_hold=holds)
 
     return make
 
@@ -207,10 +217,10 @@ def test_many_at_once(scene: Scene, prompt: Prompt) -> None:
 @AT
 def test_prefills_client_leaves(scene: Scene, prompt: Prompt, at: float) -> None:
     ids, before = prompt(LONG), failures(scene.decode, "lease_gone")
-    first, second = scene.legs(ids)
-    with held_at(scene.prefill, at):
+    with scene.held(ids, at) as (first, second):
         assert not first.is_answered
         first.leave()
+        time.sleep(HEARD_S)
     assert token_ids(second.answer()) == scene.right(ids)
     assert failures(scene.decode, "lease_gone") == before + 1
 
@@ -220,8 +230,7 @@ def test_decodes_client_leaves(scene: Scene, prompt: Prompt, at: float) -> None:
     """The lease ends with the prompt, and nobody else can fetch it."""
     ids, outcome = prompt(LONG), {"outcome": "aborted"}
     before = scene.prefill.metric("disagg_leases_total", **outcome)
-    first, second = scene.legs(ids)
-    with held_at(scene.prefill, at):
+    with scene.held(ids, at) as (first, second):
         assert eventually(lambda: used(scene.decode) > 0)
         second.leave()
         assert eventually(lambda: used(scene.decode) == 0)
@@ -246,8 +255,7 @@ def test_decodes_client_leaves_before_the_prompt_begins(scene: Scene, prompt: Pr
 def test_prefill_pauses(scene: Scene, prompt: Prompt) -> None:
     """For as long as decode answers somebody else."""
     ids, other = prompt(LONG), prompt(300)
-    first, second = scene.legs(ids)
-    with held_at(scene.prefill, MIDDLE):
+    with scene.held(ids, MIDDLE) as (first, second):
         scene.prefill.pause()
         try:
             assert token_ids(scene.decode.complete(other)) == scene.right(other)
@@ -260,8 +268,7 @@ def test_prefill_pauses(scene: Scene, prompt: Prompt) -> None:
 def test_prefill_pauses_for_long(scene: Scene, prompt: Prompt) -> None:
     """Decode waits for a deadline, and no longer."""
     ids, before = prompt(LONG), failures(scene.decode)
-    first, second = scene.legs(ids)
-    with held_at(scene.prefill, MIDDLE):
+    with scene.held(ids, MIDDLE) as (first, second):
         scene.prefill.pause()
         try:
             answer = token_ids(second.answer())
@@ -279,9 +286,8 @@ def test_prefill_pauses_for_long(scene: Scene, prompt: Prompt) -> None:
 )
 def test_prefills_cache_is_reset(scene: Scene, prompt: Prompt, anew: bool, at: float) -> None:
     ids = prompt(LONG)
-    first, second = scene.legs(ids)
     asked = f"/reset_prefix_cache?reset_external=true&reset_running_requests={anew}"
-    with held_at(scene.prefill, at):
+    with scene.held(ids, at) as (first, second):
         reset = Leg(scene.prefill, {}, asked)
     assert reset.answer()["success"] is anew
     assert token_ids(second.answer()) == scene.right(ids)
@@ -291,8 +297,7 @@ def test_prefills_cache_is_reset(scene: Scene, prompt: Prompt, anew: bool, at: f
 def test_prefill_begins_anew(scene: Scene, prompt: Prompt) -> None:
     """As when it preempts a prompt: decode goes on following."""
     ids, before = prompt(LONG), (loads(scene.decode), failures(scene.decode))
-    first, second = scene.legs(ids)
-    with held_at(scene.prefill, MIDDLE):
+    with scene.held(ids, MIDDLE) as (first, second):
         reset = Leg(scene.prefill, {}, "/reset_prefix_cache?reset_running_requests=true")
     assert reset.answer()["success"] is True
     assert token_ids(second.answer()) == scene.right(ids)
@@ -355,8 +360,8 @@ def test_decode_is_killed(scene: Scene, start: Callable[..., VllmServer], prompt
     ids, before = prompt(LONG), loads(scene.decode)
     mortal = start("mortal", "kv_consumer")
     with running([mortal]):
-        first, second = Scene(scene.prefill, mortal, scene.single, scene.invited).legs(ids)
-        with held_at(scene.prefill, MIDDLE):
+        mortals = Scene(scene.prefill, mortal, scene.single, scene.invited)
+        with mortals.held(ids, MIDDLE) as (first, second):
             assert eventually(lambda: used(mortal) > 0)
             assert mortal.process is not None
             os.killpg(mortal.process.pid, signal.SIGKILL)
@@ -373,9 +378,8 @@ def test_decode_is_killed(scene: Scene, start: Callable[..., VllmServer], prompt
 def test_prefill_is_killed(scene: Scene, prompt: Prompt, who: str, at: float) -> None:
     """The next test that needs it starts it again."""
     ids, before = prompt(LONG), failures(scene.decode, "peer_lost")
-    first, second = scene.legs(ids)
     assert scene.prefill.process is not None
-    with held_at(scene.prefill, at):
+    with scene.held(ids, at) as (first, second):
         assert not first.is_answered
         if who == "worker":
             scene.prefill.worker().kill()

@@ -90,7 +90,10 @@ class Engines:
         config = {**self.connector.config(self._folder), "kv_role": "kv_both"}
         log = self._folder / f"{self.connector.name}-{name}.log"
         env = {"VLLM_SERVER_DEV_MODE": "1", **self.connector.env()}
-        return VllmServer(name, self._models[model], log, config, args, env=env, start=self._start)
+        folder, holds = self._models[model], args == _STEPS_ARGS
+        return VllmServer(
+            name, folder, log, config, args, env=env, can_hold=holds, start=self._start
+        )
 
     def __enter__(self) -> Engines:
         try:

@@ -39,7 +39,6 @@ from disagg.testing.waiting import eventually
 _TOKENS, _SHORT = 1400, 100
 _AMID = (200, 600, 900)
 """So many tokens of a prompt are computed when its fault comes: early, in the middle, late."""
-_TRIES = 5
 _SOON_S, _LONG_BEFORE_S = 3.0, 3.0
 
 
@@ -102,17 +101,17 @@ def _amid(
     engines: Engines, tokens: int, send: Callable[[Request], None] = Request.follow
 ) -> Iterator[Request]:
     """A request, after decode began to follow it. Within the context prefill stands still, and has
-    computed so many tokens of the prompt, or more. send: sends decode's leg."""
-    for _ in range(_TRIES):
-        request = Request(engines)
+    computed so many tokens of the prompt, or a little more. send: sends decode's leg."""
+    request = Request(engines)
+
+    def both() -> None:
         request.begin()
         send(request)
-        with held_at(engines.left, tokens / BLOCK_SIZE / NUM_BLOCKS):
-            begun = eventually(lambda: used(engines.right) > 0, _SOON_S)
-            if begun and not request.first.is_answered:
-                yield request
-                return
-    raise NotPlayed("no prompt could be held while it was computed")
+
+    with held_at(engines.left, tokens / BLOCK_SIZE / NUM_BLOCKS, both):
+        if not eventually(lambda: used(engines.right) > 0, ANSWER_S):
+            raise NotPlayed("decode did not begin to follow the prompt")
+        yield request
 
 
 def _each(engines: Engines, times: int, one: Callable[[int], list[Outcome]]) -> list[Outcome]:
