@@ -51,6 +51,7 @@ SUITES = (
     Suite("exactness", ("tests/engine/test_exactness.py",)),
     Suite("params", ("tests/engine/test_params.py",)),
     Suite("failure", ("tests/engine/test_faults.py",)),
+    Suite("streaming", ("tests/engine/test_followed.py",)),
     Suite("versions", ("tests/engine/test_versions.py",), here=True),
     Suite("upgrade", ("tests/engine/test_rolling_upgrade.py",), here=True),
 )

@@ -19,7 +19,8 @@ class HeldScheduler(AsyncScheduler):
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """As vLLM's."""
-        hold = Path(self.vllm_config.additional_config[OPTION])
+        given: Any = self.vllm_config.additional_config
+        hold = Path(given[OPTION])
         deadline = time.monotonic() + _LONGEST_S
         while self._is_held(hold) and time.monotonic() < deadline:
             hold.with_name("held").touch()
