@@ -1,4 +1,5 @@
-"""Where an object store is: `s3://bucket/prefix`, or `valkey://host:port/database/prefix`.
+"""Where an object store is: `s3://bucket/prefix`, `valkey://host:port/database/prefix`, or
+`mooncake://master:port/prefix`.
 
 Such a URL holds no password: it is shown in logs, in errors and by `disagg check`. So one with a
 user or with parameters is refused, by a sentence that does not repeat it.
@@ -7,11 +8,12 @@ user or with parameters is refused, by a sentence that does not repeat it.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
-Kind = Literal["s3", "valkey"]
+Kind = Literal["s3", "valkey", "mooncake"]
 
 _KINDS: dict[str, tuple[Kind, bool]] = {
     "s3": ("s3", True),
@@ -19,16 +21,21 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
     "redis": ("valkey", False),
     "valkeys": ("valkey", True),
     "rediss": ("valkey", True),
+    "mooncake": ("mooncake", False),
 }
 S3_INSTALL = "pip install 'disagg[s3]'"
-_PORT = 6379
+MOONCAKE_INSTALL = (
+    "pip install 'disagg[mooncake]', and Debian's libibverbs1 librdmacm1 libnuma1 libcurl4"
+)
+_PORT, _MOONCAKE_PORT = 6379, 50051
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 
 
 @dataclass(frozen=True)
 class ObjectUrl:
-    """host: a server's, or the bucket of S3. tls: of Valkey; with S3 the endpoint says it."""
+    """host: a server's, Mooncake's master's, or the bucket of S3. tls: of Valkey; with S3 the
+    endpoint says it."""
 
     kind: Kind
     host: str
@@ -42,6 +49,8 @@ class ObjectUrl:
         if self.kind == "s3":
             return "/".join(["s3:/", self.host, *([self.prefix] if self.prefix else [])])
         host = f"[{self.host}]" if ":" in self.host else self.host
+        if self.kind == "mooncake":
+            return f"mooncake://{host}:{self.port}/{self.prefix}"
         scheme = "valkeys" if self.tls else "valkey"
         return f"{scheme}://{host}:{self.port}/{self.database}/{self.prefix}"
 
@@ -65,6 +74,8 @@ def parse_object_url(text: str) -> ObjectUrl:
         raise ValueError("has parameters behind a ? or a #; remove them")
     if kind == "s3":
         return _s3(parts, port)
+    if kind == "mooncake":
+        return _mooncake(parts, port)
     database, _, prefix = parts.path.strip("/").partition("/")
     if not parts.hostname:
         raise ValueError("names no host; write valkey://host:port/0")
@@ -87,20 +98,38 @@ def check_endpoint(endpoint: str) -> None:
         raise ValueError("is no address of a server; write http(s)://host:port")
 
 
-def check_options(
-    url: ObjectUrl, *, max_bytes: int | None, endpoint: str | None, region: str | None
-) -> None:
-    """Raises `ValueError`, which names the field, for what this kind of store does not take."""
-    if url.kind == "s3":
-        return
-    if max_bytes is not None:
-        raise ValueError(
-            "max_bytes: Valkey limits its size itself; remove it, and set the server's maxmemory, "
-            "with maxmemory-policy allkeys-lru"
-        )
-    for name, value in (("endpoint", endpoint), ("region", region)):
-        if value is not None:
-            raise ValueError(f"{name}: only S3 has one; remove it")
+_NOT_WITH: dict[Kind, dict[str, str]] = {
+    "s3": {},
+    "valkey": {
+        "max_bytes": "Valkey limits its size itself; remove it, and set the server's maxmemory, "
+        "with maxmemory-policy allkeys-lru",
+        "endpoint": "only S3 has one; remove it",
+        "region": "only S3 has one; remove it",
+    },
+    "mooncake": {
+        "max_bytes": "the memory that mooncake_client processes lend is the limit; remove it",
+        "ttl_s": "Mooncake evicts what was not used, at no set time; remove it",
+        "endpoint": "only S3 has one; remove it",
+        "region": "only S3 has one; remove it",
+        "credentials_file": "Mooncake asks for none; remove it, and let nobody else reach it",
+        "ca_file": "Mooncake knows no certificates; remove it, and let nobody else reach it",
+    },
+}
+
+
+def check_options(url: ObjectUrl, given: Mapping[str, object]) -> None:
+    """`given`: the other settings by their keys; None: not set. Raises `ValueError`, which names
+    the key, for what this kind of store does not take."""
+    for name, why in _NOT_WITH[url.kind].items():
+        if given.get(name) is not None:
+            raise ValueError(f"{name}: {why}")
+
+
+def _mooncake(parts: SplitResult, port: int | None) -> ObjectUrl:
+    if not parts.hostname:
+        raise ValueError("names no host; write mooncake://master:50051")
+    prefix = _prefix(parts.path.strip("/")) or "disagg-kv"
+    return ObjectUrl("mooncake", parts.hostname, prefix, port or _MOONCAKE_PORT, tls=False)
 
 
 def _s3(parts: SplitResult, port: int | None) -> ObjectUrl:

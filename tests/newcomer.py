@@ -1,7 +1,7 @@
 """Plays somebody who has just found the project: a fresh clone, README's commands as printed, a
 wheel in an empty environment, a job on a Ray of its own, and the examples that run here.
 
-    python tests/newcomer.py            all of it, about ten minutes
+    python tests/newcomer.py            all of it, about twenty minutes
     python tests/newcomer.py wheel      the wheel alone, which `make test` plays too
 
 The commands are read from README.md: the blocks that begin with ```sh. What `make serve` starts is
@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _START_S, _COMMAND_S = 300.0, 900.0
+_COLLECTOR = "http://127.0.0.1:4318"
 
 
 def main() -> int:
@@ -122,6 +123,43 @@ def examples(folder: Path) -> None:
         )
         said = run(f"{python} examples/batch.py in.jsonl out.jsonl", source)
         assert len((source / "out.jsonl").read_text().splitlines()) == 6, said
+    _plain_servers(source, python)
+    with served(f"{python} examples/traces.py", source, ready="listening on", log="traces.log"):
+        spans = f"--set engine.args.otlp_traces_endpoint={_COLLECTOR}/v1/traces"
+        spans += " --set engine.env.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf"
+        serve = f"{source}/.venv/bin/disagg serve serve_configs/cpu-1p1d.yaml {spans}"
+        with served(serve, source, env={"OTEL_EXPORTER_OTLP_ENDPOINT": _COLLECTOR}):
+            run(f"{python} examples/chat.py 'What is the capital of France?'", source)
+            until(lambda: "decode" in (source / "traces.log").read_text())
+    run(f"{source}/.venv/bin/disagg make-model .cache/models/wide --hidden 512", source)
+    with served(f"{source}/.venv/bin/disagg serve examples/two_models.yaml", source):
+        for model in ("tiny", "wide"):
+            run(_ask(model), source)
+    run(f"{python} examples/hidden_states.py", source)
+    if os.geteuid() == 0:
+        run(f"cd {source} && {python} -m examples.streaming streaming.svg", source)
+
+
+def _plain_servers(source: Path, python: str) -> None:
+    """vLLM's own servers with our connector, and with vLLM's."""
+    options = ".cache/models/tiny --enforce-eager --block-size 128"
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env |= {"OMP_NUM_THREADS": "1", "KV_BUFFER_DEVICE": "cpu"}
+    for script in ("plain_vllm.sh", "nixl_vllm.sh"):
+        with served(f"examples/{script} {options}", source, env=env):
+            if script == "plain_vllm.sh":
+                engines = "http://127.0.0.1:8101 http://127.0.0.1:8102"
+                run(f"{python} examples/handoff.py {engines}", source)
+            run(_ask(".cache/models/tiny"), source)
+
+
+def _ask(model: str) -> str:
+    """A completion of 400 words."""
+    body = f'{{"model": "{model}", "prompt": "{"so " * 400}", "max_tokens": 4}}'
+    return (
+        "curl -sSf http://127.0.0.1:8000/v1/completions "
+        f"-H 'Content-Type: application/json' -d '{body}'"
+    )
 
 
 # ---- tools -----------------------------------------------------------------------------------
@@ -165,13 +203,18 @@ def run(
 
 @contextlib.contextmanager
 def served(
-    command: str, folder: Path, *, ready: str = "Ready: ", env: dict[str, str] | None = None
+    command: str,
+    folder: Path,
+    *,
+    ready: str = "Ready: ",
+    env: dict[str, str] | None = None,
+    log: str = "served.log",
 ) -> Iterator[None]:
     """The command in a session of its own until it says that it is ready; its group gets SIGTERM
     afterwards, as from a supervisor, and must leave nothing."""
     print(f"$ {command} &", flush=True)
-    log = folder / "served.log"
-    with log.open("w") as out:
+    said = folder / log
+    with said.open("w") as out:
         process = subprocess.Popen(
             ["bash", "-c", f"exec {command}"],
             cwd=folder,
@@ -181,8 +224,8 @@ def served(
             start_new_session=True,
         )
     try:
-        until(lambda: ready in log.read_text() or process.poll() is not None)
-        assert process.poll() is None, log.read_text()
+        until(lambda: ready in said.read_text() or process.poll() is not None)
+        assert process.poll() is None, said.read_text()
         yield
     finally:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Real servers of object stores on this machine: Valkey, and moto's S3, each a process."""
+"""Real servers of object stores on this machine: Valkey, moto's S3, and a Mooncake store."""
 
 from __future__ import annotations
 
@@ -116,6 +116,66 @@ class S3Server(Server):
         return False
 
 
+class MooncakeServer(Server):
+    """A master, and a process that lends it memory: started again, it is empty."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(log)
+        self.url = f"mooncake://127.0.0.1:{self.port}/test"
+        self._lender: subprocess.Popen[bytes] | None = None
+        self._other_port, self._metrics_port = _free_port(), _free_port()
+
+    def command(self) -> Sequence[str]:
+        words = [_beside("mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}"]
+        # Objects that were just read may be evicted, so that a store that is full says so soon.
+        words += ["--enable_metric_reporting=false", "--default_kv_lease_ttl=100"]
+        return [*words, f"--metrics_port={self._metrics_port}"]
+
+    def start(self) -> None:
+        self._log.unlink(missing_ok=True)  # so that only this start's words are found
+        super().start()
+        words = [_beside("mooncake_client"), "--host=127.0.0.1", f"--port={self._other_port}"]
+        words += ["--metadata_server=P2PHANDSHAKE", "--global_segment_size=256 MB"]
+        words += [f"--master_server_address=127.0.0.1:{self.port}"]
+        with self._log.open("ab") as log:
+            self._lender = subprocess.Popen(words, stdout=log, stderr=log)
+        deadline = time.monotonic() + _START_S
+        while "Starting real client service" not in self._log.read_text(errors="replace"):
+            if self._lender.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError(f"nobody lends memory: {self._log.read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        super().kill()
+        self.kill_lender()
+
+    def kill_lender(self) -> None:
+        """SIGKILL the process whose memory has the objects."""
+        if self._lender is not None:
+            self._lender.kill()
+            self._lender.wait(10)
+            self._lender = None
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+            return True
+        return False
+
+
+def has_mooncake() -> bool:
+    """Whether its client and servers can run here."""
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _beside(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -136,6 +196,16 @@ def running_valkey(log: Path, *options: str) -> Iterator[ValkeyServer]:
 @contextlib.contextmanager
 def running_s3(log: Path) -> Iterator[S3Server]:
     server = S3Server(log)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextlib.contextmanager
+def running_mooncake(log: Path) -> Iterator[MooncakeServer]:
+    server = MooncakeServer(log)
     server.start()
     try:
         yield server

@@ -504,8 +504,8 @@ def serve(
         str,
         typer.Option(
             help="colocated, colocated-affinity, colocated-knows, apart, apart-affinity, "
-            "apart-knows, apart-shares, apart-all, apart-whole; comma-separated. Empty: write "
-            "traces only."
+            "apart-knows, apart-shares, apart-all, apart-whole, colocated-vllm-router, "
+            "apart-vllm-router; comma-separated. Empty: write traces only."
         ),
     ] = "colocated,apart",
     pairs: Annotated[

@@ -122,8 +122,9 @@ class ObjectTierSection(Section):
     """Tier of KV blocks in an object store, which engines on several machines share."""
 
     url: str = Field(
-        description="s3://bucket/prefix, or valkey://host:port/database (valkeys:// with TLS; "
-        "redis:// and rediss:// are the same); without a user or a password"
+        description="s3://bucket/prefix, valkey://host:port/database (valkeys:// with TLS; "
+        "redis:// and rediss:// are the same), or mooncake://master:port; without a user or a "
+        "password"
     )
     endpoint: str | None = Field(
         None, description="S3: the server's URL; default: that of AWS in the region"
@@ -139,7 +140,7 @@ class ObjectTierSection(Section):
         None,
         gt=0,
         description="Seconds after which an object goes. Valkey: since it was used, S3: since it "
-        "was written",
+        "was written; Mooncake has none",
     )
     checksum: ChecksumName = Field(
         "keyed",
@@ -182,9 +183,7 @@ class ObjectTierSection(Section):
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> ObjectTierSection:
-        check_options(
-            self.parsed_url, max_bytes=self.max_bytes, endpoint=self.endpoint, region=self.region
-        )
+        check_options(self.parsed_url, dict(self))
         return self
 
     @property

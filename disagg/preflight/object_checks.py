@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from disagg.config import Deployment
-from disagg.object_urls import S3_INSTALL
+from disagg.object_urls import MOONCAKE_INSTALL, S3_INSTALL
 from disagg.private_files import read_own_file
 
 
@@ -17,6 +17,8 @@ def object_problems(deployment: Deployment, *, here: bool) -> Iterator[str]:
         return
     if objects.parsed_url.kind == "s3" and find_spec("obstore") is None:
         yield f"tiers.objects.url: s3 — obstore is not installed here; {S3_INSTALL}"
+    if objects.parsed_url.kind == "mooncake" and find_spec("mooncake") is None:
+        yield f"tiers.objects.url: mooncake — its client is not installed here; {MOONCAKE_INSTALL}"
     if objects.credentials_file is not None:
         key = f"tiers.objects.credentials_file: {str(objects.credentials_file)!r}"
         try:

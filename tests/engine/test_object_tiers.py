@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from object_servers import ENVIRONMENT, S3Server, Server, running_s3, running_valkey
+from object_servers import (
+    ENVIRONMENT,
+    S3Server,
+    Server,
+    has_mooncake,
+    running_mooncake,
+    running_s3,
+    running_valkey,
+)
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from disagg.testing.waiting import eventually
@@ -30,7 +39,25 @@ class Engines(NamedTuple):
     store: Server
 
 
-@pytest.fixture(scope="module", params=["valkey", pytest.param("s3", marks=pytest.mark.slow)])
+STORES: dict[str, Callable[[Path], AbstractContextManager[Server]]] = {
+    "valkey": running_valkey,
+    "s3": running_s3,
+    "mooncake": running_mooncake,
+}
+KINDS = [
+    "valkey",
+    pytest.param("s3", marks=pytest.mark.slow),
+    pytest.param(
+        "mooncake",
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(not has_mooncake(), reason="Mooncake is not installed"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def engines(
     fleet: Fleet,
     model: Path,
@@ -39,8 +66,7 @@ def engines(
     request: pytest.FixtureRequest,
 ) -> Iterator[Engines]:
     logs = tmp_path_factory.mktemp("logs")
-    opened = running_valkey if request.param == "valkey" else running_s3
-    with opened(logs / "store.log") as store:
+    with STORES[request.param](logs / "store.log") as store:
         settings = {"url": store.url, "reset_keeps_objects": True}
         if isinstance(store, S3Server):
             settings |= {"endpoint": store.endpoint, "region": "us-east-1"}

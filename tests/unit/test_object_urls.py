@@ -32,6 +32,16 @@ from disagg.object_urls import ObjectUrl, parse_object_url
             ObjectUrl("valkey", "host", "x/y", 6379, 1, True),
             "valkeys://host:6379/1/x/y",
         ),
+        (
+            "mooncake://master",
+            ObjectUrl("mooncake", "master", "disagg-kv", 50051, tls=False),
+            "mooncake://master:50051/disagg-kv",
+        ),
+        (
+            "mooncake://10.0.0.1:7000/a/b",
+            ObjectUrl("mooncake", "10.0.0.1", "a/b", 7000, tls=False),
+            "mooncake://10.0.0.1:7000/a/b",
+        ),
     ],
 )
 def test_what_a_url_says(text: str, url: ObjectUrl, shown: str) -> None:
@@ -54,6 +64,8 @@ def test_what_a_url_says(text: str, url: ObjectUrl, shown: str) -> None:
         ("redis://host/secret", "no number of a database"),
         ("redis://host/-1", "no number of a database"),
         ("redis:///0", "names no host"),
+        ("mooncake:///secret", "names no host"),
+        ("mooncake://user:secret@host", "has a user or a password"),
         ("s3:///secret", "names no bucket"),
         ("s3://Secret_Bucket", "names no bucket"),
         ("s3://bucket:80/secret", "names no bucket"),

@@ -112,9 +112,9 @@ class Scene:
         with ExitStack() as stack:
             url, _ = launch(stack, f"the router of {name}", self._router(way))
             batch = self._send(url, asked, key)
-            router = parts.sums([_exposition(url)], parts.ROUTER)
+            router = None if way.peer else parts.sums([_exposition(url)], parts.ROUTER)
         first_token = None
-        if times_before is not None:
+        if times_before is not None and router is not None:
             grown = map(parts.growth, times_before, self._times())
             first_token = parts.parts(router, *grown)
         for server in servers:
@@ -144,6 +144,18 @@ class Scene:
         return load.converse(url, talks)
 
     def _router(self, way: Way) -> list[str]:
+        return self._peer(way) if way.peer else self._ours(way)
+
+    def _peer(self, way: Way) -> list[str]:
+        """vllm-router's command, with its own defaults."""
+        words = [str(Path(sys.executable).with_name("vllm-router")), "--host", "127.0.0.1"]
+        words += ["--port", "{port}", "--prometheus-port", str(free_port()), "--log-level", "warn"]
+        if not way.is_apart:
+            return [*words, "--worker-urls", *(server.url for server in self._plain)]
+        words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        return [*words, *_options("--prefill", self._prefill), *_options("--decode", self._decode)]
+
+    def _ours(self, way: Way) -> list[str]:
         ours = [sys.executable, "-m", "disagg.cli", "router", "--host", "127.0.0.1"]
         ours += ["--port", "{port}", "--decode-policy", way.policy]
         if way.hears:

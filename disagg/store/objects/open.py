@@ -14,6 +14,7 @@ from disagg.object_urls import ObjectUrl, check_endpoint, check_options, parse_o
 from disagg.private_files import read_own_file
 from disagg.store.objects.base import ObjectStore, StoreError
 from disagg.store.objects.guard import GuardedStore
+from disagg.store.objects.mooncake import MooncakeStore
 from disagg.store.objects.resp import Address
 from disagg.store.objects.s3 import S3Store
 from disagg.store.objects.space import ObjectSpace, OnRemoved
@@ -51,9 +52,7 @@ def open_store(options: ObjectOptions) -> GuardedStore:
     except ValueError as error:
         raise ConfigError(f"tiers.objects.url: {error}") from None
     try:
-        check_options(
-            url, max_bytes=options.max_bytes, endpoint=options.endpoint, region=options.region
-        )
+        check_options(url, vars(options))
     except ValueError as error:
         raise ConfigError(f"tiers.objects.{error}") from None
     try:
@@ -64,7 +63,7 @@ def open_store(options: ObjectOptions) -> GuardedStore:
     names = _S3_NAMES if url.kind == "s3" else (USER, PASSWORD)
     given = {} if options.credentials_file is None else _read(options.credentials_file, names)
     try:
-        store = _s3(url, options, given) if url.kind == "s3" else _valkey(url, options, given)
+        store = _OPEN[url.kind](url, options, given)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"tiers.objects.ca_file: {str(options.ca_file)!r} — cannot be used ({error}); name a "
@@ -77,7 +76,10 @@ def space_of(
     options: ObjectOptions, store: ObjectStore, on_removed: OnRemoved | None = None
 ) -> ObjectSpace | None:
     """What limits the store's size; None where the server does, or should: see `_warn`."""
-    if parse_object_url(options.url).kind == "valkey":
+    kind = parse_object_url(options.url).kind
+    if kind == "mooncake":
+        return None
+    if kind == "valkey":
         threading.Thread(target=_warn, args=(store,), name="kv-valkey-limit", daemon=True).start()
         return None
     return ObjectSpace(store, options.max_bytes or S3_BYTES, options.ttl_s, on_removed)
@@ -115,6 +117,14 @@ def _valkey(url: ObjectUrl, options: ObjectOptions, given: dict[str, str]) -> Ob
     return ValkeyStore(
         address, url.prefix, str(url), ttl_s=options.ttl_s, timeout_s=options.timeout_s
     )
+
+
+def _mooncake(url: ObjectUrl, options: ObjectOptions, given: dict[str, str]) -> ObjectStore:
+    address = f"{url.host}:{url.port}"
+    return MooncakeStore(address, url.prefix, str(url), timeout_s=options.timeout_s)
+
+
+_OPEN = {"s3": _s3, "valkey": _valkey, "mooncake": _mooncake}
 
 
 def _warn(store: ObjectStore) -> None:

@@ -58,10 +58,13 @@ def cache_of(*specs: KVCacheSpec, layout: KVCacheLayout = KVCacheLayout.LBHNC) -
 
 def config_of(**changed: Any) -> Any:
     values = {"speculative_config": None, "pipeline_parallel_size": 1, **changed}
+    values["kv_transfer_config"] = SimpleNamespace()
     stages = values.pop("pipeline_parallel_size")
     return SimpleNamespace(
         model_config=SimpleNamespace(model="m", use_mla=False, enable_sleep_mode=False),
-        cache_config=SimpleNamespace(block_size=16),
+        cache_config=SimpleNamespace(
+            block_size=16, enable_prefix_caching=True, prefix_match_unit=None
+        ),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=stages, decode_context_parallel_size=1
         ),

@@ -94,7 +94,11 @@ def test_what_was_computed_is_loaded(
         ask(engine, prompt)
         chunk = per_chunk * chunk_blocks(CACHES[name]) * BLOCK
         if LAST_STATE_IS_BEHIND_THE_PROMPT.here and is_stateful(name) and length % BLOCK == 0:
-            chunk = STEP  # the states are at the ends of whole steps
+            # States are at the ends of whole steps; those that the last step leaves out may be
+            # none at all.
+            there = (length - 1) // STEP * STEP
+            assert computed(engine, since) in (length - there + 2, length + 2)
+            continue
         there = (length - 1) // chunk * chunk
         assert computed(engine, since) == length - there + 2
 

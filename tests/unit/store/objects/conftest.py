@@ -8,17 +8,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from object_servers import BUCKET, Server, running_s3, running_valkey
+from object_servers import (
+    BUCKET,
+    Server,
+    has_mooncake,
+    running_mooncake,
+    running_s3,
+    running_valkey,
+)
 from unit.store.chunks import FINGERPRINT, SPEC
 
 from disagg.store.directory_files import file_name
 from disagg.store.objects.base import ObjectStore
+from disagg.store.objects.mooncake import MooncakeStore
 from disagg.store.objects.resp import Address
 from disagg.store.objects.s3 import S3Store
 from disagg.store.objects.tier import Objects
 from disagg.store.objects.valkey import ValkeyStore
 
-KINDS = ("valkey", "s3")
+needs_mooncake = pytest.mark.skipif(not has_mooncake(), reason="Mooncake is not installed")
+KINDS = ("valkey", "s3", pytest.param("mooncake", marks=needs_mooncake))
 _PREFIXES = itertools.count()
 
 
@@ -33,8 +42,11 @@ class Stores:
     def open(self, *, timeout_s: float = 30.0, ttl_s: float | None = None) -> ObjectStore:
         store: ObjectStore
         if self.kind == "valkey":
-            address = Address("127.0.0.1", self.server.port)
-            store = ValkeyStore(address, self.prefix, "valkey", ttl_s=ttl_s, timeout_s=timeout_s)
+            at = Address("127.0.0.1", self.server.port)
+            store = ValkeyStore(at, self.prefix, "valkey", ttl_s=ttl_s, timeout_s=timeout_s)
+        elif self.kind == "mooncake":
+            address = f"127.0.0.1:{self.server.port}"
+            store = MooncakeStore(address, self.prefix, "mooncake", timeout_s=timeout_s)
         else:
             endpoint = f"http://127.0.0.1:{self.server.port}"
             secrets = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
@@ -70,6 +82,12 @@ def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running_s3(tmp_path_factory.mktemp("s3") / "log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mooncake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_mooncake(tmp_path_factory.mktemp("mooncake") / "log") as server:
         yield server
 
 

@@ -90,6 +90,8 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert problem("s3://bucket") == (
         "tiers.objects.url: s3 — obstore is not installed here; pip install 'disagg[s3]'"
     )
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    assert "Debian's libibverbs1" in problem("mooncake://master")
 
 
 def test_only_what_has_no_limit_of_its_own_is_swept(
@@ -115,6 +117,9 @@ def test_only_what_has_no_limit_of_its_own_is_swept(
         ({"url": "valkey://h", "max_bytes": 5}, "tiers.objects.max_bytes: Valkey limits"),
         ({"url": "valkey://h", "region": "x"}, "tiers.objects.region: only S3"),
         ({"url": "redis://h", "endpoint": "http://h"}, "tiers.objects.endpoint: only S3"),
+        ({"url": "mooncake://h", "ttl_s": 5.0}, "tiers.objects.ttl_s: Mooncake evicts"),
+        ({"url": "mooncake://h", "max_bytes": 5}, "tiers.objects.max_bytes: the memory that"),
+        ({"url": "mooncake://h", "ca_file": Path("x")}, "tiers.objects.ca_file: Mooncake knows"),
         ({"url": "s3://bucket", "endpoint": "h:9"}, "tiers.objects.endpoint: is no address"),
         ({"url": "s3://bucket", "endpoint": "http://u:p@h"}, "tiers.objects.endpoint: is no"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import safetensors
-from object_servers import Server, running_s3, running_valkey
+from object_servers import Server, running_mooncake, running_s3, running_valkey
 from unit.store.chunks import (
     FINGERPRINT,
     GARBAGE,
@@ -21,12 +21,13 @@ from unit.store.chunks import (
     open_directory,
     path_of,
 )
-from unit.store.objects.conftest import Stores, content, name_of, replace
+from unit.store.objects.conftest import Stores, content, name_of, needs_mooncake, replace
 
 from disagg.checksums import Checksum
 from disagg.errors import ConfigError
 from disagg.store.base import FileStats, ReadOutcome, ReadResult, WriteOutcome, WriteResult
 from disagg.store.fingerprint import Fingerprint
+from disagg.store.objects.base import StoreError
 from disagg.store.objects.guard import Breaker, GuardedStore
 from disagg.store.objects.tier import ObjectFinder, Objects
 from disagg.testing.waiting import eventually
@@ -177,6 +178,47 @@ def test_callers_mistakes_are_errors(stores: Stores) -> None:
 
 
 # ---- outages ---------------------------------------------------------------------------------
+
+
+@needs_mooncake
+def test_an_outage_of_mooncake_is_a_miss_and_ends(tmp_path: Path) -> None:
+    """All of it is killed, and started again; the master is stopped; who lent the memory dies."""
+    with running_mooncake(tmp_path / "log") as server:
+        own = Stores("mooncake", server)
+        guarded = GuardedStore(own.open(timeout_s=0.5), Breaker("store", failures=2, pause_s=0.01))
+        tier = own.tier(store=guarded)
+        assert write(tier).ok
+        server.kill()
+        for _ in range(3):
+            assert read(tier)[0].outcome is ReadOutcome.FAILED
+            assert write(tier, key_of(2)).outcome is WriteOutcome.FAILED
+        assert guarded.breaker.is_open
+        server.start()
+        assert eventually(lambda: write(tier).ok, 60)
+        assert read(tier)[1] == content_of(KEY)
+        with server.stopped():
+            assert read(tier)[0] == ReadResult(ReadOutcome.FAILED, reason="timeout")
+        assert eventually(lambda: read(tier)[1] == content_of(KEY), 60)
+        server.kill_lender()
+        assert read(tier)[0].outcome in (ReadOutcome.MISSING, ReadOutcome.FAILED)
+        assert not write(tier, key_of(3)).ok
+        own.close()
+
+
+@needs_mooncake
+def test_a_full_mooncake_store_says_so(mooncake_server: Server) -> None:
+    store = Stores("mooncake", mooncake_server).open()
+    piece = memoryview(bytes(32 << 20))
+
+    def fill() -> None:
+        for number in range(20):
+            store.put(f"large/{number}", [piece])
+
+    with pytest.raises(StoreError) as caught:
+        fill()
+    assert caught.value.reason == "full"
+    store.remove([f"large/{number}" for number in range(20)])
+    store.close()
 
 
 @pytest.fixture(params=["valkey", "s3"])
