@@ -361,6 +361,7 @@ class Restarts:
                 self._tell(f"{place.name}: {stage}", "")
         elif place.engine.look(LOOK_S) > settings.hang_timeout_s:
             limit = f"{settings.hang_timeout_s:g} s (engine.hang_timeout_s)"
+            place.engine.vanished = True
             self._died(place, EngineFailure(f"its actor did not answer for {limit}", ""), "died")
 
     def _failure(self) -> str | None:
