@@ -1,7 +1,6 @@
 """Data parallel decode groups that are added, drained and replaced while requests run.
 
-A dense model: its ranks do not compute together, and cost the least. The resources are tiny but not
-zero, so that Ray places each group by a placement group.
+The resources are tiny but not zero, so that Ray places each group by a placement group.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from cluster.test_serve import (
     states,
     temporary,
 )
-from disagg.testing.checkpoint import make_model
+from engine.windows import make_experts
 
 CHANGE_S = 600  # of each change; an engine may take minutes to start beside other tests
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * CHANGE_S)]
 
-TOKENS, PROMPTS, CLIENTS = 200, 8, 3
+TOKENS, PROMPTS, CLIENTS = 64, 8, 3
 FIRST, SECOND = ("decode-0", "decode-1"), ("decode-2", "decode-3")
 
 
@@ -112,7 +111,7 @@ class Clients:
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder, port = tmp_path_factory.mktemp("groups"), free_port()
-    make_model(folder / "model")
+    make_experts(folder / "model")
     content = deployment(folder / "model", port)
     content["engine"]["args"]["enforce_eager"] = True
     content["decode"] = {
