@@ -126,7 +126,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         try:
             reference = Reference(folder / "model")
             right = [reference.answer(ids, TOKENS) for ids in prompts]
-            served.until(lambda: "Ready: " in served.text, CHANGE_S)
+            served.until(
+                lambda: "Ready: " in served.text or served.process.poll() is not None, CHANGE_S
+            )
+            assert served.process.poll() is None, served.text
             yield Scene(served, port, folder, content, prompts, right)
         finally:
             end(served)
