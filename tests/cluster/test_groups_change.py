@@ -177,7 +177,7 @@ def test_replaced_as_groups(scene: Scene) -> None:
         "decode-0 and decode-1 drain",
         "decode-0 and decode-1 are idle and end",
     ]
-    found = re.findall("starting .*|decode-. and decode-. .*", said)
+    found = re.findall("starting decode.*|decode-. and decode-. .*", said)
     assert sorted(found) == sorted(steps)
     assert found.index(steps[0]) < found.index(steps[2]) < found.index(steps[3])
     assert scene.serving() == up(SECOND, ("decode-4", "decode-5"))
@@ -188,16 +188,19 @@ def test_replaced_as_groups(scene: Scene) -> None:
 
 def test_of_another_size(scene: Scene) -> None:
     """A group gives way to one engine, and this one to a group."""
+    before = sorted(scene.serving())
     with Clients(scene, CLIENTS).running():
-        said = scene.change(args={"max_num_seqs": 16})
-        assert "starting decode-0\n" in said
-        assert "decode-2 and decode-3 are idle and end" in said
-        assert scene.serving() == up(("decode-0",))
+        said = scene.change(args={})
+        (alone,) = scene.serving()
+        assert alone not in before
+        assert f"starting {alone}\n" in said
+        assert f"{' and '.join(before)} are idle and end" in said
         scene.served.note()
         said = scene.change()
-        assert "starting decode-2, decode-3\n" in said
-        assert "decode-0 is idle and ends" in said
-        assert scene.serving() == up(SECOND)
+        after = sorted(scene.serving())
+        assert after in (list(FIRST), list(SECOND))
+        assert f"starting {', '.join(after)}\n" in said
+        assert f"{alone} is idle and ends" in said
 
 
 def test_the_autoscaler_counts_groups(scene: Scene) -> None:
@@ -212,7 +215,7 @@ def test_the_autoscaler_counts_groups(scene: Scene) -> None:
         assert requests, decided
         assert 4 < int(requests[1]) <= 6
         served.until(lambda: len(scene.serving()) == 4, CHANGE_S)
-        served.until(lambda: scene.serving() == up(FIRST, SECOND), CHANGE_S)
+        served.until(lambda: set(scene.serving().values()) == {"up"}, CHANGE_S)
         served.note()
         time.sleep(12)
         assert served.text.count("autoscaler:") == 1, served.text
