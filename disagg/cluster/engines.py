@@ -68,7 +68,7 @@ class Engine:
     load_asked_at: float = 0.0
     """When that answer was asked for, in monotonic seconds."""
     vanished: bool = False
-    """Its actor ended without a report, and its node may have died."""
+    """Its actor ended without a report, or does not answer. Its node may have died."""
     _found: EngineHome | None = None
     _progress: Any = None
     _load: Any = None

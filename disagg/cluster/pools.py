@@ -139,6 +139,7 @@ def create(spec: EngineSpec, node_id: str | None, avoid: str | None = None) -> A
             .remote(spec)
         )
     except ValueError as error:  # Ray has not yet released the name of the previous actor
+        _remove_group(spec)
         raise NotNow(str(error)) from error
 
 

@@ -49,14 +49,14 @@ class EngineActor:
             os.setpgid(0, 0)
         self._guardian_pid = guardian.spawn(Path(scratch))
         self._scratch = scratch
-        os.environ.update(engine_env(spec, scratch=scratch))
+        self._address = "127.0.0.1" if spec.loopback else _node_address()
+        os.environ.update(engine_env(spec, scratch=scratch, address=self._address))
         open_request_log(enabled=spec.deployment.router.access_log)
         context = ray.get_runtime_context()
         if spec.deployment.spreads_ranks(spec.role):
             # vLLM's engine process connects to Ray again. Without an address it starts its own Ray.
             os.environ["RAY_ADDRESS"] = context.gcs_address
         self._node_id = context.get_node_id()
-        self._address = "127.0.0.1" if spec.loopback else _node_address()
         self._info: EngineInfo | None = None
         self._failure: EngineFailure | None = None
         self._began = time.monotonic()

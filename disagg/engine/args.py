@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from disagg.config import Deployment, Role, TransferSection
 from disagg.engine.spec import EngineSpec
 from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV, POLL_SLEEP_US
@@ -272,11 +274,11 @@ def _tiers(spec: EngineSpec) -> dict[str, Any] | None:
     }
 
 
-def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
+def engine_env(spec: EngineSpec, *, scratch: str, address: str | None = None) -> dict[str, str]:
     """The engine's environment variables, to be merged into those of its process.
 
     `scratch`: the engine's folder for vLLM's sockets and rendezvous files. The caller creates and
-    removes it.
+    removes it. `address`: that of its node; None: not known yet.
     """
     deployment = spec.deployment
     pool = deployment.pool(spec.role)
@@ -285,6 +287,8 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if spec.loopback:
         env["VLLM_HOST_IP"] = "127.0.0.1"
+    if address is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        env |= _gloo_env(spec, address)
     args = deployment.args(spec.role)
     if is_cpu(spec):
         if args.get("kv_cache_memory_bytes") is None:  # the variable would override it
@@ -301,6 +305,21 @@ def engine_env(spec: EngineSpec, *, scratch: str) -> dict[str, str]:
         env["PYTHONHASHSEED"] = "0"  # else block hashes differ between engines, and nothing matches
     given = {SECRET_ENV: spec.secret, KEY_ENV: spec.engine_key}
     return env | deployment.engine.env | pool.env | given
+
+
+def _gloo_env(spec: EngineSpec, address: str) -> dict[str, str]:
+    """Where gloo listens, over which CPU ranks compute and GPU ranks meet.
+
+    Gloo's default is the address of the host's own name. That may be 127.0.1.1, which no other
+    host reaches, or one of a network, for ranks that are all on this host.
+    """
+    if spec.deployment.spreads_ranks(spec.role):
+        return {}  # vLLM starts these ranks, each on its own node
+    there = "127.0.0.1" if spec.ranks == 1 or spec.loopback else address
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == there for one in addresses):
+            return {"GLOO_SOCKET_IFNAME": name}
+    return {}
 
 
 def _gpu_env(spec: EngineSpec) -> dict[str, str]:

@@ -187,10 +187,18 @@ def _kind_problems(deployment: Deployment, role: Role, model: ModelConfig) -> It
         )
     configs = model.whole.get("block_configs") or model.text.get("block_configs")
     experts = any(model.text.get(name) or model.whole.get(name) for name in _EXPERTS)
-    if args.get("enable_expert_parallel") is True and not experts and not configs:
+    if experts or configs:
+        return
+    if args.get("enable_expert_parallel") is True:
         yield (
             f"{described(deployment, role, 'enable_expert_parallel')} — the model's config.json "
             "names no experts; remove it"
+        )
+    if (ranks := deployment.data_parallel_size(role)) > 1:
+        yield (
+            f"{described(deployment, role, 'data_parallel_size')} — the model's config.json names "
+            "no experts, and without them such ranks share nothing, so vLLM refuses them; remove "
+            f"it, and set the pool's replicas to {ranks * deployment.pool(role).replicas}"
         )
 
 

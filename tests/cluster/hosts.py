@@ -105,8 +105,6 @@ class Hosts:
     def __enter__(self) -> Hosts:
         try:
             self._switch = self._open(["ip link add switch type bridge", "ip link set switch up"])
-            names = "".join(f"{h.address} {h.name}\n" for h in self._hosts.values())
-            (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
             for host in self._hosts.values():
                 self._begin(host)
         except BaseException:
@@ -143,10 +141,15 @@ class Hosts:
         os.kill(self._hosts[name].pid, 9)
 
     def _begin(self, host: Host) -> None:
+        # A host's own name is not its address to it, as Debian's installer has it.
+        own = {host.name: "127.0.1.1"}
+        named = {h.name: h.address for h in self._hosts.values()} | own
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in named.items())]
+        (self.folder / f"{host.name}.hosts").write_text("\n".join(lines) + "\n")
         host.pid = self._open(
             [
                 f"hostname {host.name}",
-                f"mount --bind {self.folder}/hosts /etc/hosts",
+                f"mount --bind {self.folder}/{host.name}.hosts /etc/hosts",
                 "mount -t tmpfs tmpfs /dev/shm",
                 f"mount -t tmpfs tmpfs {self.folder}",
                 "ip link set lo up",

@@ -41,10 +41,10 @@ class Reference:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._model = loaded.eval()
 
-    def answer(self, ids: list[int]) -> list[int]:
+    def answer(self, ids: list[int], tokens: int = TOKENS) -> list[int]:
         with torch.no_grad():
             whole = self._model.generate(
-                torch.tensor([ids]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
+                torch.tensor([ids]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
             )
         answer: list[int] = whole[0, len(ids) :].tolist()
         return answer
@@ -68,8 +68,8 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, in
         served.check_nothing_left()
 
 
-def ask(port: int, ids: list[int]) -> list[int]:
-    body = {"model": "tiny", "prompt": ids, "max_tokens": TOKENS, "temperature": 0}
+def ask(port: int, ids: list[int], tokens: int = TOKENS) -> list[int]:
+    body = {"model": "tiny", "prompt": ids, "max_tokens": tokens, "temperature": 0}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body | {"ignore_eos": True, "return_token_ids": True}).encode(),

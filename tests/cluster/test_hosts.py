@@ -50,12 +50,13 @@ class Deployment:
     def url(self) -> str:
         return f"http://{self.hosts[HEAD].address}:{PORT}"
 
-    def ask(self, ids: list[int], tokens: int = TOKENS) -> list[int]:
+    def ask(self, ids: list[int], tokens: int = TOKENS, timeout_s: float = 45) -> list[int]:
         """The answer's tokens. The request comes from the router's host."""
         body = {"model": "tiny", "prompt": ids, "max_tokens": tokens, "temperature": 0}
         more = {"ignore_eos": True, "return_token_ids": True}
         with self.hosts[HEAD].network():
-            answer = client().post(f"{self.url}/v1/completions", json=body | more, timeout=45)
+            url = f"{self.url}/v1/completions"
+            answer = client().post(url, json=body | more, timeout=timeout_s)
         assert answer.status_code == 200, answer.text
         found: list[int] = answer.json()["choices"][0]["token_ids"]
         return found
@@ -86,8 +87,10 @@ class Deployment:
         return found
 
 
-def until(log: Path, words: bytes, program: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_S
+def until(
+    log: Path, words: bytes, program: subprocess.Popen[bytes], wait_s: float = START_S
+) -> None:
+    deadline = time.monotonic() + wait_s
     while words not in log.read_bytes():
         assert program.poll() is None, f"it ended: {log.read_text()[-4000:]}"
         assert time.monotonic() < deadline, log.read_text()[-4000:]
@@ -143,10 +146,10 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         serving = head.start([str(BIN / "disagg"), "serve", str(file)], log, env)
         until(log, b"Ready:", serving)
         yield Deployment(hosts, model, log)
-        _terminate(head, serving)
+        terminate(head, serving)
 
 
-def _terminate(host: Host, serving: subprocess.Popen[bytes]) -> None:
+def terminate(host: Host, serving: subprocess.Popen[bytes]) -> None:
     """Send the signal to the program itself, not to the `nsenter` that started it."""
     for process in host.processes():
         if "serve" in process.cmdline() and process.ppid() == serving.pid:

@@ -1,18 +1,22 @@
-"""Several Ray nodes: where an engine's actor is placed if one node must be avoided."""
+"""Several Ray nodes: where an engine or a data parallel group is placed if one must be avoided."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import RayError
 
 from disagg.cluster import placing, pools
+from disagg.cluster.engines import Engine
+from disagg.cluster.supervisor.restarts import Restarts
 from disagg.config import Deployment
 from disagg.engine.spec import EngineSpec
 from disagg.testing.ray_nodes import ADDRESS_ENV, RayNodes
+from disagg.testing.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -94,6 +98,63 @@ def test_room_that_was_taken_meanwhile(nodes: list[placing.Node], labels: dict[s
             ray.kill(actor)
 
 
+def group_of(index: int) -> list[EngineSpec]:
+    """A data parallel group whose ranks fill a node each. Its model is missing, so it starts
+    nothing."""
+    pool = {"resources": {"num_cpus": 2}, "args": {"data_parallel_size": 2}}
+    deployment = Deployment.model_validate({"model": {"path": "/m"}, "decode": pool})
+    return pools.Run("run", "/tmp/kv", True, "0123456789abcdef", "key").replica(
+        deployment, "decode", index
+    )
+
+
+def watched(engines: Sequence[Engine]) -> tuple[Restarts, list[str], list[str]]:
+    """Their restarts, what these say, and the names of engines that were ended for good."""
+    told, removed = list[str](), list[str]()
+
+    def create(spec: EngineSpec, node_id: str | None, avoid: str | None, deaths: int) -> Any:
+        return pools.create(spec, node_id, avoid)
+
+    restarts = Restarts(
+        engines,
+        lambda *_: None,
+        engines[0].spec.deployment.engine,
+        lambda what, _: told.append(what),
+        create,
+        removed.append,
+    )
+    return restarts, told, removed
+
+
+def test_ranks_of_a_group_have_a_node_each(nodes: list[placing.Node]) -> None:
+    engines = pools.launch(group_of(30))
+    try:
+        homes = [ray.get(engine.actor.home.remote(), timeout=60) for engine in engines]
+        assert {home.node_id for home in homes} == {node.node_id for node in nodes}
+        host, port = ray.get(engines[0].actor.meeting.remote(), timeout=60)
+        assert (host, port > 0) == (homes[0].address, True)
+    finally:
+        pools.stop(engines, 0.0, 5.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_that_is_not_whole_is_ended(rank: int) -> None:
+    """As the next supervisor finds it when one died while it made or removed the group."""
+    engines = pools.launch(group_of(40 + 2 * rank))
+    try:
+        ray.get([engine.actor.home.remote() for engine in engines], timeout=60)
+        pools.stop([engines[1 - rank]], 0.0, 5.0)
+        restarts, told, removed = watched([engines[rank]])
+        restarts.adopt()
+        assert restarts.places == []
+        assert removed == [engines[rank].name]
+        assert told == [f"{engines[rank].name} alone of a data parallel group: ended"]
+        with pytest.raises(RayError):
+            ray.get(engines[rank].actor.home.remote(), timeout=30)
+    finally:
+        pools.stop(engines, 0.0, 5.0)
+
+
 def test_a_node_that_is_killed_is_known_to_be_gone(
     cluster: RayNodes, nodes: list[placing.Node]
 ) -> None:
@@ -118,3 +179,23 @@ def test_a_node_that_is_killed_is_known_to_be_gone(
 
     with pytest.raises(RayError):
         ask_until_it_ends()
+
+
+@pytest.mark.slow
+def test_a_group_avoids_the_node_of_each_of_its_ranks(cluster: RayNodes) -> None:
+    """And ends once, although two of its actors ended."""
+    cluster.add()  # the test before killed one
+    engines = pools.launch(group_of(50))
+    try:
+        first, second = ray.get([one.actor.home.remote() for one in engines], timeout=60)
+        restarts, told, _ = watched(engines)
+        restarts.check()
+        cluster.kill_node_of(second.pid)
+        assert eventually(lambda: restarts.check() or any(" gone" in said for said in told), 10)
+        (gone,) = [said for said in told if " gone" in said]
+        assert "decode-51 did not start: its node 127.0.0.1 is gone" in gone
+        assert "decode-50 of its data parallel group ends with it; starting it again" in gone
+        assert [place.avoid for place in restarts.places] == [second.node_id] * 2
+        assert first.node_id != second.node_id
+    finally:
+        pools.stop([place.engine for place in restarts.places], 0.0, 5.0)

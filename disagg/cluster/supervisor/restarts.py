@@ -47,8 +47,8 @@ class EnginePlace:
 
     deaths: deaths in a row. up_at: when it began to serve. restart_at: when it starts next; None
     unless it waits for that. why: why it does not serve; None if it serves. start_s: how long
-    its last start took; None before the first one. leaving_at: since when it drains. Times are
-    monotonic seconds.
+    its last start took; None before the first one. leaving_at: since when it drains. avoid: a node
+    that may be dead, on which it or another rank of its group ran. Times are monotonic seconds.
     """
 
     engine: Engine
@@ -60,6 +60,7 @@ class EnginePlace:
     start_s: float | None = None
     stage: str = ""
     leaving_at: float | None = None
+    avoid: str | None = None
 
     @property
     def name(self) -> str:
@@ -160,7 +161,17 @@ class Restarts:
         return [info for info in up if info is not None]
 
     def adopt(self) -> None:
-        """Find the engines that serve already, and send them to the router."""
+        """Find the engines that serve already, and send them to the router.
+
+        Ends groups without all their ranks: the last supervisor died in the middle of their start
+        or their end. The ranks that are there would wait for the others for ever.
+        """
+        for place in list(self.places):
+            there = self.group_of(place)
+            if place in there and len(there) < place.engine.spec.ranks:
+                names = " and ".join(each.name for each in there)
+                self._tell(f"{names} alone of a data parallel group: ended", "")
+                self.remove(place)
         by_start = {place.engine.started: place for place in self.places}
         starts = list(by_start)
         for ref in ray.wait(starts, num_returns=len(starts), timeout=_ADOPT_S)[0]:
@@ -183,8 +194,10 @@ class Restarts:
         """
         places = {place.awaited: place for place in self.places if place.awaited is not None}
         for ref in refs:
-            if places[ref].awaited == ref:  # else it was ended with another rank of its group
-                self._ended(places[ref], ref)
+            place = places[ref]
+            # Else it was ended with another rank of its group.
+            if place in self.places and place.awaited == ref:
+                self._ended(place, ref)
         return self._failure()
 
     def check(self) -> None:
@@ -288,11 +301,14 @@ class Restarts:
         self._update_router()
         if len(group) > 1:
             place, failure = _first_of(place, failure, ends)
-            others = " and ".join(each.name for each in group if each is not place)
-            then = f"{others} of its data parallel group ends with it; {then}"
+            others = [each.name for each in group if each is not place]
+            with_it = f"{' and '.join(others)} of its data parallel group"
+            then = f"{with_it} {'end' if len(others) > 1 else 'ends'} with it; {then}"
+        gone = next((each.engine.ran_on for each in group if each.engine.vanished), None)
+        why = f"engine {place.name} {what}: {failure.cause}; {then}"
         for each in group:
-            each.why = f"{what}: {failure.cause}; {then}"
-        self._tell(f"engine {place.name} {place.why}", failure.log_tail)
+            each.why, each.avoid = why, gone
+        self._tell(why, failure.log_tail)
         pools.stop([each.engine for each in group], 0.0, STOP_S)
 
     def _check_nodes(self) -> None:
@@ -309,9 +325,11 @@ class Restarts:
             self._nodes = {node.node_id: known.get(node.node_id, node) for node in placing.nodes()}
         asked = [node for node in self._nodes.values() if node.node_id in elsewhere.values()]
         gone = {node.node_id: node for node in asked if node.is_gone()}
-        for place, node_id in elsewhere.items():
-            if node_id in gone and place.awaited is not None:
-                place.engine.vanished = True
+        dead = {place: node_id for place, node_id in elsewhere.items() if node_id in gone}
+        for place in dead:  # first all ranks of a group: nothing there answers a stop
+            place.engine.vanished = True
+        for place, node_id in dead.items():
+            if place in self.places and place.awaited is not None:
                 what = "died" if place.engine.served else "did not start"
                 why = f"its node {gone[node_id].address} is gone"
                 self._died(place, EngineFailure(why, ""), what)
@@ -322,10 +340,9 @@ class Restarts:
             first = self.group_of(place)[0]
             if first is not place and first.restart_at is not None:
                 return  # the others join it
-            last, others = place.engine, self._present(place)
-            avoid = last.ran_on if last.vanished else None
+            spec, others = place.engine.spec, self._present(place)
             try:
-                place.engine = self._launch(last.spec, place.deaths, others, avoid)
+                place.engine = self._launch(spec, place.deaths, others, place.avoid)
             except NotNow as error:
                 place.restart_at = now + _NOT_NOW_S
                 if isinstance(error, NoRoom) and place.stage != str(error):
@@ -344,12 +361,13 @@ class Restarts:
                 self._tell(f"{place.name}: {stage}", "")
         elif place.engine.look(LOOK_S) > settings.hang_timeout_s:
             limit = f"{settings.hang_timeout_s:g} s (engine.hang_timeout_s)"
+            place.engine.vanished = True
             self._died(place, EngineFailure(f"its actor did not answer for {limit}", ""), "died")
 
     def _failure(self) -> str | None:
         decodes = [place for place in self.places if place.role == "decode"]
         if decodes and all(place.given_up for place in decodes):
-            return "; ".join(f"engine {place.name} {place.why}" for place in decodes)
+            return "; ".join(dict.fromkeys(place.why for place in decodes if place.why))
         return None
 
     def _update_router(self) -> None:

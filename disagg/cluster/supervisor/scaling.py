@@ -125,7 +125,7 @@ class Scaler:
         ]
         if self.before is None or not failed:
             return False
-        self.problem = f"engine {failed[0][0].name} {failed[0][0].why}".partition("; starting")[0]
+        self.problem = str(failed[0][0].why).partition("; starting")[0]
         self._tell(f"the change is taken back: {self.problem}", "")
         self.wanted, self.before = self.before, None
         self._restarts.settings = self.wanted.engine
@@ -146,7 +146,7 @@ class Scaler:
             self._tell(f"starting {', '.join(started)}", "")
 
     def _retire(self, one: Replica) -> None:
-        if not _serves(one):
+        if not any(place.serves for place in one):
             self._tell(f"{_names(one)} {_verb(one, 'end')}", "")
             self._restarts.remove(one[0])
             return

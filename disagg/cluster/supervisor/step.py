@@ -156,12 +156,16 @@ class Supervisor:
 
     def _load(self, role: Role) -> PoolLoad:
         serving = [place for place in self._restarts.places if place.role == role and place.serves]
-        loads = [place.engine.load for place in serving if place.engine.load is not None]
-        ranks = self._scaler.wanted.data_parallel_size(role)  # a replica's are scaled together
+        loads = [
+            (place.engine.load, place.engine.spec.ranks)
+            for place in serving
+            if place.engine.load is not None
+        ]
+        # The ranks of a group count as one engine. Groups that are replaced may have another size.
         return PoolLoad(
-            engines=len(serving) // ranks,
-            requests=sum(load.requests for load in loads),
-            kv_usage=sum(load.kv_usage for load in loads) / ranks,
+            engines=len({place.group for place in serving}),
+            requests=sum(load.requests for load, _ in loads),
+            kv_usage=sum(load.kv_usage / ranks for load, ranks in loads),
         )
 
     def _with_autoscaled_counts(self, wanted: Deployment) -> Deployment:

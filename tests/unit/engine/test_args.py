@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,3 +201,32 @@ def test_on_one_machine_kv_events_stay_in_the_engines_folder() -> None:
         endpoints = [args["kv_events_config"][key] for key in ("endpoint", "replay_endpoint")]
         own = ["ipc:///tmp/s/inproc-endpoint", "ipc:///tmp/s/inproc-replay_endpoint"]
         assert endpoints == (own if loopback else ["tcp://*:0"] * 2)
+
+
+INTERFACES = {
+    "lo": [SimpleNamespace(address="127.0.0.1"), SimpleNamespace(address="::1")],
+    "net7": [SimpleNamespace(address="192.0.2.7"), SimpleNamespace(address="fe80::7%net7")],
+}
+
+
+def test_where_gloo_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on this host meet at loopback; those of a group at the interface that hosts see."""
+    name = "GLOO_SOCKET_IFNAME"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: INTERFACES)
+
+    def env(ranks: int, loopback: bool, address: str | None, **args: Any) -> str | None:
+        pool = {"args": {"data_parallel_size": ranks, **args}}
+        deployment = Deployment.model_validate({"model": {"path": "org/name"}, "decode": pool})
+        spec = EngineSpec(deployment, "decode", 0, "run", "/tmp/kv", loopback, "leases", "engines")
+        return engine_env(spec, scratch="/tmp/s", address=address).get(name)
+
+    assert env(2, False, "192.0.2.7") == "net7"
+    assert env(2, False, "fe80::7") == "net7"
+    assert env(2, False, "192.0.2.9") is None
+    assert env(2, True, "127.0.0.1") == "lo"
+    assert env(1, False, "192.0.2.7") == "lo"
+    assert env(1, False, "192.0.2.7", distributed_executor_backend="ray") is None
+    assert env(2, False, None) is None
+    monkeypatch.setenv(name, "eth7")
+    assert env(2, False, "192.0.2.7") is None

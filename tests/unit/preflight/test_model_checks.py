@@ -188,6 +188,14 @@ def test_expert_parallelism_needs_experts(tmp_path: Path) -> None:
     check({"path": "org/name"}, args)
 
 
+def test_a_group_needs_experts(tmp_path: Path) -> None:
+    """vLLM says so too, after a minute."""
+    args = {"data_parallel_size": 2}
+    assert "names no experts" in line_of(make_checkpoint(tmp_path / "dense"), args)
+    check(make_checkpoint(tmp_path / "experts", num_local_experts=8), args)
+    check(make_checkpoint(tmp_path / "dense2"), {"data_parallel_size": 1})
+
+
 # ---- the checkpoint's files ----------------------------------------------------------------
 
 
