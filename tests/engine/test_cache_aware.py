@@ -318,7 +318,7 @@ def test_two_routers_agree(engines: list[Engine], tmp_path: Path, count: int) ->
         pictures = [caches.pictures[one.server.name] for one in engines]
         assert all(one.removed > 20 for one in pictures), "the caches are too large for this test"
         told_apart = 0
-        for number, prompt in enumerate(prompts[-16:]):
+        for number, prompt in enumerate(reversed(prompts[-12:])):  # the first are still held
             until(partial(agree, routers, pictures))
             asked = PromptBlocks(prompt)
             held = [caches.held(asked, "tiny", one.server.name).on_gpu for one in engines]
@@ -330,7 +330,7 @@ def test_two_routers_agree(engines: list[Engine], tmp_path: Path, count: int) ->
                 assert cached == max(held)
             until(partial(agree, routers, pictures))
             assert second.ask(prompt) == (chosen, (len(prompt) - 1) // BLOCK * BLOCK)
-        assert told_apart >= 4
+        assert told_apart >= 3
 
 
 def agree(routers: list[RouterProcess], pictures: list[Picture]) -> bool:
