@@ -121,7 +121,7 @@ def test_an_outage_costs_time_only(
         run([engine], lambda: not is_used(engine))
 
 
-@pytest.mark.parametrize("delay_s", [0.3, 3.0])
+@pytest.mark.parametrize("delay_s", [0.3, pytest.param(3.0, marks=pytest.mark.slow)])
 def test_a_slow_store_is_left(
     start: Start,
     server: Server,
