@@ -125,6 +125,8 @@ class IndexStats:
     evictions: int = 0
     slow: int = 0
     """Lookups that ended because the tier did not answer in time."""
+    too_slow: int = 0
+    """Requests that did not wait for the tier, since computing was faster."""
     stray: int = 0
     """Completions of jobs that were not begun: a caller's mistake, ignored."""
     used: int = 0

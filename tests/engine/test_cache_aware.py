@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,11 +50,13 @@ class Engine:
         log: Path,
         name: str,
         transfer: dict[str, object] | None = None,
+        blocks: int = BLOCKS,
     ) -> None:
         # As `disagg serve` starts them: a free port of the node's address, for each.
         config = {"enable_kv_cache_events": True, "publisher": "zmq"}
         config |= {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
-        args = ("--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "2048")
+        args: tuple[str, ...] = ("--num-gpu-blocks-override", str(blocks))
+        args += ("--max-model-len", str(max(2048, blocks // 2 * BLOCK)))
         # For /reset_prefix_cache, and for the node's address.
         env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1"}
         self.server = start(
@@ -228,6 +234,112 @@ def test_prefill_engines_hold_what_the_router_expects(engines: list[Engine]) -> 
             settled(url)
         expected, reported = figures()
         assert expected == reported >= 11 * (200 // BLOCK * BLOCK)
+
+
+class RouterProcess:
+    """One `disagg router` in front of these engines, which hears their KV events."""
+
+    def __init__(self, engines: list[Engine], folder: Path, name: str) -> None:
+        addresses = {
+            one.url: {"endpoint": one.events, "replay_endpoint": one.replay} for one in engines
+        }
+        config = {"engines": {"kv_events": addresses}, "pairing": {"decode": "cache_aware"}}
+        (folder / f"{name}.yaml").write_text(json.dumps(config))
+        self._out = folder / f"{name}.out"
+        words = ["--port", "0", "--config", str(folder / f"{name}.yaml")]
+        words += [word for one in engines for word in ("--decode", one.url)]
+        with self._out.open("w") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "disagg.cli", "router", *words],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait_ready(self) -> RouterProcess:
+        until(lambda: "Ready: " in self._read() or self._process.poll() is not None, 60)
+        assert self._process.poll() is None, self._read()
+        (line,) = [one for one in self._read().splitlines() if one.startswith("Ready: ")]
+        self.url = line.removeprefix("Ready: ").removesuffix("/v1")
+        return self
+
+    def ask(self, prompt: list[int]) -> tuple[str, int]:
+        """The engine that it chose, and what that engine's cache had of the prompt."""
+        name = uuid.uuid4().hex
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        headers = {"x-request-id": name}
+        answer = client().post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        details = answer.json()["usage"].get("prompt_tokens_details") or {}
+        until(lambda: any(name in line for line in self._read().splitlines()))
+        (line,) = [one for one in self._read().splitlines() if name in one and one[0] == "{"]
+        return json.loads(line)["decode"], int(details.get("cached_tokens") or 0)
+
+    def _read(self) -> str:
+        return self._out.read_text()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(600, marks=pytest.mark.slow)])
+def test_two_routers_agree(engines: list[Engine], tmp_path: Path, count: int) -> None:
+    """A load goes through both, and caches are too small for it. One of them is killed amid it, and
+    the one in its place gets the picture by replays. Then both know the same, which is what the
+    engines hold, and each chooses the engine that holds most."""
+    generator = random.Random(count)
+    for one in engines:
+        one.server.post("/reset_prefix_cache", {}).raise_for_status()
+        one.ask(ids(generator, BLOCK // 2))  # events go out with steps
+    with ExitStack() as stack:
+        caches = stack.enter_context(followed(engines))
+        routers = [RouterProcess(engines, tmp_path, name) for name in ("a", "b")]
+        for router in routers:
+            stack.callback(router.kill)
+        for router in routers:
+            router.wait_ready()
+        prompts: list[list[int]] = [ids(generator, 300)]
+
+        def turn(number: int) -> None:
+            base = generator.choice(prompts[-30:])
+            kept = generator.choice((0, generator.randrange(len(base) // 2, len(base) + 1)))
+            prompt = [*base[:kept], *ids(generator, generator.randrange(100, 400))][:1500]
+            routers[number % len(routers)].ask(prompt)
+            prompts.append(prompt)
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(turn, range(count // 2)))
+            routers.pop().kill()
+            list(pool.map(turn, range(count // 4)))
+            routers.append(RouterProcess(engines, tmp_path, "c"))
+            stack.callback(routers[-1].kill)
+            routers[-1].wait_ready()
+            list(pool.map(turn, range(count // 4)))
+        pictures = [caches.pictures[one.server.name] for one in engines]
+        assert all(one.removed > 20 for one in pictures), "the caches are too large for this test"
+        told_apart = 0
+        for number, prompt in enumerate(reversed(prompts[-12:])):  # the first are still held
+            until(partial(agree, routers, pictures))
+            asked = PromptBlocks(prompt)
+            held = [caches.held(asked, "tiny", one.server.name).on_gpu for one in engines]
+            first, second = routers[:: 1 - number % 2 * 2]
+            chosen, cached = first.ask(prompt)
+            assert cached == held[int(chosen[-1])], "the picture is what the engine has"
+            if 1.5 * (len(prompt) - max(held)) < len(prompt) - min(held):  # also if it must evict
+                told_apart += 1
+                assert cached == max(held)
+            until(partial(agree, routers, pictures))
+            assert second.ask(prompt) == (chosen, (len(prompt) - 1) // BLOCK * BLOCK)
+        assert told_apart >= 3
+
+
+def agree(routers: list[RouterProcess], pictures: list[Picture]) -> bool:
+    """Whether all know of as many blocks of each engine."""
+    counts = {
+        tuple(blocks(one.url, f"decode-{number}") for number in range(len(pictures)))
+        for one in routers
+    }
+    return counts == {tuple(float(len(one)) for one in pictures)}
 
 
 def settled(url: str) -> None:

@@ -47,6 +47,7 @@ FEATURES = {
     "spec/test_conformance.py": "the model of leases beside the code's lease table",
     "vllm_compat/test_next.py": "`make vllm-next`: tests/vllm_next.py and what it reads",
     "store/test_directory_model.py": "directory and index together, against a model",
+    "store/objects/test_tls.py": "stores behind TLS",
     "store/test_processes.py": "several processes on one directory",
     "test_docs.py": "the documentation",
     "test_imports.py": "which package may import which",

@@ -23,10 +23,14 @@ class StoreJob(Job):
 
 @dataclass(eq=False)
 class LoadJob(Job):
-    """slots: in host memory when the load began. read: read from the shared tier since."""
+    """slots: in host memory when the load began. read: read from the shared tier since. shared: how
+    many are read from there. seconds: of the slowest rank. was_slow: `SLOW` on some rank."""
 
     request_id: str = ""
     read: list[Slot] = field(default_factory=list)
+    shared: int = 0
+    seconds: float = 0.0
+    was_slow: bool = False
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ Pickled by vLLM between its own processes, so these are plain dataclasses.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -13,6 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from disagg.store.base import Key, Slot
+
+SLOW = "slow"
+"""Reason of a load, and of its reads, that took longer than to compute the prompt."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,13 @@ class Filling:
 @dataclass(frozen=True)
 class TierLoad:
     """Scheduler -> worker: fill blocks of all groups. from_shared: slots to read from the shared
-    tier first."""
+    tier first. limit_s: how long these reads may take together; then the load fails (`SLOW`)."""
 
     job: int
     request_id: str
     fillings: list[Filling]
     from_shared: frozenset[Key] = frozenset()
+    limit_s: float = math.inf
 
 
 @dataclass(frozen=True)

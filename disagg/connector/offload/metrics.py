@@ -24,7 +24,9 @@ _COUNTS = (
     "stores_refused",
     "loads_failed",
     "evictions",
+    "too_slow",
 )
+_HELP = {"too_slow": "Requests that did not wait for a tier, since computing was faster."}
 _GAUGES = ("used", "in_use", "capacity")
 
 
@@ -106,7 +108,9 @@ class OffloadPromMetrics(PromMetrics):
         )
         self._counts = {
             name: self.counter(
-                f"disagg_tier_{name}", f"Chunks of a tier: {name.replace('_', ' ')}.", "tier"
+                f"disagg_tier_{name}",
+                _HELP.get(name) or f"Chunks of a tier: {name.replace('_', ' ')}.",
+                "tier",
             )
             for name in _COUNTS
         }

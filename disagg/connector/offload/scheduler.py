@@ -16,7 +16,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
@@ -26,6 +26,7 @@ from disagg.connector.offload.groups import Chunks
 from disagg.connector.offload.jobs import LoadJob, ReadJob, StoreJob, WriteJob
 from disagg.connector.offload.matching import Match, Matcher
 from disagg.connector.offload.messages import (
+    SLOW,
     Done,
     Filling,
     OffloadReport,
@@ -36,6 +37,7 @@ from disagg.connector.offload.messages import (
     Write,
 )
 from disagg.connector.offload.metrics import OffloadStats
+from disagg.connector.offload.pace import Pace
 from disagg.connector.offload.settings import OffloadSettings
 from disagg.connector.recurrent_state import page
 from disagg.store.base import BlockEvent, IndexStats, Key, Slot
@@ -61,7 +63,8 @@ class _Tracked:
 
     `computed`: tokens whose blocks are right once the steps scheduled by now have run.
     `considered`: chunks that were stored, or found stored, but for states. `match`: what was last
-    answered.
+    answered. `was_late`: its lookup. `too_slow`: the shared tier, for this request. `began`: the
+    first step of the `to_compute` tokens; None again once it is measured how long they took.
     """
 
     request: Request
@@ -71,6 +74,10 @@ class _Tracked:
     asked: float | None = None
     loading: bool = False
     gave_up: bool = False
+    was_late: bool = False
+    too_slow: bool = False
+    began: float | None = None
+    to_compute: int = 0
 
 
 class OffloadScheduler:
@@ -90,7 +97,9 @@ class OffloadScheduler:
         self._settings, self._host, self._shared = settings, host, shared
         self._second_runner = second_runner
         self._chunks, self._world_size = chunks, world_size
-        self._matcher = Matcher(host, shared, chunks)
+        self._matcher, self._own = Matcher(host, shared, chunks), Matcher(host, None, chunks)
+        self._pace = Pace("" if shared is None else shared.name)
+        self._too_slow = 0
         self._tracked: dict[str, _Tracked] = {}
         self._jobs: dict[int, StoreJob | LoadJob | WriteJob] = {}
         self._reads: dict[tuple[int, Key], ReadJob] = {}
@@ -116,17 +125,48 @@ class OffloadScheduler:
             return 0, False
         if tracked.loading:
             return None, False
-        match, later = self._matcher.find(request, computed)
-        if later and not self._waited_enough(tracked):
+        match = self._find(tracked, computed)
+        if match is None:
             return None, False
         tracked.match, tracked.asked = match, None
         tokens = match.stop * self._chunks.tokens - computed
         return (tokens, True) if match.keys and tokens > 0 else (0, False)
 
-    def _waited_enough(self, tracked: _Tracked) -> bool:
+    def _find(self, tracked: _Tracked, computed: int) -> Match | None:
+        """What to load; None: ask again later. The shared tier only where it is fast enough."""
+        request, shared = tracked.request, self._shared
+        if shared is None or not self._pace.asks(request.request_id):
+            if shared is not None:
+                self._is_too_slow(tracked)
+            match, later = self._own.find(request, computed)
+            return None if later and not self._waited_enough(tracked, computed) else match
+        overdue = shared.stats.slow
+        match, later = self._matcher.find(request, computed)
+        if later and not tracked.was_late and not self._waited_enough(tracked, computed):
+            return None
+        late = later or shared.stats.slow > overdue
+        if not tracked.was_late and (late or tracked.asked is not None):
+            self._pace.lookup_ended(late=late)
+        if late:
+            tracked.was_late = True
+            self._is_too_slow(tracked)
+        if match.in_shared:
+            own, _ = self._own.find(request, computed)
+            spared = (match.stop - own.stop) * self._chunks.tokens
+            if not self._pace.pays(request.request_id, len(match.in_shared), spared):
+                self._is_too_slow(tracked)
+                return own
+        return match
+
+    def _is_too_slow(self, tracked: _Tracked) -> None:
+        self._too_slow += not tracked.too_slow
+        tracked.too_slow = True
+
+    def _waited_enough(self, tracked: _Tracked, computed: int) -> bool:
         now = time.monotonic()
         tracked.asked = tracked.asked or now
-        return now - tracked.asked > self._settings.lookup_deadline_s
+        limit_s = self._pace.limit_s(tracked.request.num_tokens - computed)
+        return now - tracked.asked > min(limit_s, self._settings.lookup_deadline_s)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM allocated the blocks: begin the load that `num_new_matched_tokens` announced."""
@@ -147,7 +187,8 @@ class OffloadScheduler:
             # Cannot happen within one scheduler step; if it does, the load fails.
             self._host.complete_store(to_read, False)
             slots, to_read = {}, []
-        number = self._new_job(LoadJob(self._world_size, held, request_id=request.request_id))
+        job = LoadJob(self._world_size, held, request_id=request.request_id, shared=len(to_read))
+        number = self._new_job(job)
         self._begin_reads(number, to_read)
         span = range(match.computed, match.computed + external)
         fillings = [
@@ -156,7 +197,9 @@ class OffloadScheduler:
             for filled in self._chunks.to_fill(part.group, part.first, part.keys, table, span)
         ]
         from_shared = frozenset(slot.key for slot in to_read)
-        self._work.loads.append(TierLoad(number, request.request_id, fillings, from_shared))
+        limit_s = self._pace.limit_s(external)
+        load = TierLoad(number, request.request_id, fillings, from_shared, limit_s)
+        self._work.loads.append(load)
 
     def _begin_reads(self, number: int, slots: Sequence[Slot]) -> None:
         load = self._jobs[number]
@@ -190,6 +233,7 @@ class OffloadScheduler:
             if tracked is None or blocks is None:
                 continue
             request = tracked.request
+            self._measure(tracked)
             tracked.computed = min(request.num_computed_tokens + count, request.num_tokens)
             if tracked.computed // self._chunks.tokens > tracked.considered:
                 tables = block_table(blocks, request_id)
@@ -199,6 +243,17 @@ class OffloadScheduler:
                 self._store_states(request, count, blocks)
         work, self._work = self._work, OffloadWork()
         return work
+
+    def _measure(self, tracked: _Tracked) -> None:
+        """How long a prompt takes to compute, from its first step to its first new token."""
+        request = tracked.request
+        if tracked.began is None:
+            if not tracked.to_compute and not request.num_output_tokens:
+                tracked.began = time.monotonic()
+                tracked.to_compute = request.num_tokens - request.num_computed_tokens
+        elif request.num_output_tokens:
+            self._pace.computed(tracked.to_compute, time.monotonic() - tracked.began)
+            tracked.began = None
 
     def _still_copying(self, blocks: Iterable[int]) -> dict[int, set[int]]:
         """The stores that have not copied some of these blocks yet, and which ones."""
@@ -225,6 +280,7 @@ class OffloadScheduler:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
+        self._measure(tracked)
         computed = min(tracked.computed, request.num_computed_tokens)
         if request.status is not RequestStatus.FINISHED_ABORTED:
             # The last token was sampled, but not computed.
@@ -306,7 +362,9 @@ class OffloadScheduler:
         self._stats.moved("STORAGE_to_CPU", read.num_bytes, read.seconds, read.reason)
         job = self._reads[read.job, read.slot.key]
         job.waiting -= 1
-        if not read.ok:
+        if read.ok:
+            self._pace.read(read.seconds)
+        else:
             job.failed.add(read.slot.key)
         if job.waiting:
             return
@@ -325,6 +383,9 @@ class OffloadScheduler:
         job = self._jobs[done.job]
         job.waiting -= 1
         job.failed |= done.failed
+        if isinstance(job, LoadJob):
+            job.seconds = max(job.seconds, done.seconds)
+            job.was_slow |= done.reason == SLOW
         if job.waiting:
             return
         del self._jobs[done.job]
@@ -375,6 +436,12 @@ class OffloadScheduler:
         if tracked is not None:
             tracked.loading = False
             tracked.gave_up = bool(job.failed)
+            if job.was_slow:
+                self._is_too_slow(tracked)
+        if job.shared and not job.failed:
+            self._pace.loaded(job.shared, job.seconds)
+        elif job.was_slow and job.seconds:  # not one that another load's lateness ended
+            self._pace.late_load(job.shared, job.seconds)
 
     def _written(self, job: WriteJob) -> None:
         assert self._shared is not None
@@ -397,7 +464,7 @@ class OffloadScheduler:
         """Counts since the last call; for the tiers, only those that changed."""
         tiers = {"host": self._host.stats}
         if self._shared is not None:
-            tiers[self._shared.name] = self._shared.stats
+            tiers[self._shared.name] = replace(self._shared.stats, too_slow=self._too_slow)
         for name, now in tiers.items():
             if self._reported.get(name) != now:
                 self._reported[name] = now

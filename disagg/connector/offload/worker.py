@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
 from dataclasses import replace
@@ -28,6 +29,7 @@ import torch
 
 from disagg.connector.kv_cache_layout import NULL_BLOCK
 from disagg.connector.offload.messages import (
+    SLOW,
     Done,
     OffloadReport,
     OffloadWork,
@@ -103,6 +105,8 @@ class OffloadWorker:
         self._read_pool = ThreadPoolExecutor(_READERS, "kv-read")
         self._touching = threading.BoundedSemaphore(_MOST_TOUCHES)
         self._loads: dict[int, str] = {}
+        self._submitted: dict[int, float] = {}
+        self._last_slow = 0.0
         self._closed = threading.Event()
 
     # ---- start and end ---------------------------------------------------------------------
@@ -242,6 +246,7 @@ class OffloadWorker:
         after = self._fence() if work.loads else None
         for load in work.loads:
             self._loads[load.job] = load.request_id
+            self._submitted[load.job] = time.monotonic()
             self._load_pool.submit(self._load, load, after)
         for write in work.writes:
             self._write_pool.submit(self._write, write)
@@ -341,12 +346,14 @@ class OffloadWorker:
         """Always reports exactly once: vLLM holds the request's blocks until then."""
         began, reason = time.monotonic(), ""
         deadline = began + self._settings.load_deadline_s
+        read_by = min(deadline, began + load.limit_s)
         failed: Key | None = None
+        if self._found_slow(load):
+            self._ended.put(Done(load.job, FROM_HOST, 0, 0.0, load.from_shared, SLOW))
+            return
         reads = {
-            slot.key: self._read_pool.submit(self._read, load.job, slot)
-            for filling in load.fillings
-            for slot in filling.slots
-            if slot.key in load.from_shared
+            slot.key: (slot, self._read_pool.submit(self._read, load.job, slot))
+            for slot in _read_first(load)
         }
         copies = self._copies(Deadline(deadline), after)
         try:
@@ -354,13 +361,14 @@ class OffloadWorker:
                 failed = slot.key
                 if slot.key in reads:
                     copies.begin()
-                    left = max(0.0, deadline - time.monotonic())
-                    reason = reads[slot.key].result(timeout=left)
+                    left = max(0.0, read_by - time.monotonic())
+                    reason = reads[slot.key][1].result(timeout=left)
                     if reason:
                         break
                 copies.added(self._into_blocks(slot, skip, ids, copies.pairs))
         except TooLate:
-            reason = "deadline"
+            reason = "deadline" if time.monotonic() >= deadline else SLOW
+            self._leave(load.job, reads.values(), reason)
         except Exception as error:
             logger.exception("loading blocks failed")
             reason = _reason(error)
@@ -368,6 +376,23 @@ class OffloadWorker:
         gone = frozenset([failed or b""]) if reason else frozenset[Key]()
         seconds = time.monotonic() - began
         self._ended.put(Done(load.job, FROM_HOST, copies.num_bytes, seconds, gone, reason))
+
+    def _found_slow(self, load: TierLoad) -> bool:
+        """Whether another load was late while this one waited for its turn. Then its reads end."""
+        submitted = self._submitted.pop(load.job, math.inf)
+        if not load.from_shared or self._last_slow < submitted:
+            return False
+        for slot in _read_first(load):
+            self._ended.put(Read(load.job, slot, 0, 0.0, SLOW))
+        return True
+
+    def _leave(self, job: int, reads: Iterable[tuple[Slot, Future[str]]], reason: str) -> None:
+        """Do not begin these reads any more; those that run fill host memory for later."""
+        if reason == SLOW:
+            self._last_slow = time.monotonic()
+        for slot, read in reads:
+            if read.cancel():
+                self._ended.put(Read(job, slot, 0, 0.0, reason))
 
     def _chunks(self, load: TierLoad) -> Iterator[tuple[Slot, int, list[int]]]:
         """Per slot: how many of its first blocks to skip, and the blocks that the others fill."""
@@ -512,6 +537,12 @@ class _Copies:
                 logger.exception("copying blocks failed")
                 reason = _reason(error)
         return reason
+
+
+def _read_first(load: TierLoad) -> list[Slot]:
+    """The slots that a load reads from the shared tier."""
+    slots = (slot for filling in load.fillings for slot in filling.slots)
+    return [slot for slot in slots if slot.key in load.from_shared]
 
 
 def _reason(error: Exception) -> str:

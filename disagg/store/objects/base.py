@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from disagg.safe_logging import foreign
+
 UNREACHABLE, TIMEOUT, DENIED, FULL = "unreachable", "timeout", "denied", "full"
+CERTIFICATE = "certificate"
 
 
 class StoreError(OSError):
@@ -14,6 +17,29 @@ class StoreError(OSError):
     def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(message or reason)
         self.reason = reason
+
+
+def unknown_authority() -> StoreError:
+    """Of a server whose certificate nobody signed that is trusted here."""
+    return StoreError(
+        CERTIFICATE,
+        "the server's certificate is signed by no authority that is trusted here; name a PEM file "
+        "of that authority in tiers.objects.ca_file",
+    )
+
+
+def other_host(host: str, key: str) -> StoreError:
+    """Of a server whose certificate has other names. key: the setting that names the host."""
+    return StoreError(
+        CERTIFICATE,
+        f"the server's certificate is not for {host}; write a host that it names in "
+        f"tiers.objects.{key}, or give the server a certificate for {host}",
+    )
+
+
+def bad_certificate(why: str) -> StoreError:
+    """Of a certificate that is wrong otherwise."""
+    return StoreError(CERTIFICATE, f"the server's certificate is refused: {foreign(why)}")
 
 
 class Entry(NamedTuple):

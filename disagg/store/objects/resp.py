@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from disagg.safe_logging import foreign
-from disagg.store.objects.base import DENIED, FULL, TIMEOUT, UNREACHABLE, Filling, StoreError
+from disagg.store.objects.base import (
+    DENIED,
+    FULL,
+    TIMEOUT,
+    UNREACHABLE,
+    Filling,
+    StoreError,
+    bad_certificate,
+    other_host,
+    unknown_authority,
+)
 
 Argument: TypeAlias = bytes | Sequence[memoryview]
 """One argument of a command; as pieces, its bytes in order."""
@@ -27,6 +37,11 @@ _READ = 4096
 _LONGEST_LINE = 1 << 16
 _LARGEST_BULK = 1 << 20
 _LARGEST_VALUE = 512 << 20  # of the protocol
+
+# OpenSSL's X509_V_ERR_*: a host's name, an address; and a chain that ends at nobody's.
+_NOT_ITS_NAME = frozenset({62, 64})
+_NO_AUTHORITY = frozenset({2, 18, 19, 20, 21})
+_NO_TLS = "if the server has no TLS, write valkey:// in tiers.objects.url"
 
 _REASONS = {
     "OOM": FULL,
@@ -78,9 +93,7 @@ class Connection:
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if address.tls is not None:
                     self._socket.settimeout(self._left())
-                    self._socket = address.tls.wrap_socket(
-                        self._socket, server_hostname=address.host
-                    )
+                    self._socket = _encrypted(self._socket, address.tls, address.host)
                 self._enter(address)
             except BaseException:
                 self.close()
@@ -231,6 +244,21 @@ class Connection:
         if left <= 0:
             raise TimeoutError("timed out")
         return left
+
+
+def _encrypted(plain: socket.socket, tls: ssl.SSLContext, host: str) -> ssl.SSLSocket:
+    try:
+        return tls.wrap_socket(plain, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in _NOT_ITS_NAME:
+            raise other_host(host, "url") from error
+        if error.verify_code in _NO_AUTHORITY:
+            raise unknown_authority() from error
+        raise bad_certificate(error.verify_message) from error
+    except TimeoutError as error:  # a server without TLS waits for the end of a line
+        raise StoreError(TIMEOUT, f"no answer to a TLS handshake; {_NO_TLS}") from error
+    except ssl.SSLError as error:
+        raise StoreError("tls", f"no TLS with the server ({error.reason}); {_NO_TLS}") from error
 
 
 def _protocol() -> StoreError:

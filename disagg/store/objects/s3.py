@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from disagg.errors import ConfigError
 from disagg.object_urls import S3_INSTALL
@@ -25,6 +26,9 @@ from disagg.store.objects.base import (
     Entry,
     Filling,
     StoreError,
+    bad_certificate,
+    other_host,
+    unknown_authority,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ _REASONS = (
     (re.compile(r"status code: 404"), "no_bucket"),
     (re.compile(r"status code: (429|503)"), "busy"),
 )
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")  # of rustls
 _RETRIES = re.compile(r"(Generic S3 error: )|( after \d+ retries, max_retries: \d+, \S+: \S+ )")
 T = TypeVar("T")
 
@@ -64,6 +69,7 @@ class S3Store:
         timeout_s: float = 5.0,
     ) -> None:
         self.place = place
+        self._host = (urlsplit(endpoint).hostname if endpoint else "") or "the host"
         values: dict[str, Any] = {"endpoint": endpoint, "region": region, **(credentials or {})}
         client: dict[str, Any] = {
             "connect_timeout": timedelta(seconds=connect_timeout_s),
@@ -171,11 +177,19 @@ class S3Store:
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - obstore's errors have no common base
-            raise StoreError(_reason(error), _message(error)) from None
+            raise self._store_error(error) from None
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of Rust; pyo3 names it nowhere
                 raise
             raise StoreError("client", _message(error)) from None
+
+    def _store_error(self, error: Exception) -> StoreError:
+        found = _CERTIFICATE.search(str(error))
+        if found is None:
+            return StoreError(_reason(error), _message(error))
+        if found[1].startswith("NotValidForName"):
+            return other_host(self._host, "endpoint")
+        return unknown_authority() if found[1] == "UnknownIssuer" else bad_certificate(found[1])
 
 
 def _open(

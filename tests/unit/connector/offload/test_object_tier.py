@@ -6,6 +6,8 @@ answers are right.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import random
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 from object_servers import ENVIRONMENT, S3Server, Server, running_s3, running_valkey
+from slow_proxy import slow_proxy
 from unit.connector.modelless import BLOCK, Engine, answer, run
 from unit.connector.offload.test_modelless import (
     Start,
@@ -25,7 +28,7 @@ from unit.connector.offload.test_modelless import (
     start,
 )
 
-from disagg.connector.offload import worker
+from disagg.connector.offload import pace, worker
 from disagg.errors import ConfigError
 from disagg.store.objects import guard
 
@@ -47,10 +50,13 @@ def server(
         yield server
 
 
-def objects(server: Server, **more: Any) -> dict[str, Any]:
+def objects(server: Server, port: int | None = None, **more: Any) -> dict[str, Any]:
+    """port: of what stands in front of it."""
+    port = port or server.port
+    url = server.url.replace(f":{server.port}/", f":{port}/")
     if isinstance(server, S3Server):
-        more |= {"endpoint": server.endpoint, "region": "us-east-1"}
-    return {"url": server.url, "reset_keeps_objects": True, "timeout_s": 30, **more}
+        more |= {"endpoint": f"http://127.0.0.1:{port}", "region": "us-east-1"}
+    return {"url": url, "reset_keeps_objects": True, "timeout_s": 30, **more}
 
 
 def written(engine: Engine, count: int) -> None:
@@ -113,6 +119,66 @@ def test_an_outage_costs_time_only(
         elif state == "killed":
             until_counted(engine, "stores_failed", chosen)
         run([engine], lambda: not is_used(engine))
+
+
+@pytest.mark.parametrize("delay_s", [0.3, pytest.param(3.0, marks=pytest.mark.slow)])
+def test_a_slow_store_is_left(
+    start: Start,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    delay_s: float,
+) -> None:
+    """It answers every question, but computing is faster. Then it is fast again."""
+    monkeypatch.setattr(pace, "_PAUSE_S", 1.0)
+    with slow_proxy(server.port) as slow, logged(caplog.handler):
+        settings = {"slots": 128, "lookup_deadline_s": 5, "objects": objects(server, slow.port)}
+        prompts = [prompt_of(6 * BLOCK, seed=40 + n) for n in range(9)]
+        other = start(**settings)
+        for prompt in prompts:
+            ask(other, prompt)
+        written(other, 6 * len(prompts))
+        monkeypatch.setattr(pace, "SLACK_S", 0.2)
+        engine = start(**settings)
+        ask(engine, prompt_of(6 * BLOCK, seed=39))  # it learns how long this takes
+        taken = []
+        with slow.by(delay_s):
+            for prompt in prompts:
+                began = time.monotonic()
+                ask_alone(engine, prompt)
+                taken.append(time.monotonic() - began)
+        # Each would take 0.9 s or 5 s and more: a lookup, and two rounds of reads.
+        assert sum(taken) < 4.5
+        assert half(engine)._too_slow >= len(prompts) - 2
+        (line,) = {one for one in caplog.messages if "slower than computing" in one}
+        assert line.startswith("the tier objects is slower")
+        run([engine], engine.is_idle, 60)
+        monkeypatch.setattr(pace, "SLACK_S", 5.0)
+        shared = half(engine)._shared
+        assert shared is not None
+        before, deadline = shared.stats.hits, time.monotonic() + 30
+        while shared.stats.hits == before:
+            assert time.monotonic() < deadline
+            forget(engine, host=True)
+            ask(engine, prompts[0])
+        assert "the tier objects is fast enough again" in caplog.messages
+
+
+@contextlib.contextmanager
+def logged(handler: logging.Handler) -> Iterator[None]:
+    """What the connector logs goes there: vLLM's configuration propagates nothing."""
+    pace.logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        pace.logger.removeHandler(handler)
+
+
+def ask_alone(engine: Engine, prompt: list[int]) -> None:
+    """As `ask`, without waiting for what goes on in the tiers."""
+    name = engine.add(prompt, 3, None)
+    run([engine], lambda: name in engine.finished)
+    assert engine.answers[name] == answer(prompt, 3, engine.groups)
 
 
 def until_counted(engine: Engine, name: str, chosen: random.Random) -> None:
