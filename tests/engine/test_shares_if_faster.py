@@ -32,12 +32,13 @@ pytestmark = [
     pytest.mark.skipif(versions.matches("<0.31"), reason="this vLLM does not tell its ports"),
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
-LINKS = ("100Mbit", "1Gbit", "10Gbit")
+LINKS = ("40Mbit", "200Mbit", "10Gbit")
 PREFIXES = (64, 512, 2048)
 NEW = 40
 REPEATS = 3
-CLEAR = 1.3
-"""What is so many times faster must be chosen."""
+CLEAR, CLEAR_S = 1.5, 0.3
+"""What is so many times faster, and so many seconds, must be chosen. Nearer to where both take as
+long, chance decides: both are measured while they run."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,8 @@ def test_what_is_faster_is_chosen(scene: Scene, rate: str) -> None:
             )
         for length in PREFIXES:
             computed, moved = taken["never"][length], taken["always"][length]
+            if abs(moved - computed) < CLEAR_S:
+                continue
             if moved * CLEAR < computed:
                 assert sum(chosen[length]) >= REPEATS - 1, f"{length} tokens: a move is faster"
             elif computed * CLEAR < moved:

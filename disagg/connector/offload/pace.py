@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
 SLACK_S = 0.25
 """What a slow tier may cost beside the time of computing, at the lookup and at the load."""
-_GUESS = 0.001  # seconds to compute a token, before the first measurement
+_GUESS = 0.001  # seconds to compute a token at most, before there are enough measurements
+_ENOUGH, _REMEMBERED = 3, 8
 _LEAST_TOKENS = 32  # fewer tell more of the step than of their computation
 _DECAY = 0.5  # the weight of each measurement, relative to the next one: a store may be mended
 _LATE_LOOKUPS = 3
@@ -41,12 +43,35 @@ class _Mean:
         return items * self._seconds / self._items if self._items else None
 
 
+class _Computing:
+    """Seconds to compute so many tokens: the least per token of the last few prompts about as long.
+
+    The least, since an estimate that is too low corrects itself: what is then computed is measured.
+    After one that is too high, all is loaded, and nothing more is learnt. By length, since a short
+    prompt takes more of a step's own time for each token, and must not stand for a long one.
+    """
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, deque[float]] = {}
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        last = self._by_size.setdefault(tokens.bit_length(), deque(maxlen=_REMEMBERED))
+        last.append(seconds / tokens)
+
+    def takes(self, tokens: int) -> float:
+        """By the nearest length that was measured, of two the longer one."""
+        size = tokens.bit_length()
+        nearest = min(self._by_size, key=lambda one: (abs(one - size), -one), default=size)
+        last = self._by_size.get(nearest, ())
+        return tokens * min(last if len(last) >= _ENOUGH else (*last, _GUESS))
+
+
 class Pace:
     """Of one tier, in the scheduler's thread. clock: for tests."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._clock = name, clock
-        self._token, self._chunk, self._read = _Mean(), _Mean(), _Mean()
+        self._computing, self._chunk, self._read = _Computing(), _Mean(), _Mean()
         self._late_lookups = self._paused = 0
         self._slow = ""
         self._try_at = 0.0
@@ -61,16 +86,15 @@ class Pace:
     def pays(self, request_id: str, chunks: int, tokens: int) -> bool:
         """Whether to load so many chunks of the tier, which spare so many tokens."""
         each, read = self._chunk.takes(chunks), self._read.takes(1)
-        computed = self._token.takes(tokens)
-        if each is None or read is None or computed is None:
+        computed = self._computing.takes(tokens)
+        if each is None or read is None:
             return True
         return max(each, read) <= computed + SLACK_S or self._tries(request_id)
 
     def limit_s(self, tokens: int) -> float:
         """How long a request may wait for what spares so many tokens, at the lookup and again at
         the load."""
-        computed = self._token.takes(tokens)
-        return SLACK_S + (tokens * _GUESS if computed is None else computed)
+        return SLACK_S + self._computing.takes(tokens)
 
     def _tries(self, request_id: str) -> bool:
         if request_id == self._trying:
@@ -90,7 +114,7 @@ class Pace:
     def computed(self, tokens: int, seconds: float) -> None:
         """A prompt's tokens took so long, from the first step to the first new token."""
         if tokens >= _LEAST_TOKENS:
-            self._token.learn(tokens, seconds)
+            self._computing.learn(tokens, seconds)
 
     def read(self, seconds: float) -> None:
         """One chunk took so long."""

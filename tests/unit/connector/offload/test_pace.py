@@ -23,17 +23,44 @@ def clock() -> Clock:
 def pace(clock: Clock) -> Pace:
     """Computing takes 1 ms a token."""
     made = Pace("objects", clock)
-    made.computed(1000, 1.0)
+    for _ in range(3):
+        made.computed(1000, 1.0)
     return made
 
 
 def test_a_request_waits_as_long_as_computing_takes(pace: Pace) -> None:
     assert Pace("x").limit_s(2000) == 2 + SLACK_S, "a guess, before anything is measured"
     assert pace.limit_s(2000) == 2 + SLACK_S
-    pace.computed(4000, 1.0)
-    assert 0.66 < pace.limit_s(2000) - SLACK_S < 0.67
-    pace.computed(8, 10.0)  # too few to tell
-    assert pace.limit_s(2000) < 1
+    pace.computed(1500, 0.6)
+    assert pace.limit_s(2000) - SLACK_S == pytest.approx(0.8)
+    pace.computed(8, 0.001)  # too few to tell
+    assert pace.limit_s(2000) - SLACK_S == pytest.approx(0.8)
+
+
+def test_a_moment_when_computing_was_slow_says_little(pace: Pace) -> None:
+    """Else slow loads would be fast enough, and nothing would be computed that shows the truth."""
+    for _ in range(7):
+        pace.computed(1000, 5.0)
+    assert pace.limit_s(1000) - SLACK_S == pytest.approx(1.0)
+    pace.computed(1000, 4.0)
+    assert pace.limit_s(1000) - SLACK_S == pytest.approx(4.0), "it is slower now"
+
+
+def test_a_slow_model_is_believed_after_some_prompts() -> None:
+    pace = Pace("x")
+    for _ in range(2):
+        pace.computed(1000, 8.0)
+        assert pace.limit_s(1000) - SLACK_S == pytest.approx(1.0)
+    pace.computed(1000, 8.0)
+    assert pace.limit_s(1000) - SLACK_S == pytest.approx(8.0)
+
+
+def test_what_is_left_of_loaded_prompts_says_nothing_of_whole_ones(pace: Pace) -> None:
+    """80 tokens behind a load of 1,920 take 0.3 s, nearly all of it for the step itself."""
+    for _ in range(20):
+        pace.computed(80, 0.3)
+    assert pace.limit_s(1920) - SLACK_S == pytest.approx(1.92)
+    assert pace.limit_s(80) - SLACK_S == pytest.approx(0.3)
 
 
 def test_after_a_late_load_one_request_tries_now_and_then(pace: Pace, clock: Clock) -> None:
