@@ -28,6 +28,8 @@ _LOOK_S = 0.005
 # Of Mooncake's error codes.
 _NO_SPACE, _TOO_LONG, _BEING_WRITTEN, _MISSING = {-10, -200, -201}, -600, -703, -704
 _REASONS = dict.fromkeys(_NO_SPACE, FULL) | {_TOO_LONG: "size"}
+_LEFT: list[Any] = []
+"""Clients that are in use when they should be closed."""
 T = TypeVar("T")
 
 
@@ -107,6 +109,13 @@ class MooncakeStore:
         return ""
 
     def close(self) -> None:
+        """Wait for calls to end, for `timeout_s` at most. A client that is closed under a call ends
+        the process by a segmentation fault, so one whose calls do not end stays."""
+        deadline = time.monotonic() + self._timeout_s
+        for _ in range(AT_ONCE):  # nobody can begin a call after this
+            if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                _LEFT.append(self._client)
+                return
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
