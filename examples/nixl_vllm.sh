@@ -5,9 +5,10 @@
 #   examples/nixl_vllm.sh MODEL [any option of vLLM's OpenAI server ...]
 #
 # NIXL must be installed beside vLLM: pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1. With GPUs,
-# give each engine its own by CUDA_VISIBLE_DEVICES in `engine` below. On CPU, with the small
-# checkpoint that `make serve` makes:
+# give each engine its own by CUDA_VISIBLE_DEVICES in `engine` below. On CPU, with a small
+# checkpoint:
 #
+#   disagg make-model .cache/models/tiny
 #   KV_BUFFER_DEVICE=cpu VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
 #     examples/nixl_vllm.sh .cache/models/tiny --enforce-eager --block-size 128
 #

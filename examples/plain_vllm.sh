@@ -4,8 +4,9 @@
 #
 #   examples/plain_vllm.sh MODEL [any option of vLLM's OpenAI server ...]
 #
-# On CPU, with the small checkpoint that `make serve` makes:
+# On CPU, with a small checkpoint:
 #
+#   disagg make-model .cache/models/tiny
 #   VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
 #     examples/plain_vllm.sh .cache/models/tiny --enforce-eager --block-size 128
 set -euo pipefail
