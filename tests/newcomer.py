@@ -109,7 +109,8 @@ def job(folder: Path) -> None:
 def examples(folder: Path) -> None:
     """Those that need neither a GPU nor Kubernetes nor a container."""
     source = clone(folder)
-    run("make install && .venv/bin/disagg get-model && .venv/bin/disagg make-model .cache/models/tiny", source)
+    run("make install && .venv/bin/disagg get-model", source)
+    run(".venv/bin/disagg make-model .cache/models/tiny", source)
     python = f"{source}/.venv/bin/python"
     run(f"{python} examples/without_vllm_engine.py", source)
     with served("make serve", source):
