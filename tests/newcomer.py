@@ -146,6 +146,8 @@ def _plain_servers(source: Path, python: str) -> None:
     options = ".cache/models/tiny --enforce-eager --block-size 128"
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     env |= {"OMP_NUM_THREADS": "1", "KV_BUFFER_DEVICE": "cpu"}
+    packages = "--no-deps nixl==1.5.1 nixl-cu13==1.5.1"  # as the second one says
+    run(f"{uv()} pip install --quiet --python {python} {packages}", source)
     for script in ("plain_vllm.sh", "nixl_vllm.sh"):
         with served(f"examples/{script} {options}", source, env=env):
             if script == "plain_vllm.sh":
