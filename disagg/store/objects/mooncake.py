@@ -23,7 +23,7 @@ from disagg.store.objects.base import FULL, TIMEOUT, UNREACHABLE, Entry, Filling
 
 AT_ONCE = 16
 """Calls at the same time. Those that nobody waits for any more count, too."""
-_LOCAL_BYTES = 256 << 20
+_LOCAL_SIZE, _LOCAL_BYTES = "MOONCAKE_LOCAL_BUFFER_SIZE", 256 << 20
 _LOOK_S = 0.005
 # Of Mooncake's error codes.
 _NO_SPACE, _TOO_LONG, _BEING_WRITTEN, _MISSING = {-10, -200, -201}, -600, -703, -704
@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 class MooncakeStore:
     """address: the master's, host:port. What else a client needs is in the environment, by
-    Mooncake's own names. Raises `ConfigError` if Mooncake cannot be imported."""
+    Mooncake's own names. Raises `ConfigError` if it is wrong, or Mooncake cannot be imported."""
 
     batch = 512
 
     def __init__(self, address: str, prefix: str, place: str, *, timeout_s: float = 5.0) -> None:
         self.place = place
         self._address, self._prefix, self._timeout_s = address, prefix, timeout_s
-        self._make = _client_class()
+        self._make, self._local_bytes = _client_class(), _local_bytes()
         self._client: Any = None
         self._lock = threading.Lock()
         self._free = threading.Semaphore(AT_ONCE)
@@ -154,8 +154,10 @@ class MooncakeStore:
         def run() -> None:
             try:
                 future.set_result(call(self._connected()))
-            except Exception as error:  # noqa: BLE001
+            except StoreError as error:
                 future.set_exception(error)  # who waits raises it
+            except Exception as error:  # noqa: BLE001
+                future.set_exception(StoreError(UNREACHABLE, f"Mooncake's client: {error}"))
             finally:
                 self._free.release()
 
@@ -173,7 +175,7 @@ class MooncakeStore:
                     given("MOONCAKE_LOCAL_HOSTNAME") or _address_towards(self._address),
                     given("MOONCAKE_TE_META_DATA_SERVER", "P2PHANDSHAKE"),
                     0,
-                    int(given("MOONCAKE_LOCAL_BUFFER_SIZE", _LOCAL_BYTES)),
+                    self._local_bytes,
                     given("MOONCAKE_PROTOCOL", "tcp"),
                     given("MOONCAKE_DEVICE", ""),
                     self._address,
@@ -195,6 +197,13 @@ def _client_class() -> Any:
             f"{MOONCAKE_INSTALL}"
         ) from error
     return MooncakeDistributedStore
+
+
+def _local_bytes() -> int:
+    given = os.environ.get(_LOCAL_SIZE, "")
+    if given and not (given.isascii() and given.isdigit()):
+        raise ConfigError(f"{_LOCAL_SIZE}: {given!r} — is no number of bytes; write 268435456")
+    return int(given or _LOCAL_BYTES)
 
 
 def _address_towards(master: str) -> str:

@@ -29,6 +29,7 @@ from disagg.store.base import FileStats, ReadOutcome, ReadResult, WriteOutcome, 
 from disagg.store.fingerprint import Fingerprint
 from disagg.store.objects.base import StoreError
 from disagg.store.objects.guard import Breaker, GuardedStore
+from disagg.store.objects.mooncake import MooncakeStore
 from disagg.store.objects.tier import ObjectFinder, Objects
 from disagg.testing.waiting import eventually
 
@@ -203,6 +204,13 @@ def test_an_outage_of_mooncake_is_a_miss_and_ends(tmp_path: Path) -> None:
         assert read(tier)[0].outcome in (ReadOutcome.MISSING, ReadOutcome.FAILED)
         assert not write(tier, key_of(3)).ok
         own.close()
+
+
+@needs_mooncake
+def test_a_size_of_mooncake_s_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_LOCAL_BUFFER_SIZE", "1GB")
+    with pytest.raises(ConfigError, match=r"MOONCAKE_LOCAL_BUFFER_SIZE: '1GB' — is no number"):
+        MooncakeStore("127.0.0.1:1", "p", "mooncake")
 
 
 @needs_mooncake
