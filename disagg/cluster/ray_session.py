@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 << 20  # disagg stores nothing in it; Ray's minimum is 75 MiB
 STOP_S = 3.0
+SLOW = "timed out during startup"  # what Ray says when a node takes more than its 30 s
 ADDRESS = "address"  # the file with a private Ray's address, in its folder
 LOOPBACK = "127.0.0.1"
 _MOST_BYTES = 256
@@ -83,23 +84,12 @@ def connect(
         _use_loopback()
         _use_tokens()
         _check_token_file()
-    folder = None if joined else _private_folder()
     try:
-        with _temp_folder(folder), _without_hangup(), _in_groups_of_their_own():
-            context = _init(namespace, folder)
-        if folder:
-            folder.path.chmod(0o700)  # Ray has opened it for everybody
-            folder.folder.write_bytes(ADDRESS, context.address_info["gcs_address"].encode())
-            _check_token_file()  # Ray makes the token if there is none
-    except BaseException as error:
-        if folder:
-            _end(_processes(folder.path))
-            folder.remove()
-        if isinstance(error, SystemExit):  # from Ray's handler of SIGTERM during `ray.init`
-            raise Interrupted(signal.SIGTERM) from error
-        if isinstance(error, Exception):
-            raise StartupError(f"Ray did not start: {_first_line(error)}") from error
-        raise
+        context, folder = _begun(namespace, joined)
+    except SystemExit as error:  # from Ray's handler of SIGTERM during `ray.init`
+        raise Interrupted(signal.SIGTERM) from error
+    except Exception as error:
+        raise StartupError(f"Ray did not start: {_first_line(error)}") from error
     finally:
         after_init()
     return RaySession(
@@ -108,6 +98,28 @@ def connect(
         dashboard_url=f"http://{context.dashboard_url}" if context.dashboard_url else None,
         _folder=folder,
     )
+
+
+def _begun(namespace: str, joined: bool) -> tuple[Any, RunFolder | None]:
+    """A private Ray that is slow gets a second try: the first has warmed the disk's cache."""
+    for is_last in (joined, True):
+        folder = None if joined else _private_folder()
+        try:
+            with _temp_folder(folder), _without_hangup(), _in_groups_of_their_own():
+                context = _init(namespace, folder)
+            if folder:
+                folder.path.chmod(0o700)  # Ray has opened it for everybody
+                folder.folder.write_bytes(ADDRESS, context.address_info["gcs_address"].encode())
+                _check_token_file()  # Ray makes the token if there is none
+            return context, folder
+        except BaseException as error:
+            if folder:
+                _end(_processes(folder.path))
+                folder.remove()
+            if is_last or SLOW not in str(error):
+                raise
+            logger.warning("Ray did not start within its 30 s; it is started again")
+    raise AssertionError("the last try returns or raises")
 
 
 @contextmanager

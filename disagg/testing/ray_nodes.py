@@ -18,10 +18,12 @@ from types import TracebackType
 
 import psutil
 
+from disagg.cluster.ray_session import SLOW
 from disagg.errors import DisaggError
 from disagg.testing.vllm_server import free_port
 
 START_S, END_S = 60.0, 20.0
+TRIES = 3
 ADDRESS_ENV = "RAY_ADDRESS"
 
 
@@ -78,6 +80,16 @@ class RayNodes:
 
     def add(self) -> None:
         """Start a node; returns when it is one. The first is the head."""
+        for left in reversed(range(TRIES)):
+            try:
+                self._add()
+                return
+            except DisaggError as error:
+                if not left or SLOW not in str(error):
+                    raise
+                _end(self._started.pop())
+
+    def _add(self) -> None:
         head = not self._started
         words = self._head_words() if head else self._worker_words()
         log = self._folder / f"node-{len(self._started)}.log"
@@ -105,7 +117,7 @@ class RayNodes:
         deadline = time.monotonic() + START_S
         while b"Ray runtime started" not in log.read_bytes():
             if process.poll() is not None or time.monotonic() > deadline:
-                raise DisaggError(f"a Ray node did not start:\n{log.read_text()[-2000:]}")
+                raise DisaggError(f"a Ray node did not start:\n{log.read_text()[-4000:]}")
             time.sleep(0.2)
 
     def _worker_words(self) -> list[str]:

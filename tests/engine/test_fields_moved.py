@@ -3,6 +3,7 @@ others go on, and what came is one engine's answer. What cannot go on ends with 
 
 from __future__ import annotations
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ from disagg.router.request.stream_state import watched
 from engine.conftest import Fleet, routed
 from engine.cut_proxy import cut_streams
 from engine.fields import CHAT, COMPLETION, cases, differing, numbered, streamed
+from engine.streams import events_of
 
 ENGINES = ("producer", "consumer", "single")
 MOST_CUTS = 3
@@ -66,3 +68,30 @@ def test_as_one_engine_answers(
     assert not wrong, "\n".join(wrong)
     went_on = sum(cuts.cut[name] for name, goes_on, *_ in asked if goes_on)
     assert went_on > 0.5 * sum(goes_on for _, goes_on, *_ in asked)
+
+
+def test_ids_in_the_middle_of_a_character(fleet: Fleet) -> None:
+    """The client has the id of a token whose text only comes with the next. It gets none twice."""
+    silent: list[tuple[dict[str, Any], int, dict[str, Any]]] = []
+    for number in range(40):
+        ids = [(7 * at + 77 * number) % 250 + 1 for at in range(60)]
+        asked = {"prompt": ids, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
+        body = {"model": "tiny", "temperature": 0, **asked}
+        told = list[bytes]()
+        events_of(fleet.single.url, COMPLETION, {**body, "stream": True}, told)
+        choices = [json.loads(one[6:])["choices"][0] for one in told if one[6:7] == b"{"]
+        spoken = next((at for at, one in enumerate(choices) if one["text"]), len(choices))
+        ends = [at for at in range(spoken, len(choices)) if not choices[at]["text"]]
+        if ends:
+            silent.append((body, ends[0] + 1, streamed(fleet.single.url, COMPLETION, body)))
+    assert len(silent) >= 4, "no answer has half a character"
+    with (
+        cut_streams([fleet.consumer.url, fleet.producer.url]) as (decodes, cuts),
+        routed([fleet.producer], decodes, migration_limit=MOST_CUTS) as url,
+    ):
+        for number, (body, events, expected) in enumerate(silent[:12]):
+            name = f"request-{number}"
+            cuts.plan[name] = [(events, 0), *([(1, 0)] if number % 2 else [])]
+            got = streamed(url, COMPLETION, body, name)
+            assert not [*differing(got, expected)]
+            assert cuts.cut[name] == len(cuts.plan[name])

@@ -113,7 +113,7 @@ class Owed:
         content = content_of(event)
         if content is None:
             if event.startswith(DONE) and self.is_due:
-                raise _otherwise()
+                raise otherwise()
             return event + END
         for place, name in event_fields.names_of(content):
             begun = self._names.get(place, name)
@@ -164,7 +164,7 @@ class Owed:
             due = owed.get(piece.field) or _Due(piece.words[:0])
             common = min(len(due.words) - due.at, len(piece.words))
             if piece.words[:common] != due.words[due.at : due.at + common]:
-                raise _otherwise()
+                raise otherwise()
             is_new |= len(piece.words) > common
             if common:
                 due.at += common
@@ -172,11 +172,12 @@ class Owed:
                 if due.at == len(due.words):
                     del owed[piece.field]
         if is_new and owed:
-            raise _otherwise()
+            raise otherwise()
         return is_new
 
 
-def _otherwise() -> ApiError:
+def otherwise() -> ApiError:
+    """Of an answer that cannot go on, as the next engine says something else."""
     return ApiError(
         502, "the engine failed in mid-answer, and another one answers otherwise; ask again"
     )
@@ -213,7 +214,7 @@ class Replay(Plain):
         """See `Watcher`."""
         said = super().finish()
         if self._is_whole and self._owed is not None and self._owed.is_due:
-            self._fails(_otherwise())
+            self._fails(otherwise())
         return said
 
     def begins_anew(self) -> None:

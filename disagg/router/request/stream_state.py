@@ -21,7 +21,7 @@ from disagg.router.api.errors import ApiError
 from disagg.router.api.event_parser import END
 from disagg.router.api.event_stream import DONE, EventWatcher, content_of, failure_in
 from disagg.router.request.plan import RequestPlan
-from disagg.router.request.replay import Owed, Sent
+from disagg.router.request.replay import Owed, Sent, otherwise
 
 # The client's quotes are escaped inside of JSON strings, so that these are keys wherever they are.
 _PROMPT = re.compile(rb'"prompt_token_ids":(\[[0-9,]*\])')
@@ -59,6 +59,7 @@ class Stream(EventWatcher):
         self._opening: tuple[int, int] | None = None  # tokens up to the first text, its event
         self._shows_ids = plan.shows_ids
         self._base = 0  # how many tokens earlier engines gave
+        self._repeats: list[int] = []  # whose ids the client has, and the next engine gives again
         # What the client got, while it may be something that tokens do not continue.
         self._sent = Sent() if plan.is_chat and plan.not_replayed is None else None
         self._owed: Owed | None = None
@@ -73,7 +74,7 @@ class Stream(EventWatcher):
         """Whether the client has any of the text. Before that, the whole request is sent again: a
         token without text may be half a character, or open a reasoning part. A client that gets
         token ids has something as soon as it has an id."""
-        return self._has_text or (self._shows_ids and bool(self._tokens))
+        return self._has_text or (self._shows_ids and bool(self._tokens or self._repeats))
 
     @property
     def asks_anew(self) -> bool:
@@ -149,9 +150,9 @@ class Stream(EventWatcher):
         """The body of the completion that continues behind all tokens but the last `back`.
 
         `reports`: by the engine that continues, of itself. None if the prompt's tokens or the limit
-        are unknown, or the client would get a token's id twice.
+        are unknown.
         """
-        if self._prompt is None or not self._is_plain or (back and self._shows_ids):
+        if self._prompt is None or not self._is_plain:
             return None
         limit = self._plan.max_tokens(reports, len(self._prompt))
         if limit is None:
@@ -165,7 +166,10 @@ class Stream(EventWatcher):
         )
 
     def goes_on(self, back: int) -> None:
-        """From now on, events are those of such a completion."""
+        """From now on, events are those of such a completion. A client that has the ids of the last
+        `back` tokens does not get them again; if they become others, its answer fails."""
+        if self._shows_ids:
+            self._repeats = [*self._tokens[len(self._tokens) - back :], *self._repeats]
         self._tokens = self.tokens(back)
         self._base = len(self._tokens)
         self._continues = True
@@ -213,7 +217,7 @@ class Stream(EventWatcher):
             self._has_text = True
         self._has_text = self._has_text or _TEXT.search(events) is not None
         if self._owed is None and self._continues:
-            shown = b"".join(map(self._rewritten, each))
+            shown = self._all_rewritten(each)
         elif self._shows_ids:
             shown = events
         else:
@@ -236,8 +240,18 @@ class Stream(EventWatcher):
                 self._opening = given, self._count + place
                 return
 
+    def _all_rewritten(self, each: Iterable[bytes]) -> bytes:
+        shown = []
+        for event in each:
+            shown.append(self._rewritten(event))
+            if self.failure is not None:
+                self._finished = self._done = False
+                break
+        return b"".join(shown)
+
     def _rewritten(self, event: bytes) -> bytes:
-        """An event of another answer, as one of the answer that was begun."""
+        """An event of another answer, as one of the answer that was begun. Nothing, if it only
+        repeats ids; `failure` is set if they are others."""
         if event.startswith(DONE):
             return event + END
         content = content_of(event)
@@ -245,8 +259,15 @@ class Stream(EventWatcher):
             return event + END
         choices = []
         for choice in content.get("choices") or ():
-            shown = self._shows_ids and choice.get("token_ids")
-            if self._is_chat and not shown and _says_nothing(choice):
+            ids = (choice.get("token_ids") or []) if self._shows_ids else []
+            again = self._repeats[: len(ids)]
+            if again:
+                if again != ids[: len(again)]:
+                    self.failure, self._is_plain, self._sent = otherwise(), False, None
+                    return b""
+                del self._repeats[: len(again)]
+                choice["token_ids"] = ids = ids[len(again) :]
+            if (self._is_chat or again) and not ids and _says_nothing(choice):
                 return b""
             choices.append(self._choice(choice))
         changed: dict[str, Any] = {**content, "choices": choices}

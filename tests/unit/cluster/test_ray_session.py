@@ -121,3 +121,34 @@ def test_a_ray_without_tokens_on_a_network_is_refused(
         ray_session.connect("x", lambda: None)
     for local in ("127.0.0.1:6379", "localhost:6379", "[::1]:6379", "auto"):
         ray_session._refuse_without_token(local)
+
+
+SLOW_START = """
+import signal, threading, time
+import psutil
+from disagg.cluster import ray_session
+
+def hold_the_first_raylet():
+    while True:
+        for child in psutil.Process().children():
+            if child.name() == "raylet":
+                child.send_signal(signal.SIGSTOP)
+                return
+        time.sleep(0.002)
+
+threading.Thread(target=hold_the_first_raylet, daemon=True).start()
+session = ray_session.connect("slow", lambda: None)
+left = [each for each in psutil.Process().children() if each.status() == psutil.STATUS_STOPPED]
+print("started" if session.private and not left else f"left: {left}")
+session.stop()
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_is_slow_is_started_again() -> None:
+    """Ray gives a node 30 s, which a busy machine with cold disks may not keep."""
+    words = [sys.executable, "-c", SLOW_START]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Ray did not start within its 30 s; it is started again" in done.stderr
+    assert done.stdout.strip() == "started"

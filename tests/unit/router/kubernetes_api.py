@@ -59,6 +59,7 @@ class ApiServer:
     bookmarks: bool = False
     pods: dict[str, Pod] = field(default_factory=dict, repr=False)
     changes: list[tuple[int, Pod | None, Pod]] = field(default_factory=list, repr=False)
+    bookmarked: list[str] = field(default_factory=list, repr=False)
     lists: int = 0
     watches: list[dict[str, str]] = field(default_factory=list)
     version: int = 100
@@ -171,6 +172,7 @@ class ApiServer:
                     yield {"type": "MODIFIED" if fitted else "ADDED", "object": shown}
             if self.bookmarks:
                 metadata = {"resourceVersion": str(self.version)}
+                self.bookmarked.append(metadata["resourceVersion"])
                 yield {"type": "BOOKMARK", "object": {"kind": "Pod", "metadata": metadata}}
             await self._wait(cut)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -162,11 +161,12 @@ def test_a_version_that_is_too_old_is_listed_anew(loop: Loop, bookmarks: bool) -
         at.put("b", "127.0.0.2")
         assert at.serve("127.0.0.1", "127.0.0.2")
         if bookmarks:
-            assert wait_for(lambda: bool(at.api.watches))
+            assert wait_for(lambda: bool(at.api.bookmarked))
             at.api.version += 50
             young = str(at.api.version)
             at.api.expired = at.api.version
-            at.do(asyncio.sleep(1))  # for a bookmark to come
+            # One of them has come when others were sent behind it.
+            assert wait_for(lambda: at.api.bookmarked.count(young) > 5)
             at.do(at.api.cut())
             assert wait_for(lambda: at.api.watches[-1]["resourceVersion"] == young)
             assert at.api.lists == 1

@@ -146,8 +146,59 @@ def test_a_client_that_asks_for_ids_gets_each_once() -> None:
     seen = events(stream.feed(completion([3], "c", [*PROMPT, 1, 2]) + completion([4, 5], "de")))
     assert [e["choices"][0]["token_ids"] for e in seen] == [[3], [4, 5]]
     assert all(e["choices"][0]["prompt_token_ids"] is None for e in seen)
-    assert stream.rest(0, SAID) is not None
-    assert stream.rest(1, SAID) is None, "the last token's id would come twice"
+
+
+def with_half_a_character() -> Stream:
+    """The client has an id more than text."""
+    stream = watch(COMPLETION, {**BODY, "return_token_ids": True})
+    stream.feed(completion([1], "a", PROMPT) + completion([2], ""))
+    rest = stream.rest(1, SAID)
+    assert rest is not None
+    assert rest["prompt"] == [*PROMPT, 1]
+    stream.goes_on(1)
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("said", "seen"),
+    [
+        ([([2], ""), ([3], "ä"), ([4], "b")], [([3], "ä"), ([4], "b")]),
+        ([([2, 3], "ä"), ([4], "b")], [([3], "ä"), ([4], "b")]),
+        ([([2], "?"), ([4], "b")], [([], "?"), ([4], "b")]),
+    ],
+)
+def test_an_id_that_is_given_again_is_not_told_again(
+    said: list[tuple[list[int], str]], seen: list[tuple[list[int], str]]
+) -> None:
+    """The token was sent without its text, which only came of the next ones."""
+    stream = with_half_a_character()
+    told = events(stream.feed(b"".join(completion(*each) for each in said)))
+    choices = [each["choices"][0] for each in told]
+    assert [(one["token_ids"], one["text"]) for one in choices] == seen
+    assert stream.failure is None
+    assert stream.tokens() == [1, *(id_ for ids, _ in said for id_ in ids)]
+
+
+def test_an_id_that_is_given_again_breaks_off_too() -> None:
+    """Whether it was given again by then or not."""
+    stream = with_half_a_character()
+    assert stream.has_begun
+    stream.goes_on(0)
+    assert events(stream.feed(completion([2], ""))) == []
+    stream.goes_on(1)
+    told = events(stream.feed(completion([2, 3], "ä")))
+    assert [each["choices"][0]["token_ids"] for each in told] == [[3]]
+
+
+def test_another_id_where_one_was_told_is_an_error() -> None:
+    stream = with_half_a_character()
+    seen = stream.feed(completion([5], "b") + completion([4], "c", finish="stop"))
+    assert seen == b""
+    assert stream.failure is not None
+    assert "answers otherwise" in str(stream.failure)
+    assert not stream.is_whole
+    assert not stream.asks_anew
+    assert stream.rest(0, SAID) is None
 
 
 def test_a_chat_with_ids() -> None:
