@@ -114,6 +114,11 @@ class InFlight:
         """The estimated time to compute so many prompt tokens; 0 before the first measurement."""
         return self._speed.takes(tokens)
 
+    @property
+    def token_s(self) -> float:
+        """What one more token of a prompt takes; 0 before the first measurement."""
+        return self._speed.token_s
+
     def requests(self, engine: EngineEndpoint) -> int:
         """How many requests have a seat at this engine."""
         return self._of(engine).requests

@@ -12,23 +12,48 @@ from collections.abc import Callable
 
 # The weight of each measurement, relative to the next one.
 _DECAY = 0.9
+_RIDGE = 0.5
 Clock = Callable[[], float]
 
 
 class Speed:
-    """Seconds per prompt token, measured on finished prompts; 0 before the first one."""
+    """Seconds that prompts take, by their tokens, measured on finished ones; 0 before the first.
+
+    A straight line: what each prompt takes, and what each of its tokens takes. Prompts of about one
+    length can't tell these apart. So what each prompt takes is held small (`_RIDGE`), and counts as
+    soon as lengths differ by a fifth or more.
+    """
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
+        # Of the measurements: how many, and the sums of x, y, x * x and x * y.
+        self._count = self._tokens = self._seconds = self._squares = self._products = 0.0
+        self.prompt_s = self.token_s = 0.0
 
     def learn(self, tokens: int, seconds: float) -> None:
         """Add a measurement: so many tokens took so many seconds."""
+        self._count = self._count * _DECAY + 1
         self._tokens = self._tokens * _DECAY + tokens
         self._seconds = self._seconds * _DECAY + seconds
+        self._squares = self._squares * _DECAY + tokens * tokens
+        self._products = self._products * _DECAY + tokens * seconds
+        self._fit()
 
-    def takes(self, tokens: int) -> float:
-        """Seconds to compute so many tokens."""
-        return tokens * self._seconds / self._tokens if self._tokens else 0.0
+    def takes(self, tokens: int, prompts: int = 1) -> float:
+        """Seconds to compute so many tokens, of so many prompts."""
+        return prompts * self.prompt_s + tokens * self.token_s
+
+    def _fit(self) -> None:
+        count = self._count + _RIDGE
+        spread = count * self._squares - self._tokens * self._tokens
+        self.prompt_s = self.token_s = 0.0
+        if spread > 0:
+            slope = (count * self._products - self._tokens * self._seconds) / spread
+            rest = (self._seconds - slope * self._tokens) / count
+            if slope > 0 and rest > 0:
+                self.prompt_s, self.token_s = rest, slope
+                return
+        if self._tokens:
+            self.token_s = self._seconds / self._tokens
 
 
 class PrefillBacklog:
@@ -36,7 +61,7 @@ class PrefillBacklog:
 
     def __init__(self, speed: Speed, clock: Clock = time.monotonic) -> None:
         self._speed, self._clock = speed, clock
-        self._tokens = 0
+        self._tokens = self._prompts = 0
         # When the engine began with its current prompt, and when it will have finished all.
         self._began = self._end = 0.0
 
@@ -46,6 +71,7 @@ class PrefillBacklog:
         if self._tokens == 0:
             self._began = now
         self._tokens += tokens
+        self._prompts += 1
         self._end = max(self._end, now) + self._speed.takes(tokens)
 
     def finish(self, tokens: int) -> None:
@@ -67,4 +93,5 @@ class PrefillBacklog:
         """Returns the seconds that the remaining prompts take."""
         self._began = now
         self._tokens -= tokens
-        return self._speed.takes(self._tokens)
+        self._prompts -= 1
+        return self._speed.takes(self._tokens, self._prompts)

@@ -2,7 +2,7 @@
 
     moved if   move_s(n) < compute_s(n)     n: tokens that the source holds and the engine lacks
 
-    compute_s  at the measured speed of prefills (`InFlight.takes_s`)
+    compute_s  n more tokens of a prompt that is computed, at the measured speed of prefills
     move_s     what asking a source takes, and n at the measured speed of engines that fetch
 
 With `share_caches: always` it is not asked whether that pays. Before the first measurement a moved
@@ -66,7 +66,7 @@ class Moves:
 
     def cost(self, tokens: int) -> float:
         """What moving so many tokens costs, in computed tokens."""
-        per_token = self._in_flight.takes_s(1)
+        per_token = self._in_flight.token_s  # the prompt itself is computed in any case
         if not per_token or self._ask_s is None:
             return _GUESS * tokens
         return (self._ask_s + self._speed.takes(tokens)) / per_token

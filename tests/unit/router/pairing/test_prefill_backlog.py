@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from disagg.router.pairing.prefill_backlog import PrefillBacklog, Speed
@@ -105,3 +107,35 @@ def test_speed_follows_the_last_measurements(clock: Clock) -> None:
     for _ in range(50):
         speed.learn(1000, 0.1)
     assert speed.takes(1000) == pytest.approx(0.1, rel=0.1)
+
+
+def test_prompts_of_all_lengths_are_estimated_well() -> None:
+    """A prompt takes 50 ms and 0.1 ms for each token; a mean would be wrong by the half."""
+    speed, chance = Speed(), random.Random(1)
+    for _ in range(100):
+        tokens = chance.choice([100, 500, 2000, 8000])
+        speed.learn(tokens, (0.05 + 0.0001 * tokens) * chance.uniform(0.9, 1.1))
+    for tokens in (100, 500, 2000, 8000):
+        assert speed.takes(tokens) == pytest.approx(0.05 + 0.0001 * tokens, rel=0.3)
+    assert speed.takes(300, 3) == pytest.approx(3 * speed.takes(100))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prompts_of_one_length_tell_of_others_in_proportion(seed: int) -> None:
+    """Their noise must not pass for a line that says something else of much longer ones."""
+    speed, chance = Speed(), random.Random(seed)
+    for _ in range(50):
+        speed.learn(chance.randint(950, 1050), chance.uniform(0.8, 1.2))
+    assert speed.takes(1000) == pytest.approx(1, rel=0.2)
+    assert speed.takes(8000) == pytest.approx(8, rel=0.4)
+    assert speed.takes(100) == pytest.approx(0.1, rel=1)
+
+
+def test_long_prompts_that_take_more_of_each_token() -> None:
+    """Attention: no line through them begins above 0."""
+    speed = Speed()
+    for _ in range(20):
+        for tokens in (1000, 8000):
+            speed.learn(tokens, tokens * tokens / 1e7)
+    assert speed.prompt_s == 0
+    assert 0 < speed.takes(1000) < speed.takes(8000)

@@ -117,6 +117,16 @@ def test_a_move_that_takes_longer_is_not_made(scene: Scene) -> None:
     assert scene.sharing.source(ask(), ENGINES[1]) is not None
 
 
+def test_what_each_prompt_takes_anyway_is_not_saved(scene: Scene) -> None:
+    """A step takes 0.2 s of its own. A mean would promise to save 0.09 s by 60 tokens' fetch."""
+    for tokens in (100, 400, 1600) * 10:
+        scene.computes(tokens, 0.2 + 0.0005 * tokens)
+    scene.moves.asked(0.05)
+    scene.moves.fetched(1000, 0.05)
+    assert not scene.moves.pay(70)
+    assert scene.moves.pay(1000)
+
+
 def test_always() -> None:
     scene = Scene(always=True)
     scene.holds(DECODE, 60)
