@@ -77,6 +77,7 @@ def test_many_at_once_and_of_any_length(fleet: Fleet, url: str, prompt: Prompt) 
     assert begun(url) - before == 15, "all but those of one token"
 
 
+@pytest.mark.parametrize("url", [0.0, pytest.param(0.1, marks=pytest.mark.slow)], indirect=True)
 def test_what_is_drawn_is_as_likely_as_ever(fleet: Fleet, url: str, prompt: Prompt) -> None:
     """Also the tokens that no stream begins with, for which decode is asked: drawn anew, they would
     have to come twice."""

@@ -117,7 +117,7 @@ BODIES = {
 }  # fmt: skip
 
 
-_QUICK = ("greedy", "stop", "tool")
+_QUICK = ("greedy", "tool")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,7 @@ def test_a_conversation_moves_only_what_is_new(
     assert 0 < sizes[1] < sizes[0] / 4
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_in_the_middle_of_a_sentence(
     engines: tuple[VllmServer, VllmServer],
 ) -> None:

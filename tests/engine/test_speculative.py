@@ -219,7 +219,7 @@ def test_guesses_out_of_the_prompt(fleet: Fleet, start: Start, prompt: Prompt) -
 @pytest.mark.parametrize(
     ("first_token", "ask", "path"),
     [
-        ("decode", whole, COMPLETION),
+        pytest.param("decode", whole, COMPLETION, marks=pytest.mark.slow),
         ("prefill", streamed, COMPLETION),
         pytest.param("decode", streamed, CHAT, marks=pytest.mark.slow),
         pytest.param("prefill", streamed, CHAT, marks=pytest.mark.slow),
