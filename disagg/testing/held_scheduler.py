@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-OPTION = "hold_file"
-"""Of `--additional-config`: the file's path."""
+from disagg.testing.vllm_server import HOLD_OPTION
+
 _LOOK_S, _LONGEST_S = 0.002, 120.0
 
 
@@ -20,7 +20,7 @@ class HeldScheduler(AsyncScheduler):
     def schedule(self, *args: Any, **options: Any) -> Any:
         """As vLLM's."""
         given: Any = self.vllm_config.additional_config
-        hold = Path(given[OPTION])
+        hold = Path(given[HOLD_OPTION])
         deadline = time.monotonic() + _LONGEST_S
         while self._is_held(hold) and time.monotonic() < deadline:
             hold.with_name("held").touch()

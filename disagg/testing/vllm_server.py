@@ -29,6 +29,8 @@ from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.testing.http import client
 
 START_S = 600.0
+HOLD_OPTION = "hold_file"
+"""The option of `HeldScheduler` in `--additional-config`: its hold file's path."""
 
 CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -112,7 +114,7 @@ class VllmServer:
             args += ["--kv-transfer-config", json.dumps(self.transfer)]
         if self.can_hold:
             args += ["--scheduler-cls", "disagg.testing.held_scheduler.HeldScheduler"]
-            args += ["--additional-config", json.dumps({"hold_file": str(self.hold_file)})]
+            args += ["--additional-config", json.dumps({HOLD_OPTION: str(self.hold_file)})]
         env = {**os.environ, **CPU_ENV, "TMPDIR": self._folder.name, **self.env}
         self.process = self.start(args, env, self.log)
 
