@@ -243,15 +243,17 @@ class Stream(EventWatcher):
     def _all_rewritten(self, each: Iterable[bytes]) -> bytes:
         shown = []
         for event in each:
-            shown.append(self._rewritten(event))
-            if self.failure is not None:
+            told = self._rewritten(event)
+            if told is None:  # other ids than the client has
+                self.failure, self._is_plain, self._sent = otherwise(), False, None
                 self._finished = self._done = False
                 break
+            shown.append(told)
         return b"".join(shown)
 
-    def _rewritten(self, event: bytes) -> bytes:
-        """An event of another answer, as one of the answer that was begun. Nothing, if it only
-        repeats ids; `failure` is set if they are others."""
+    def _rewritten(self, event: bytes) -> bytes | None:
+        """An event of another answer, as one of the answer that was begun. Empty if it only repeats
+        ids that the client has; None if it has others in their place."""
         if event.startswith(DONE):
             return event + END
         content = content_of(event)
@@ -263,8 +265,7 @@ class Stream(EventWatcher):
             again = self._repeats[: len(ids)]
             if again:
                 if again != ids[: len(again)]:
-                    self.failure, self._is_plain, self._sent = otherwise(), False, None
-                    return b""
+                    return None
                 del self._repeats[: len(again)]
                 choice["token_ids"] = ids = ids[len(again) :]
             if (self._is_chat or again) and not ids and _says_nothing(choice):

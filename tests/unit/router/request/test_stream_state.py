@@ -190,6 +190,18 @@ def test_an_id_that_is_given_again_breaks_off_too() -> None:
     assert [each["choices"][0]["token_ids"] for each in told] == [[3]]
 
 
+def test_what_came_with_an_error_is_passed_on() -> None:
+    """Of an engine that went on and then failed, too: the tokens are known, so the text must be."""
+    stream = watch(COMPLETION, BODY)
+    stream.feed(completion([1], "a", PROMPT))
+    stream.goes_on(0)
+    error = b'data: {"error": {"message": "m", "type": "t", "code": 500}}\n\n'
+    seen = events(stream.feed(completion([2], "b") + completion([3], "c") + error))
+    assert [each["choices"][0]["text"] for each in seen] == ["b", "c"]
+    assert stream.failure is not None
+    assert stream.tokens() == [1, 2, 3]
+
+
 def test_another_id_where_one_was_told_is_an_error() -> None:
     stream = with_half_a_character()
     seen = stream.feed(completion([5], "b") + completion([4], "c", finish="stop"))
