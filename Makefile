@@ -80,10 +80,12 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 
 # Unit, transport and security tests wait more than they compute, so four processes share two cores.
-# Engines start and stop one after the other, so two processes do; each module is in one of them.
+# Engines start and stop one after the other, so two processes do. Each module is in one process,
+# which starts once what its tests share.
 test: $(INSTALLED)
 	@failed=0; \
-	$(BIN)/pytest -n 4 -m "not slow" tests/unit tests/transport tests/security || failed=1; \
+	$(BIN)/pytest -n 4 --dist loadgroup -m "not slow" \
+		tests/unit tests/transport tests/security || failed=1; \
 	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 -m "not slow" \
 		tests/engine tests/cluster || failed=1; \
 	$(BIN)/python tests/newcomer.py wheel || failed=1; \
