@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 << 20  # disagg stores nothing in it; Ray's minimum is 75 MiB
 STOP_S = 3.0
-SLOW = "timed out during startup"  # what Ray says when a node takes more than its 30 s
+SLOW_START = "timed out during startup"  # what Ray says when a node takes more than its 30 s
 ADDRESS = "address"  # the file with a private Ray's address, in its folder
 LOOPBACK = "127.0.0.1"
 _MOST_BYTES = 256
@@ -102,24 +102,31 @@ def connect(
 
 def _begun(namespace: str, joined: bool) -> tuple[Any, RunFolder | None]:
     """A private Ray that is slow gets a second try: the first has warmed the disk's cache."""
-    for is_last in (joined, True):
-        folder = None if joined else _private_folder()
-        try:
-            with _temp_folder(folder), _without_hangup(), _in_groups_of_their_own():
-                context = _init(namespace, folder)
-            if folder:
-                folder.path.chmod(0o700)  # Ray has opened it for everybody
-                folder.folder.write_bytes(ADDRESS, context.address_info["gcs_address"].encode())
-                _check_token_file()  # Ray makes the token if there is none
-            return context, folder
-        except BaseException as error:
-            if folder:
-                _end(_processes(folder.path))
-                folder.remove()
-            if is_last or SLOW not in str(error):
-                raise
-            logger.warning("Ray did not start within its 30 s; it is started again")
-    raise AssertionError("the last try returns or raises")
+    try:
+        return _tried(namespace, joined)
+    except Exception as error:
+        if joined or SLOW_START not in str(error):
+            raise
+    logger.warning("Ray did not start within its 30 s; disagg starts it once more")
+    return _tried(namespace, joined)
+
+
+def _tried(namespace: str, joined: bool) -> tuple[Any, RunFolder | None]:
+    """Ray's context and a private Ray's folder. If it fails, nothing is left behind."""
+    folder = None if joined else _private_folder()
+    try:
+        with _temp_folder(folder), _without_hangup(), _in_groups_of_their_own():
+            context = _init(namespace, folder)
+        if folder:
+            folder.path.chmod(0o700)  # Ray has opened it for everybody
+            folder.folder.write_bytes(ADDRESS, context.address_info["gcs_address"].encode())
+            _check_token_file()  # Ray makes the token if there is none
+    except BaseException:
+        if folder:
+            _end(_processes(folder.path))
+            folder.remove()
+        raise
+    return context, folder
 
 
 @contextmanager

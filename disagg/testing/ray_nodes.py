@@ -18,7 +18,7 @@ from types import TracebackType
 
 import psutil
 
-from disagg.cluster.ray_session import SLOW
+from disagg.cluster.ray_session import SLOW_START
 from disagg.errors import DisaggError
 from disagg.testing.vllm_server import free_port
 
@@ -85,7 +85,7 @@ class RayNodes:
                 self._add()
                 return
             except DisaggError as error:
-                if not left or SLOW not in str(error):
+                if not left or SLOW_START not in str(error):
                     raise
                 _end(self._started.pop())
 

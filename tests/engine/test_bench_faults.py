@@ -14,8 +14,6 @@ from disagg.chaos.faults.run import play
 from disagg.testing.checkpoint import make_model
 from disagg.testing.vllm_server import VllmServer
 
-pytestmark = pytest.mark.slow  # `test_faults.py` is the short form
-
 
 @pytest.fixture(scope="module")
 def engines(
@@ -30,6 +28,7 @@ def engines(
         yield engines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connector", CONNECTORS[1:], ids=lambda connector: connector.name)
 def test_the_driver_speaks_as_each_peer_expects(
     connector: Connector, engines: Engines, tmp_path: Path
@@ -42,17 +41,20 @@ def test_the_driver_speaks_as_each_peer_expects(
     assert found["outcomes"] == {str(Outcome.RIGHT): 2}
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("kind", "outcomes"),
     [
         ("handoffs, one by one", {Outcome.RIGHT: 2}),
-        ("consumed reference", {Outcome.COMPUTED: 2}),
+        pytest.param("consumed reference", {Outcome.COMPUTED: 2}, marks=SLOW),
         ("another prompt's reference", {Outcome.COMPUTED: 2}),
         ("several prompts in a request", {Outcome.RIGHT: 2}),
-        ("both directions at once", None),
-        ("producer killed before the decode leg", {Outcome.COMPUTED: 2}),
-        ("streamed: handoffs, one by one", {Outcome.RIGHT: 2}),
-        ("streamed: consumer killed amid the prompt", {Outcome.RIGHT: 2}),
+        pytest.param("both directions at once", None, marks=SLOW),
+        pytest.param("producer killed before the decode leg", {Outcome.COMPUTED: 2}, marks=SLOW),
+        pytest.param("streamed: handoffs, one by one", {Outcome.RIGHT: 2}, marks=SLOW),
+        pytest.param("streamed: consumer killed amid the prompt", {Outcome.RIGHT: 2}, marks=SLOW),
         ("streamed: decode's client leaves amid the prompt", {Outcome.COMPUTED: 2}),
         ("streamed: prefill's cache reset amid the prompt", {Outcome.RIGHT: 2}),
         ("streamed: another prompt's stream", {Outcome.COMPUTED: 2, Outcome.RIGHT: 2}),
@@ -67,6 +69,7 @@ def test_ours(engines: Engines, kind: str, outcomes: dict[Outcome, int] | None) 
         assert found == {str(outcome): count for outcome, count in outcomes.items()}
 
 
+@pytest.mark.slow
 def test_blocks_that_nobody_gives_back_are_seen(engines: Engines, monkeypatch: Any) -> None:
     """Those of a lease that nobody fetches, before its time is over."""
     assert engines.kept() == []
@@ -77,6 +80,7 @@ def test_blocks_that_nobody_gives_back_are_seen(engines: Engines, monkeypatch: A
     assert engines.kept() == []
 
 
+@pytest.mark.slow
 def test_the_judge_sees_what_is_wrong(engines: Engines) -> None:
     prompt = engines.prompts(200)
     (right,) = expected = engines.expected(prompt)

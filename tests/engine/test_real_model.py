@@ -117,7 +117,7 @@ BODIES = {
 }  # fmt: skip
 
 
-_QUICK = ("greedy", "tool")
+_QUICK = ("greedy", "stop", "tool")
 
 
 @pytest.mark.parametrize(

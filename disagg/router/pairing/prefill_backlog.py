@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 # The weight of each measurement, relative to the next one.
 _DECAY = 0.9
+# Against what each prompt takes: as much as half a measurement that says 0.
 _RIDGE = 0.5
 Clock = Callable[[], float]
 

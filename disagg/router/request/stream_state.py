@@ -253,7 +253,7 @@ class Stream(EventWatcher):
 
     def _rewritten(self, event: bytes) -> bytes | None:
         """An event of another answer, as one of the answer that was begun. Empty if it only repeats
-        ids that the client has; None if it has others in their place."""
+        ids that the client has; None if others or none come in their place."""
         if event.startswith(DONE):
             return event + END
         content = content_of(event)
@@ -268,6 +268,8 @@ class Stream(EventWatcher):
                     return None
                 del self._repeats[: len(again)]
                 choice["token_ids"] = ids = ids[len(again) :]
+            if self._repeats and choice.get("finish_reason"):
+                return None
             if (self._is_chat or again) and not ids and _says_nothing(choice):
                 return b""
             choices.append(self._choice(choice))

@@ -118,7 +118,8 @@ def test_a_move_that_takes_longer_is_not_made(scene: Scene) -> None:
 
 
 def test_what_each_prompt_takes_anyway_is_not_saved(scene: Scene) -> None:
-    """A step takes 0.2 s of its own. A mean would promise to save 0.09 s by 60 tokens' fetch."""
+    """A step takes 0.2 s of its own. To fetch 70 tokens takes 0.054 s and spares 0.035 s; a mean
+    per token would say 0.055 s."""
     for tokens in (100, 400, 1600) * 10:
         scene.computes(tokens, 0.2 + 0.0005 * tokens)
     scene.moves.asked(0.05)

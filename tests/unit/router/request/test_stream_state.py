@@ -202,9 +202,17 @@ def test_what_came_with_an_error_is_passed_on() -> None:
     assert stream.tokens() == [1, 2, 3]
 
 
-def test_another_id_where_one_was_told_is_an_error() -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        completion([5], "b") + completion([4], "c", finish="stop"),
+        completion([], "", finish="stop"),
+    ],
+    ids=["another", "none"],
+)
+def test_another_id_where_one_was_told_is_an_error(said: bytes) -> None:
     stream = with_half_a_character()
-    seen = stream.feed(completion([5], "b") + completion([4], "c", finish="stop"))
+    seen = stream.feed(said)
     assert seen == b""
     assert stream.failure is not None
     assert "answers otherwise" in str(stream.failure)
