@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from disagg.errors import PeerLost, TransferError
 from disagg.transport import protocol as p
 from disagg.transport.base import FetchJob
 from disagg.transport.deadline import Deadline
+from disagg.transport.host.helper_threads import cores
 from disagg.transport.nixl import library, link
 from disagg.transport.nixl.nixl import NixlReceiver, NixlSender
 from disagg.transport.nixl.settings import NixlSettings, is_installed
@@ -300,3 +302,31 @@ def test_a_dead_producer_is_noticed_long_before_the_deadline(pairs: Pairs) -> No
 
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+# ---- the kernel's copy, by several threads -----------------------------------------------------
+
+
+def test_threads_share_a_large_read(pairs: Pairs) -> None:
+    pair, targets = pairs(LARGE), list(reversed(range(512)))
+    for lease in range(3):
+        caches.fill(pair.consumer.cache, range(512), caches.POISON)
+        pair.producer.call("grant", lease, range(512))
+        assert pair.fetch(lease, targets).transport == "nixl"
+        assert pair.is_right(range(512), targets)
+    assert pair.nothing_held()
+    helpers = [one for one in threading.enumerate() if one.name.startswith("disagg-nixl")]
+    assert len(helpers) == min(cores(), 4) - 1
+
+
+def test_no_thread_writes_after_a_producer_died(pairs: Pairs) -> None:
+    pair = pairs(LARGE)
+    cache, answer = pair.opened(), _answer(pair, 0)
+    pair.producer.signal(KILL)
+    assert wait_until(lambda: not pair.producer.is_alive(), 5)
+    with pytest.raises(TransferError):
+        cache.receive(_job(pair, 5), answer)
+    caches.fill(pair.consumer.cache, range(512), caches.SCRIBBLE)
+    time.sleep(0.2)
+    for region in pair.consumer.cache.regions:
+        assert bool((region.memory == caches.SCRIBBLE).all())

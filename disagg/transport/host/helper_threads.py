@@ -1,4 +1,4 @@
-"""Helper threads that never run on the core of the thread that calls them.
+"""Threads that share one fetch's copies, on other cores than the thread that calls them.
 
 Observed on virtual machines: a thread that wakes after a pause runs on its waker's core, and both
 share it for milliseconds while another core idles; probably because a sleeping virtual core looks
@@ -11,11 +11,15 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+# One core does not fill the memory's bandwidth; more than a few take it from the model.
+_MOST = 4
 
 _current_core: Any = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
@@ -26,16 +30,39 @@ def cores() -> int:
 
 
 class HelperThreads:
-    """Up to `most` threads. Safe for use from any thread."""
+    """`together`: how many threads share one work, the caller's among them. Safe for use from any
+    thread."""
 
-    def __init__(self, most: int, name: str) -> None:
+    def __init__(self, name: str) -> None:
+        self.together = min(_MOST, cores())
         self._threads: list[int] = []
-        self._pool = ThreadPoolExecutor(most, name, initializer=self._begins)
+        self._pool = ThreadPoolExecutor(self.together - 1 or 1, name, initializer=self._begins)
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run the work in a helper."""
-        self._keep_off()
-        return self._pool.submit(work)
+    def share(self, parts: Sequence[T], work: Callable[[T], object], threads: int) -> None:
+        """Do the work for each part, in this thread and `threads` - 1 helpers.
+
+        When it returns or raises, nobody works any more. After an error no part is begun.
+        """
+        left = iter(parts)
+
+        def run() -> None:
+            try:
+                for part in left:
+                    work(part)
+            finally:
+                deque(left, 0)
+
+        helped = []
+        for _ in range(threads - 1):
+            self._keep_off()
+            helped.append(self._pool.submit(run))
+        try:
+            run()
+        finally:
+            started = [future for future in helped if not future.cancel()]
+            wait(started)
+        for future in started:
+            future.result()
 
     def close(self) -> None:
         """Cancel queued work; none is started after this."""

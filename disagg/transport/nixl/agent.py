@@ -30,8 +30,9 @@ class Agent:
     """Its calls may come from several threads, except `close`, which comes last.
 
     serves: whether others read from this agent's memory; only then it has a thread. kind: NIXL's
-    name of the memory, "DRAM" or "VRAM". device: the GPU's number; 0 for host memory. Every method
-    raises `TransferError` with reason "nixl".
+    name of the memory, "DRAM" or "VRAM". device: the GPU's number; 0 for host memory. workers: how
+    many threads may move bytes at once; NIXL gives each thread the next of UCX's workers. Every
+    method raises `TransferError` with reason "nixl".
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Agent:
         serves: bool,
         kind: str = "DRAM",
         device: int = 0,
+        workers: int = 1,
     ) -> None:
         self._library = library.load(host)
         bindings = self._bindings = self._library.bindings
@@ -49,11 +51,14 @@ class Agent:
         config = bindings.nixlAgentConfig()
         config.useProgThread, config.useListenThread = serves, False
         config.pthrDelay = library.sleep_us(settings)
-        config.syncMode = bindings.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        sync = bindings.nixl_thread_sync_t
+        # Strict: one call at a time.
+        strict = sync.NIXL_THREAD_SYNC_STRICT
+        config.syncMode = sync.NIXL_THREAD_SYNC_RW if workers > 1 else strict
         config.captureTelemetry = False
         try:
             self._agent: Any = bindings.nixlAgent(f"disagg-{secrets.token_hex(8)}", config)
-            self._agent.createBackend(settings.backend, library.params(settings))
+            self._agent.createBackend(settings.backend, library.params(settings, workers))
         except self._library.errors as error:
             text = f"NIXL's backend {settings.backend} does not start: {error}"
             raise TransferError(text, reason=NAME) from error
@@ -74,20 +79,23 @@ class Agent:
         """Read from the agent with this metadata from now on."""
         self._peer = self._call("loadRemoteMD", metadata).decode(errors="replace")
 
-    def read(self, near: Ints, far: Ints, lengths: Ints, device: int) -> int:
-        """Begin to read pieces of these lengths, from the peer's addresses `far` to ours. device:
-        of the peer's memory. Returns a handle."""
+    def read(self, near: Ints, far: Ints, lengths: Ints | int, device: int) -> int:
+        """A read of pieces of these lengths, from the peer's addresses `far` to ours. device: of
+        the peer's memory. Returns a handle; `begin` begins it."""
         ours = self._list(near, lengths, self._device)
         theirs = self._list(far, lengths, device)
-        return self._begin(self._kind, ours, self._kind, theirs)
+        return self._read(self._kind, ours, self._kind, theirs)
 
     def read_token(self, near: Span, far: int) -> int:
         """The same for one piece between host memories."""
         host = self._bindings.DRAM_SEG
-        length = np.array([near[1]], np.int64)
-        ours = self._list(np.array([near[0]], np.int64), length, 0)
-        theirs = self._list(np.array([far], np.int64), length, 0)
-        return self._begin(host, ours, host, theirs)
+        ours = self._list(np.array([near[0]], np.int64), near[1], 0)
+        theirs = self._list(np.array([far], np.int64), near[1], 0)
+        return self._read(host, ours, host, theirs)
+
+    def begin(self, handle: int) -> None:
+        """Begin a read. Between processes of one host this call may copy all of it."""
+        self._call("postXferReq", handle)
 
     def is_done(self, handle: int) -> bool:
         """Whether a read has ended; it is then forgotten. Over most networks it goes on only within
@@ -104,12 +112,12 @@ class Agent:
         """End the agent. When it returns, nothing reads or writes for it any more."""
         self._agent = None
 
-    def _list(self, at: Ints, lengths: Ints, device: int) -> npt.NDArray[np.uint64]:
+    def _list(self, at: Ints, lengths: Ints | int, device: int) -> npt.NDArray[np.uint64]:
         rows = np.empty((len(at), 3), np.uint64)
         rows[:, 0], rows[:, 1], rows[:, 2] = at, lengths, device
         return rows
 
-    def _begin(self, kind: Any, ours: Any, far_kind: Any, theirs: Any) -> int:
+    def _read(self, kind: Any, ours: Any, far_kind: Any, theirs: Any) -> int:
         lists = self._bindings.nixlXferDList
         handle: int = self._call(
             "createXferReq",
@@ -118,7 +126,6 @@ class Agent:
             lists(far_kind, theirs),
             self._peer,
         )
-        self._call("postXferReq", handle)
         return handle
 
     def _call(self, method: str, *args: Any) -> Any:

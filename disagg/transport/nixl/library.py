@@ -54,9 +54,11 @@ def has_rdma() -> bool:
     return bool(_rdma_ports())
 
 
-def params(settings: NixlSettings) -> dict[str, str]:
+def params(settings: NixlSettings, workers: int = 1) -> dict[str, str]:
     """What the plugin is given."""
     given = dict(settings.params)
+    if workers > 1:
+        given.setdefault("num_workers", str(workers))
     if settings.num_threads:
         given.setdefault("num_threads", str(settings.num_threads))
     return given

@@ -10,14 +10,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 from disagg.errors import TransferError
-from disagg.transport.blocks import Ints
 from disagg.transport.deadline import Deadline
+from disagg.transport.host.helper_threads import HelperThreads
 from disagg.transport.nixl.agent import Agent
+from disagg.transport.nixl.reads import Pieces
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +28,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _IDLE_S, _FIRST_NAP_S, _LONGEST_NAP_S = 20e-6, 20e-6, 1e-3
 
 
-class Pieces(NamedTuple):
-    """Pieces of one read: addresses here and there, and lengths. int64 [n]"""
-
-    near: Ints
-    far: Ints
-    lengths: Ints
-
-
 class Link:
     """connect: makes an agent that has met the producer. device: the GPU of the producer's memory,
-    0 for host memory."""
+    0 for host memory. helpers: where the threads that read do the copying; else None."""
 
-    def __init__(self, connect: Callable[[], Agent], device: int) -> None:
-        self._connect, self._device = connect, device
+    def __init__(
+        self, connect: Callable[[], Agent], device: int, helpers: HelperThreads | None = None
+    ) -> None:
+        self._connect, self._device, self._helpers = connect, device, helpers
+        self.threads = helpers.together if helpers is not None else 1
         self._agent: Agent | None = None
         self._changed = threading.Condition()
         self._users, self._ending, self._closed = 0, False, False
@@ -51,15 +45,26 @@ class Link:
     def read(self, requests: Iterable[Pieces], deadline: Deadline) -> None:
         """Read all of these. When it returns or raises, nothing writes here any more."""
         with self.using(deadline) as agent:
-            pending: deque[int] = deque()
-            for near, far, lengths in requests:
-                deadline.left()
-                if len(pending) == _AHEAD:
-                    self.wait(agent, pending.popleft(), deadline)
-                pending.append(agent.read(near, far, lengths, self._device))
-            for handle in pending:
-                self.wait(agent, handle, deadline)
+            if self._helpers is None:
+                self._read_ahead(agent, requests, deadline)
+            else:
+                every = list(requests)
+                threads = min(self.threads, len(every))
+                self._helpers.share(
+                    every, lambda pieces: self._read_ahead(agent, [pieces], deadline), threads
+                )
         self._failures = 0
+
+    def _read_ahead(self, agent: Agent, requests: Iterable[Pieces], deadline: Deadline) -> None:
+        # All is computed before the first byte moves: a copy empties the processor's caches.
+        handles = [agent.read(*pieces, self._device) for pieces in requests]
+        for number, handle in enumerate(handles):
+            deadline.left()
+            if number >= _AHEAD:
+                self.wait(agent, handles[number - _AHEAD], deadline)
+            agent.begin(handle)
+        for handle in handles[-_AHEAD:]:
+            self.wait(agent, handle, deadline)
 
     @contextlib.contextmanager
     def using(self, deadline: Deadline) -> Iterator[Agent]:

@@ -12,31 +12,32 @@ between processes: there the producer takes part, and UCX 1.23 ends its process 
 or gives up in mid-fetch. `tcp` serves these. `NixlSettings.tcp` allows it all the same.
 
 Nobody prepares descriptors of all blocks: that takes 40 bytes for each block and layer of every
-producer, and saves less than a hundredth of a fetch, as blocks that lie side by side are merged.
+producer, and saves less than a hundredth of a fetch. Within one host the threads of the consumer
+copy, so several share a large fetch.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 import weakref
-from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 
 from disagg.errors import DataCorrupt, TransferError
 from disagg.transport.base import FetchJob
-from disagg.transport.blocks import BlockCache, Ints, Runs, Selection
+from disagg.transport.blocks import BlockCache, Ints, Selection
 from disagg.transport.deadline import Deadline
 from disagg.transport.device.base import Wait
+from disagg.transport.host.helper_threads import HelperThreads
 from disagg.transport.host.process_vm import peek
 from disagg.transport.host.ptrace_scope import AllowedReaders
 from disagg.transport.nixl import library
 from disagg.transport.nixl.agent import Agent, Span
 from disagg.transport.nixl.library import NAME
-from disagg.transport.nixl.link import Link, Pieces
+from disagg.transport.nixl.link import Link
+from disagg.transport.nixl.reads import Side, reads
 from disagg.transport.nixl.settings import NixlSettings
 from disagg.transport.one_sided import offers
 from disagg.transport.one_sided.lease_board import LeaseBoard
@@ -52,9 +53,6 @@ logger = logging.getLogger(__name__)
 _TOKEN_BYTES = 16
 _TOKEN_S = 5.0
 _MOST_METADATA = 256 << 10
-# One read ends soon, even where the call that begins it copies: 32 MiB take 10 ms. Plugins slow
-# down with more pieces than this.
-_READ_BYTES, _READ_PIECES = 32 << 20, 8192
 
 
 class _NixlOffer(offers.Origin, frozen=True):
@@ -145,21 +143,22 @@ class _NixlCache(BoardCache):
         rows = np.frombuffer(offer.regions, np.int64).reshape(-1, 8)
         board = open_board(NAME, offer.pid, offer.board) if offer.is_on_this_host() else None
         super().__init__(offer.token, ours, offers.unbacked(rows[:, 1:]), board)
-        self._link, self._offer, self._addresses = link, offer, rows[:, 0]
+        self._link, self._offer = link, offer
+        self._addresses, self._addresses_here = rows[:, 0], _addresses(ours)
 
     def is_alive(self) -> bool:
         # Of another host's process only the control connection tells (`Peers`).
         return not self._offer.is_on_this_host() or self._offer.is_alive()
 
     def _copy(self, blocks: Selection, job: FetchJob) -> int:
-        near = _Side(self._ours, _addresses(self._ours), job.blocks)
-        far = _Side(self._theirs, self._addresses, blocks)
-        if job.blocks.unit != blocks.unit or near.per_region != far.per_region:
+        near = Side(self._ours, self._addresses_here, job.blocks)
+        far = Side(self._theirs, self._addresses, blocks)
+        if job.blocks.unit != blocks.unit:
             raise DataCorrupt("the two sides do not mean the same selection", reason="range")
         if job.after is not None:
             Wait(job.deadline).until(job.after.is_done)
-        self._link.read(_requests(near, far), job.deadline)
-        return sum(near.per_region)
+        self._link.read(reads(near, far, self._link.threads), job.deadline)
+        return self._ours.num_bytes(job.blocks)
 
 
 class NixlReceiver:
@@ -172,6 +171,8 @@ class NixlReceiver:
         self._refusals = offers.Refusals(NAME)
         # A link ends with the last cache that uses it: when `Peers` forgets the producer.
         self._links: weakref.WeakValueDictionary[bytes, Link] = weakref.WeakValueDictionary()
+        copies = cache.on_host and settings.backend == "UCX"
+        self._helpers = HelperThreads("disagg-nixl") if copies else None
 
     def open(self, offer: bytes) -> _NixlCache | None:
         return self._refusals.opened(self._open, offer)
@@ -179,6 +180,8 @@ class NixlReceiver:
     def close(self) -> None:
         for link in list(self._links.values()):
             link.close()
+        if self._helpers is not None:
+            self._helpers.close()
 
     def _open(self, offer: bytes) -> _NixlCache:
         if not offer:
@@ -212,66 +215,35 @@ class NixlReceiver:
 
     def _link(self, theirs: _NixlOffer) -> Link:
         found = np.zeros(_TOKEN_BYTES, np.uint8)
+        # Within one host the reading threads copy; a network's device needs none of them.
+        helpers = self._helpers if theirs.is_on_this_host() else None
+        workers = helpers.together if helpers is not None else 1
 
         def connect() -> Agent:
-            agent = _agent(self._cache, self._settings, self._host, serves=False)
+            agent = _agent(self._cache, self._settings, self._host, serves=False, workers=workers)
             agent.register([_token_span(found)], on_host=True)
             agent.meet(theirs.metadata)
             return agent
 
-        link, deadline = Link(connect, max(0, theirs.gpu)), Deadline.after(_TOKEN_S)
+        link = Link(connect, max(0, theirs.gpu), helpers)
+        deadline = Deadline.after(_TOKEN_S)
         with link.using(deadline) as agent:
-            link.wait(agent, agent.read_token(_token_span(found), theirs.token_at), deadline)
+            handle = agent.read_token(_token_span(found), theirs.token_at)
+            agent.begin(handle)
+            link.wait(agent, handle, deadline)
             if found.tobytes() != theirs.token:
                 raise TransferError("the producer's token is not where it should be")
         return link
 
 
-class _Side:
-    """One side's pieces, in wire order. per_region: bytes of each region."""
-
-    def __init__(self, cache: BlockCache, addresses: Ints, blocks: Selection) -> None:
-        addresses = addresses[slice(*(blocks.regions or (None,)))]
-        every = cache.all_runs(blocks)
-        self.begins: Ints = np.concatenate(
-            [at + runs.offsets for at, runs in zip(addresses, every, strict=True)]
-        )
-        lengths = np.concatenate([runs.lengths for runs in every])
-        self.ends: Ints = np.cumsum(lengths)
-        self.skip: Ints = self.begins - (self.ends - lengths)
-        sums: dict[int, int] = {id(runs): _sum(runs) for runs in every}
-        self.per_region = [sums[id(runs)] for runs in every]
-
-    def at(self, positions: Ints) -> Ints:
-        """The addresses of these bytes of the wire order."""
-        found: Ints = positions + self.skip[np.searchsorted(self.ends, positions, "right")]
-        return found
-
-
-def _sum(runs: Runs) -> int:
-    return int(runs.lengths.sum())
-
-
-def _requests(near: _Side, far: _Side) -> Iterator[Pieces]:
-    """The pieces that are whole on both sides, in reads of limited size."""
-    total = int(near.ends[-1]) if len(near.ends) else 0
-    limits = np.arange(_READ_BYTES, total, _READ_BYTES)
-    ends = np.union1d(np.union1d(near.ends, far.ends), limits)
-    begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
-    lengths = ends - begins
-    here, there = near.at(begins), far.at(begins)
-    bounds = [0, *np.searchsorted(ends, limits, "right").tolist(), len(ends)]
-    for first, last in itertools.pairwise(bounds):
-        for at in range(first, last, _READ_PIECES):
-            some = slice(at, min(last, at + _READ_PIECES))
-            yield Pieces(here[some], there[some], lengths[some])
-
-
-def _agent(cache: BlockCache, settings: NixlSettings, host: str, *, serves: bool) -> Agent:
+def _agent(
+    cache: BlockCache, settings: NixlSettings, host: str, *, serves: bool, workers: int = 1
+) -> Agent:
     """An agent with this cache's memory."""
     gpu = _gpu(cache)
     kind = "DRAM" if gpu < 0 else "VRAM"
-    agent = Agent(settings, host, serves=serves, kind=kind, device=max(0, gpu))
+    device = max(0, gpu)
+    agent = Agent(settings, host, serves=serves, kind=kind, device=device, workers=workers)
     agent.register(_spans(cache))
     return agent
 

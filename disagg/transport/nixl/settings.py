@@ -12,7 +12,7 @@ INSTALL = "pip install nixl-cu13==1.5.1 (59 MB)"
 
 @dataclass(frozen=True)
 class NixlSettings:
-    """backend, params: NIXL's plugin and what it is given, on top of `library.defaults`.
+    """backend, params: NIXL's plugin and what it is given, on top of `library.params`.
 
     num_threads: the plugin's own threads, in each worker; 0: none. tcp: whether blocks may also go
     over UCX's TCP: there a consumer that dies or gives up can end the producer's process.

@@ -18,12 +18,10 @@ The kernel decides who may read: processes of the same user, as far as Yama allo
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import secrets
 import threading
-from concurrent.futures import wait
 
 import msgspec
 import numpy as np
@@ -31,7 +29,7 @@ import numpy as np
 from disagg.errors import DataCorrupt, TransferError
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Ints, Selection
-from disagg.transport.host.helper_threads import HelperThreads, cores
+from disagg.transport.host.helper_threads import HelperThreads
 from disagg.transport.host.process_vm import Pieces, is_supported, peek, read_span
 from disagg.transport.host.ptrace_scope import AllowedReaders
 from disagg.transport.one_sided import offers
@@ -46,8 +44,6 @@ from disagg.transport.one_sided.remote_lease_board import (
 logger = logging.getLogger(__name__)
 
 NAME = "process_memory"
-# One core does not fill the memory's bandwidth; more than a few take it from the model.
-_MOST_THREADS = 4
 _THREAD_BYTES = 8 << 20
 
 
@@ -125,8 +121,7 @@ class _OurSide:
 
     def __init__(self, cache: BlockCache) -> None:
         self.cache, self._addresses = cache, _addresses(cache)
-        self._most_threads = min(_MOST_THREADS, cores())
-        self._helpers = HelperThreads(self._most_threads - 1 or 1, "disagg-read")
+        self._helpers = HelperThreads("disagg-read")
         self._prepared = _Prepared()
 
     def prepare(self, job: FetchJob) -> None:
@@ -138,25 +133,12 @@ class _OurSide:
         near = self._prepared.take(job) or self._pieces(job)
         if near.per_region != far.per_region:
             raise DataCorrupt("the two sides do not mean the same selection", reason="range")
-        threads = max(1, min(self._most_threads, near.total // _THREAD_BYTES))
-        spans = iter(_spans(near.total, threads))
-
-        def run() -> None:
-            try:
-                for span in spans:
-                    read_span(pid, near, far, span, job.deadline)
-            finally:
-                collections.deque(spans, 0)  # after an error no thread begins another
-
-        helped = [self._helpers.submit(run) for _ in range(threads - 1)]
-        try:
-            run()
-        finally:
-            # Whatever happened, no thread may write to these blocks after this.
-            started = [future for future in helped if not future.cancel()]
-            wait(started)
-        for future in started:
-            future.result()
+        threads = max(1, min(self._helpers.together, near.total // _THREAD_BYTES))
+        self._helpers.share(
+            _spans(near.total, threads),
+            lambda span: read_span(pid, near, far, span, job.deadline),
+            threads,
+        )
         return near.total
 
     def close(self) -> None:
