@@ -505,7 +505,7 @@ def serve(
         typer.Option(
             help="colocated, colocated-affinity, colocated-knows, apart, apart-affinity, "
             "apart-knows, apart-shares, apart-all, apart-whole, colocated-vllm-router, "
-            "apart-vllm-router; comma-separated. Empty: write traces only."
+            "apart-vllm-router, colocated-ray-serve; comma-separated. Empty: write traces only."
         ),
     ] = "colocated,apart",
     pairs: Annotated[

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from disagg.bench.first_token.handoff import MODEL
-from disagg.bench.serve import conversations, load, parts, trace
+from disagg.bench.serve import conversations, load, parts, ray_serve, trace
 from disagg.bench.serve.load import Batch
 from disagg.bench.serve.plan import ServeLoad, ServePlan
 from disagg.bench.serve.score import Run
@@ -34,6 +34,8 @@ BLOCK = 128
 """Tokens of the engines' blocks."""
 _OURS = {"kv_connector": "DisaggConnector", "kv_connector_module_path": "disagg.connector"}
 _SECRET = {"DISAGG_SECRET": "the secret of this bench"}
+# Ray Serve starts in a minute on few cores.
+_ROUTER_STARTS_S = 180.0
 _KV_ROLES: dict[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -110,7 +112,8 @@ class Scene:
         loaded, before = _loaded(servers), _samples(servers)
         times_before = self._times() if way.is_apart else None
         with ExitStack() as stack:
-            url, _ = launch(stack, f"the router of {name}", self._router(way))
+            command = self._router(way)
+            url, _ = launch(stack, f"the router of {name}", command, start_s=_ROUTER_STARTS_S)
             batch = self._send(url, asked, key)
             router = None if way.peer else parts.sums([_exposition(url)], parts.ROUTER)
         first_token = None
@@ -144,9 +147,17 @@ class Scene:
         return load.converse(url, talks)
 
     def _router(self, way: Way) -> list[str]:
-        return self._peer(way) if way.peer else self._ours(way)
+        if way.peer is None:
+            return self._ours(way)
+        return self._ray_serve() if way.peer == "ray-serve" else self._vllm_router(way)
 
-    def _peer(self, way: Way) -> list[str]:
+    def _ray_serve(self) -> list[str]:
+        if not ray_serve.is_installed():
+            raise StartupError(f"Ray Serve is not installed; install it with: {ray_serve.INSTALL}")
+        words = [sys.executable, "-m", ray_serve.__name__, "--port", "{port}", "--engines"]
+        return [*words, *(server.url for server in self._plain)]
+
+    def _vllm_router(self, way: Way) -> list[str]:
         """vllm-router's command, with its own defaults."""
         words = [str(Path(sys.executable).with_name("vllm-router")), "--host", "127.0.0.1"]
         words += ["--port", "{port}", "--prometheus-port", str(free_port()), "--log-level", "warn"]
