@@ -54,8 +54,9 @@ class HelperThreads:
 
         helped = []
         for _ in range(threads - 1):
-            self._keep_off()
-            helped.append(self._pool.submit(run))
+            with contextlib.suppress(RuntimeError):  # closed: this thread does all
+                self._keep_off()
+                helped.append(self._pool.submit(run))
         try:
             run()
         finally:

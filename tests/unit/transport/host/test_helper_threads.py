@@ -44,6 +44,13 @@ def test_parts_are_shared(helpers: HelperThreads) -> None:
     assert len(done) == 1000
 
 
+def test_closed_in_the_middle(helpers: HelperThreads) -> None:
+    done: list[int] = []
+    helpers.close()
+    helpers.share(range(10), done.append, 2)
+    assert done == list(range(10))
+
+
 @pytest.mark.parametrize("in_helper", [True, False])
 def test_after_an_error_nobody_works(helpers: HelperThreads, in_helper: bool) -> None:
     ours, both = threading.get_ident(), threading.Barrier(2, timeout=5)
