@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """One step. `output` is empty until its block ends; with `LifecycleV2` and a deferred
-    finalisation, until `finalize`."""
+    """One step. `output` is empty until its block ends; before vLLM 0.33, with `LifecycleV2` and a
+    deferred finalisation, until `finalize`."""
 
     scheduler_output: SchedulerOutput
     load_kwargs: Mapping[str, Any]
@@ -223,8 +223,8 @@ class LifecycleV2(Lifecycle):
     """The same around vLLM's second model runner (`VllmConfig.use_v2_model_runner`).
 
     It zeroes and copies blocks before it calls `handle_preemptions`. It calls `finish_forward` once
-    the forward pass was launched. Where a draft model follows, it defers everything after that:
-    loads, results and all.
+    the forward pass was launched. Where a draft model follows, it defers `wait_for_save`; before
+    vLLM 0.33 everything: loads, results and all.
     """
 
     def _before_forward(
@@ -235,13 +235,20 @@ class LifecycleV2(Lifecycle):
 
     def _after_forward(self, step: Step, *, defer: bool) -> None:
         transfers.finish_forward(self.connector)
-        if not defer:
-            self._finalize(step)
+        if not defer or transfers.takes_results_before_drafts():
+            self._collect_all(step, saves=not defer)
 
     def _finalize(self, step: Step) -> None:
+        if transfers.takes_results_before_drafts():
+            self._wait_for_save(step)
+        else:
+            self._collect_all(step, saves=True)
+
+    def _collect_all(self, step: Step, *, saves: bool) -> None:
         with self._forward_context(None):
             self._start_loads(step)
-        self._wait_for_save(step)
+        if saves:
+            self._wait_for_save(step)
         self._collect(step)
         # The second runner reports None where the first reports an empty set.
         step.output.finished_sending = transfers.reported(step.output.finished_sending or set())

@@ -131,6 +131,12 @@ SLEEP_IS_CLAIMED = Difference(
     "A connector says whether it follows when sleep mode moves the KV cache, and the default is "
     "yes. Ours do not.",
 )
+RESULTS_BEFORE_DRAFTS = Difference(
+    "RESULTS_BEFORE_DRAFTS",
+    ">=0.33",
+    "The second model runner takes a connector's results before a draft model runs, and calls "
+    "`wait_for_save` after it, as the first one always did. `transfers.py` says which.",
+)
 PLANNING_MOVED = Difference(
     "PLANNING_MOVED",
     ">=0.33",

@@ -18,6 +18,7 @@ from disagg.vllm_compat.differences import (
     NO_FINISH_FORWARD,
     ONLY_THE_BLOCK_POOL,
     RESULTS_AS_SETS,
+    RESULTS_BEFORE_DRAFTS,
 )
 
 if TYPE_CHECKING:
@@ -120,6 +121,11 @@ class CompatConnector(KVConnectorBase_V1):
 def saves_in_idle_steps() -> bool:
     """Whether vLLM calls `wait_for_save` in steps without tokens."""
     return not IDLE_STEPS_SAVE_NOTHING.here
+
+
+def takes_results_before_drafts() -> bool:
+    """Whether the second model runner takes results before a draft model runs."""
+    return RESULTS_BEFORE_DRAFTS.here
 
 
 def results_of(

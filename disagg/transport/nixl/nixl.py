@@ -217,7 +217,7 @@ class NixlReceiver:
         found = np.zeros(_TOKEN_BYTES, np.uint8)
         # Within one host the reading threads copy; a network's device needs none of them.
         helpers = self._helpers if theirs.is_on_this_host() else None
-        workers = helpers.together if helpers is not None else 1
+        workers = 2 * helpers.together if helpers is not None else 1
 
         def connect() -> Agent:
             agent = _agent(self._cache, self._settings, self._host, serves=False, workers=workers)

@@ -25,6 +25,7 @@ from disagg.vllm_compat.differences import (
     NO_FINISH_FORWARD,
     NO_LOAD_ARGUMENTS,
     RESULTS_AS_SETS,
+    RESULTS_BEFORE_DRAFTS,
 )
 from disagg.vllm_compat.transfers import KVConnectorTransferResults
 
@@ -152,9 +153,20 @@ class Second:
                 plan.forward(spy)
             if not NO_FINISH_FORWARD.here:
                 runner.finish_forward()
+            if plan.draft and RESULTS_BEFORE_DRAFTS.here:
+                return self._before_drafts(runner, spy, scheduled)
             if plan.draft:
                 spy.note("draft")
             return runner.post_forward(scheduled.finished_req_ids)
+
+    def _before_drafts(
+        self, runner: Any, spy: Spy, scheduled: SchedulerOutput
+    ) -> KVConnectorOutput | None:
+        output: KVConnectorOutput | None
+        output = runner.post_forward(scheduled.finished_req_ids, defer_finalize=True)
+        spy.note("draft")
+        runner.finalize_step()
+        return output
 
 
 def _nothing() -> KVConnectorOutput:

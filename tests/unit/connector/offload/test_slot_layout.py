@@ -44,9 +44,18 @@ from disagg.store.base import Slot
 from disagg.vllm_compat.differences import PLANNING_MOVED
 
 if PLANNING_MOVED.here:
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_configs
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+
+    def plan(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> list[KVCacheConfig]:
+        groups = get_global_kv_cache_groups(config, [specs])
+        return get_kv_cache_configs(config, [specs], [1 << 24], groups)
+
 else:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    def plan(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> list[KVCacheConfig]:
+        return get_kv_cache_configs(config, [specs], [1 << 24])
+
 
 pytestmark = pytest.mark.usefixtures("distributed")
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -156,7 +165,7 @@ def caches(config: VllmConfig, layers: list[KVCacheSpec]) -> tuple[KVCacheConfig
         for number in range(4)
         for kind, spec in enumerate(layers)
     }
-    (worker,) = get_kv_cache_configs(config, [specs], [1 << 24])
+    (worker,) = plan(config, specs)
     worker.kv_cache_layout = config.cache_config.kv_cache_layout
     scheduler = generate_scheduler_kv_cache_config([worker])
     worker.hash_block_size = scheduler.hash_block_size = BLOCK
