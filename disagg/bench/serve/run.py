@@ -29,6 +29,8 @@ from disagg.bench.serve.report import line, show, tables, targets
 from disagg.bench.serve.scene import BLOCK, Scene
 from disagg.bench.serve.score import Run, goodput, ratios, row
 from disagg.bench.serve.trace import Ask
+from disagg.bench.serve.ways import WAYS
+from disagg.errors import StartupError
 from disagg.testing.checkpoint import make_model
 
 _MOST_PROBLEMS = 10
@@ -102,18 +104,26 @@ def _measure(
     plan: ServePlan, scene: Scene, loads: Sequence[ServeLoad], console: Console
 ) -> list[Run]:
     warm_up = ServeLoad(None, 0.0, _warm_up(plan, loads))
+    ways = list[str]()
     for way in plan.ways:
-        _tell(scene.run(way, warm_up, f"{plan.seed} {way} warm-up"), console)
+        try:
+            _tell(scene.run(way, warm_up, f"{plan.seed} {way} warm-up"), console)
+        except StartupError as error:
+            if WAYS[way].peer is None:
+                raise
+            console.print(f"{way} is left out: {error}", markup=False)
+            continue
         console.print(f"{way} is warm")
+        ways.append(way)
     generator = random.Random(plan.seed)
     runs = []
     for load in loads:
-        for way in generator.sample(plan.ways, len(plan.ways)):
+        for way in generator.sample(ways, len(ways)):
             one = scene.run(way, load, f"{plan.seed} {way} {load.rate}")
             _tell(one, console)
             console.print(line(row(one, plan.targets)))
             runs.append(one)
-    order = {way: number for number, way in enumerate(plan.ways)}
+    order = {way: number for number, way in enumerate(ways)}
     return sorted(runs, key=lambda one: (one.offered, order[one.way]))
 
 

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +105,18 @@ class Scene:
 
     def run(self, name: str, asked: ServeLoad, key: str) -> Run:
         """Run the load on one way to serve. `key`: seed of the prompts; none may come twice."""
-        way = WAYS[name]
-        servers = [*self._prefill, *self._decode] if way.is_apart else self._plain
+        servers = [*self._prefill, *self._decode] if WAYS[name].is_apart else self._plain
         for server in servers:
             server.resume()
+        try:
+            return self._run(name, asked, key, servers)
+        finally:
+            for server in servers:
+                with suppress(ProcessLookupError):  # it ended
+                    server.pause()
+
+    def _run(self, name: str, asked: ServeLoad, key: str, servers: Sequence[VllmServer]) -> Run:
+        way = WAYS[name]
         loaded, before = _loaded(servers), _samples(servers)
         times_before = self._times() if way.is_apart else None
         with ExitStack() as stack:
@@ -127,8 +135,6 @@ class Scene:
         if asked.talk is not None:
             tokens = conversations.counted(before, _samples(servers), batch.exchanges, BLOCK)
         handed_over = _loaded(servers) - loaded
-        for server in servers:
-            server.pause()
         return Run(name, asked.rate, asked.offered, batch, handed_over, tokens, first_token)
 
     def _times(self) -> tuple[parts.Sums, parts.Sums]:
@@ -160,7 +166,14 @@ class Scene:
     def _vllm_router(self, way: Way) -> list[str]:
         """vllm-router's command, with its own defaults."""
         words = [str(Path(sys.executable).with_name("vllm-router")), "--host", "127.0.0.1"]
-        words += ["--port", "{port}", "--prometheus-port", str(free_port()), "--log-level", "warn"]
+        words += [
+            "--port",
+            "{port}",
+            "--prometheus-port",
+            str(free_port()),
+            "--log-level",
+            "warning",
+        ]
         if not way.is_apart:
             return [*words, "--worker-urls", *(server.url for server in self._plain)]
         words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
