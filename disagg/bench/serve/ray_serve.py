@@ -66,6 +66,7 @@ def application(urls: list[str]) -> Any:
             headers = {"content-type": "application/json"}
             url = f"{self._url}/v1/completions"
             async with self._session.post(url, data=asked.body, headers=headers) as answer:
+                answer.raise_for_status()
                 async for data in answer.content.iter_any():
                     yield data
 

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 # One core does not fill the memory's bandwidth; more than a few take it from the model.
 _MOST = 4
+THREAD_BYTES = 8 << 20
+"""Fewer bytes than this are not worth another thread."""
 
 _current_core: Any = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
@@ -54,8 +56,8 @@ class HelperThreads:
 
         helped = []
         for _ in range(threads - 1):
+            self._keep_off()
             with contextlib.suppress(RuntimeError):  # closed: this thread does all
-                self._keep_off()
                 helped.append(self._pool.submit(run))
         try:
             run()

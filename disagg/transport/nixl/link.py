@@ -30,7 +30,7 @@ _IDLE_S, _FIRST_NAP_S, _LONGEST_NAP_S = 20e-6, 20e-6, 1e-3
 
 class Link:
     """connect: makes an agent that has met the producer. device: the GPU of the producer's memory,
-    0 for host memory. helpers: where the threads that read do the copying; else None."""
+    0 for host memory. helpers: share the reads, where NIXL copies in the thread that asks."""
 
     def __init__(
         self, connect: Callable[[], Agent], device: int, helpers: HelperThreads | None = None

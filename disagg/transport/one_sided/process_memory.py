@@ -29,7 +29,7 @@ import numpy as np
 from disagg.errors import DataCorrupt, TransferError
 from disagg.transport.base import FetchJob
 from disagg.transport.blocks import BlockCache, Ints, Selection
-from disagg.transport.host.helper_threads import HelperThreads
+from disagg.transport.host.helper_threads import THREAD_BYTES, HelperThreads
 from disagg.transport.host.process_vm import Pieces, is_supported, peek, read_span
 from disagg.transport.host.ptrace_scope import AllowedReaders
 from disagg.transport.one_sided import offers
@@ -44,7 +44,6 @@ from disagg.transport.one_sided.remote_lease_board import (
 logger = logging.getLogger(__name__)
 
 NAME = "process_memory"
-_THREAD_BYTES = 8 << 20
 
 
 class _ProcessMemoryOffer(offers.Origin, frozen=True):
@@ -133,7 +132,7 @@ class _OurSide:
         near = self._prepared.take(job) or self._pieces(job)
         if near.per_region != far.per_region:
             raise DataCorrupt("the two sides do not mean the same selection", reason="range")
-        threads = max(1, min(self._helpers.together, near.total // _THREAD_BYTES))
+        threads = max(1, min(self._helpers.together, near.total // THREAD_BYTES))
         self._helpers.share(
             _spans(near.total, threads),
             lambda span: read_span(pid, near, far, span, job.deadline),

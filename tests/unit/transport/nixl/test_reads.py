@@ -17,8 +17,8 @@ from disagg.transport.blocks import BlockCache
 from disagg.transport.nixl import reads as module
 from disagg.transport.nixl.reads import Pieces, Side, reads
 
-# A block of a layer: 256 bytes, 16 KiB, 64 KiB.
-SIZES = [(2, 64), (64, 128), (64, 512)]
+# A block of a layer: 128 bytes, 8 KiB, 32 KiB, 256 KiB.
+SIZES = [(2, 64), (64, 128), (64, 512), (128, 2048)]
 LAYOUTS = [["LBHNC", "BLHNC"], ["LBNHC", "BLNHC"]]
 
 
@@ -86,8 +86,10 @@ def test_two_threads_get_more_reads_than_one() -> None:
     assert sizes(0, 2) == []
 
 
-def test_short_neighbours_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = caches.make(Shape(layers=1), None)
+# A block of 1 KiB has no fast way; one of 64 KiB has.
+@pytest.mark.parametrize("shape", [Shape(layers=1), Shape(24, 2, 64, 512, layers=1)])
+def test_short_neighbours_are_one_piece(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+    cache = caches.make(shape, None)
     both = side(cache, [3, 4, 5, 9])
     (pieces,) = reads(both, both, 1)
     assert lengths(pieces) == [3 * cache.block_bytes, cache.block_bytes]
@@ -96,6 +98,13 @@ def test_short_neighbours_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "_READ_PIECES", 2)
     apart = reads(side(cache, [1, 3, 5, 7, 9]), side(cache, [2, 4, 6, 8, 10]), 1)
     assert [len(pieces.near) for pieces in apart] == [2, 2, 1]
+
+
+def test_long_neighbours_are_pieces_of_their_own() -> None:
+    cache = caches.make(Shape(8, 8, 128, 512, layers=2), None)  # 512 KiB blocks
+    both = side(cache, [3, 4, 5])
+    (pieces,) = reads(both, both, 1)
+    assert lengths(pieces) == [512 << 10] * 6
 
 
 @pytest.mark.parametrize("shape", [Shape(), Shape(24, 2, 64, 512)], ids=["short", "long"])
