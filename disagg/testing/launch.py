@@ -40,9 +40,12 @@ def launch(
     log = tempfile.TemporaryFile()  # noqa: SIM115
     stack.callback(log.close)
     words = [word.replace("{port}", str(port)) for word in command]
-    process = subprocess.Popen(
-        words, env={**os.environ, **(env or {})}, stdout=log, stderr=subprocess.STDOUT
-    )
+    try:
+        process = subprocess.Popen(
+            words, env={**os.environ, **(env or {})}, stdout=log, stderr=subprocess.STDOUT
+        )
+    except OSError as error:
+        raise StartupError(f"{name} did not start: {error}") from error
     stack.callback(_end, process)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + start_s
     while not (is_ready or _healthy)(url):

@@ -37,7 +37,7 @@ _MOST_PROBLEMS = 10
 
 
 def run(plan: ServePlan, output: Output) -> int:
-    """Measure and print. Returns the exit status: 1 if a request failed."""
+    """Measure and print. Returns the exit status: 1 if a request failed or a way was left out."""
     plan.check()
     loads = plan.loads()
     console = Console(highlight=False, soft_wrap=True)
@@ -59,13 +59,14 @@ def run(plan: ServePlan, output: Output) -> int:
         "ratios": ratios(rows),
         "goodput": {
             way: {measure: goodput(rows, way, measure) for measure in ("on_average", "throughout")}
-            for way in plan.ways
+            for way in dict.fromkeys(one.way for one in runs)
         },
     }
     show(report, console)
     command = "serve" if plan.talk is None else "serve-conversations"
     output.write(command, report, tables(report), targets(report))
-    return 1 if any(one["failed"] for one in rows) else 0
+    left_out = {one.way for one in runs} != set(plan.ways)
+    return 1 if left_out or any(one["failed"] for one in rows) else 0
 
 
 def _write_traces(path: Path, loads: Sequence[ServeLoad], console: Console) -> None:
@@ -115,6 +116,8 @@ def _measure(
             continue
         console.print(f"{way} is warm")
         ways.append(way)
+    if not ways:
+        raise StartupError("none of --ways could be started")
     generator = random.Random(plan.seed)
     runs = []
     for load in loads:

@@ -155,29 +155,17 @@ class Scene:
     def _router(self, way: Way) -> list[str]:
         if way.peer is None:
             return self._ours(way)
-        return self._ray_serve() if way.peer == "ray-serve" else self._vllm_router(way)
+        if way.peer == "ray-serve":
+            return self._ray_serve()
+        if way.is_apart:
+            return vllm_router(prefill=_urls(self._prefill), decode=_urls(self._decode))
+        return vllm_router(plain=_urls(self._plain))
 
     def _ray_serve(self) -> list[str]:
         if not ray_serve.is_installed():
             raise StartupError(f"Ray Serve is not installed; install it with: {ray_serve.INSTALL}")
         words = [sys.executable, "-m", ray_serve.__name__, "--port", "{port}", "--engines"]
-        return [*words, *(server.url for server in self._plain)]
-
-    def _vllm_router(self, way: Way) -> list[str]:
-        """vllm-router's command, with its own defaults."""
-        words = [str(Path(sys.executable).with_name("vllm-router")), "--host", "127.0.0.1"]
-        words += [
-            "--port",
-            "{port}",
-            "--prometheus-port",
-            str(free_port()),
-            "--log-level",
-            "warning",
-        ]
-        if not way.is_apart:
-            return [*words, "--worker-urls", *(server.url for server in self._plain)]
-        words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
-        return [*words, *_options("--prefill", self._prefill), *_options("--decode", self._decode)]
+        return [*words, *_urls(self._plain)]
 
     def _ours(self, way: Way) -> list[str]:
         ours = [sys.executable, "-m", "disagg.cli", "router", "--host", "127.0.0.1"]
@@ -191,7 +179,7 @@ class Scene:
             file.write_text(json.dumps(section))  # is YAML too
             ours += ["--config", str(file)]
         if not way.is_apart:
-            return [*ours, *_options("--decode", self._plain)]
+            return [*ours, *_options("--decode", _urls(self._plain))]
         plan = self._plan
         ours += ["--prefill-policy", way.policy]
         ours += ["--local-prefill-tokens", str(plan.local_prefill_tokens if way.local else 0)]
@@ -201,15 +189,33 @@ class Scene:
         if way.local:
             ours += ["--first-token", plan.first_token]
             ours += ["--first-token-hold-s", str(plan.first_token_hold_s)]
-        return [*ours, *_options("--prefill", self._prefill), *_options("--decode", self._decode)]
+        ours += _options("--prefill", _urls(self._prefill))
+        return ours + _options("--decode", _urls(self._decode))
+
+
+def vllm_router(
+    *, plain: Sequence[str] = (), prefill: Sequence[str] = (), decode: Sequence[str] = ()
+) -> list[str]:
+    """vllm-router's command for `launch`, with its own defaults, in front of these URLs."""
+    command = str(Path(sys.executable).with_name("vllm-router"))
+    words = [command, "--host", "127.0.0.1", "--port", "{port}", "--log-level", "warning"]
+    words += ["--prometheus-port", str(free_port())]
+    if plain:
+        return [*words, "--worker-urls", *plain]
+    words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+    return [*words, *_options("--prefill", prefill), *_options("--decode", decode)]
 
 
 def _exposition(url: str) -> str:
     return client().get(f"{url}/metrics", timeout=10).text
 
 
-def _options(name: str, servers: Sequence[VllmServer]) -> list[str]:
-    return [word for server in servers for word in (name, server.url)]
+def _urls(servers: Sequence[VllmServer]) -> list[str]:
+    return [server.url for server in servers]
+
+
+def _options(name: str, urls: Sequence[str]) -> list[str]:
+    return [word for url in urls for word in (name, url)]
 
 
 def _samples(servers: Sequence[VllmServer]) -> list[dict[str, float]]:
