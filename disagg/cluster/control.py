@@ -115,7 +115,8 @@ class Control(Commands):
         if self._said == after and state.outcome is None:
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
             except TimeoutError:
                 pass
         fresh = min(self._said - after, len(self._lines))

@@ -92,4 +92,5 @@ class RayMetrics:
                     logger.exception("Ray's metrics endpoint does not show all metrics of disagg")
                 failed = True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), every_s())
+                async with asyncio.timeout(every_s()):
+                    await stop.wait()

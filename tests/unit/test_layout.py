@@ -18,6 +18,7 @@ def mirrored(path: Path) -> Path:
 # Tests of a feature that is more than one module, or of something outside the package.
 FEATURES = {
     "bench/first_token/test_results.py": "what the commands keep in their results files",
+    "bench/serve/test_peers.py": "the commands of other routers beside ours",
     "chaos/test_results.py": "what the commands keep in their results files",
     "cli/test_command_line.py": "the command line as its users see it",
     "connector/handoff/test_device_cache.py": "the connector with its cache on a device",

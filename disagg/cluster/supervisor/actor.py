@@ -53,7 +53,8 @@ class SupervisorActor:
         """The events since the last report. Waits up to `wait_s` for the first one."""
         events = []
         try:
-            events.append(await asyncio.wait_for(self._events.get(), wait_s))
+            async with asyncio.timeout(wait_s):
+                events.append(await self._events.get())
         except TimeoutError:
             pass
         while not self._events.empty():

@@ -200,8 +200,9 @@ class EngineEvents:
 
     async def _catch_up(self) -> None:
         """Hear what the engine published before."""
-        async for number, payload in self._replay(0):
-            await self._apply(number, payload)
+        async with aclosing(self._replay(0)) as batches:
+            async for number, payload in batches:
+                await self._apply(number, payload)
 
     async def _fill_gap(self, number: int) -> None:
         """Batches before this one are missing."""
@@ -246,7 +247,8 @@ class EngineEvents:
                 await socket.send_multipart([b"", first.to_bytes(8, "big")])
                 before = first - 1
                 while True:
-                    frames = await asyncio.wait_for(socket.recv_multipart(), self.replay_s)
+                    async with asyncio.timeout(self.replay_s):
+                        frames = await socket.recv_multipart()
                     number = _number(frames)
                     if number is None or number <= before:
                         return  # the end, or nothing that goes on

@@ -211,7 +211,8 @@ class Registry:
         while True:
             drains = any(one.drains_until is not None for one in self._engines.values())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _LOOK_S if drains else None)
+                async with asyncio.timeout(_LOOK_S if drains else None):
+                    await self._changed.wait()
             try:
                 await self._tell()
                 await self._let_go()

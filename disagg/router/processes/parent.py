@@ -161,7 +161,8 @@ class Processes:
                 pause,
             )
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._stopping.wait()
 
     async def _run_child(self, number: int, ready: asyncio.Event) -> int:
         """One child from its start to its end. Returns its exit status."""

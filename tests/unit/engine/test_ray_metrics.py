@@ -86,7 +86,8 @@ def test_a_failed_walk_is_logged_once_and_repeated(
                 over.set()
             raise ConnectionResetError("the router's processes are ending")
 
-        await asyncio.wait_for(RayMetrics({}).publish(families, over), 10)
+        async with asyncio.timeout(10):
+            await RayMetrics({}).publish(families, over)
 
     with caplog.at_level(logging.ERROR, ray_metrics.__name__):
         asyncio.run(go())

@@ -188,6 +188,40 @@ def test_bytes_that_are_no_batch_cost_the_picture(payload: bytes) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("turns", range(1, 13))
+def test_a_cancellation_amid_a_replay_ends_it(tmp_path: Path, turns: int) -> None:
+    """Whatever else that turn of the event loop brings, such as the next batch."""
+    source = Source(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+
+    async def send(replay: zmq.asyncio.Socket) -> None:
+        """Batches without an end: one or more wait at any time."""
+        who = (await replay.recv_multipart())[0]
+        for number in range(1_000_000):
+            frames = [who, b"", number.to_bytes(8, "big"), b"\x92\x00\x90"]
+            await replay.send_multipart(frames)
+            await asyncio.sleep(0)
+
+    async def test() -> None:
+        context: zmq.asyncio.Context = zmq.asyncio.Context()
+        events, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        events.bind(source.endpoint)
+        replay.bind(source.replay)
+        sending = asyncio.create_task(send(replay))
+        follower = Follower(source, context)
+        task = asyncio.create_task(follower.events.run())
+        try:
+            await until(lambda: follower.events.counts.batches > 10)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            assert await asyncio.wait({task}, timeout=10) == ({task}, set())
+        finally:
+            sending.cancel()
+            context.destroy(linger=0)
+
+    run(test)
+
+
 def test_an_event_of_another_kind_is_left_out() -> None:
     async def test() -> None:
         with publishing() as publisher:

@@ -70,7 +70,8 @@ class Page:
         self._number += 1
         future = self._answers[self._number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": self._number, "method": method, "params": params})
-        return await asyncio.wait_for(future, ANSWER_S)
+        async with asyncio.timeout(ANSWER_S):
+            return await future
 
     async def look(self, width: int, height: int = 900, *, dark: bool = False) -> None:
         """Be a window of this size, with this color scheme."""
@@ -155,7 +156,8 @@ async def browser(folder: Path, options: Sequence[str] = ()) -> AsyncIterator[Pa
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait_for(process.wait(), START_S)
+        async with asyncio.timeout(START_S):
+            await process.wait()
 
 
 async def _port(file: Path, process: asyncio.subprocess.Process) -> int:

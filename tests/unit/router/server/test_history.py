@@ -85,7 +85,8 @@ def test_a_sample_that_fails_is_a_gap(caplog: pytest.LogCaptureFixture) -> None:
 
     async def run() -> None:
         async with history.running(take, every_s=0.001):
-            await asyncio.wait_for(done.wait(), 20)
+            async with asyncio.timeout(20):
+                await done.wait()
 
     asyncio.run(run())
     assert [sample["at"] for sample in shown(history)["samples"]] == [7]
