@@ -61,6 +61,8 @@ def wheel(folder: Path) -> None:
     run(f"{uv()} pip install --quiet --python {venv} {made}", folder)
     disagg = venv / "bin" / "disagg"
     assert run(f"{disagg} --version", folder).strip() in made.name
+    if shutil.which("cc"):
+        run(f"{venv}/bin/python -c 'import disagg.router.caches.native_keys'", folder)
     run(f"{disagg} init org/name -o {folder}/d.yaml && {disagg} check {folder}/d.yaml", folder)
     run(f"{disagg} ls && {disagg} schema > schema.json && {disagg} bench --help", folder)
     for words in ("serve d.yaml", "demo --tiny", "get-model", "bench handoff"):

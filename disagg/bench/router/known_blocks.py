@@ -27,7 +27,7 @@ from disagg.bench.results import Output, target
 from disagg.bench.results import Table as ResultTable
 from disagg.bench.router import publish_events
 from disagg.bench.router.publish_events import BLOCK, batch, event_of
-from disagg.router.caches import messages
+from disagg.router.caches import block_keys, messages
 from disagg.router.caches.block_keys import PromptBlocks
 from disagg.router.caches.engine_caches import EngineCaches
 from disagg.router.caches.events import EngineEvents, Source, Turns
@@ -67,6 +67,7 @@ def run(plan: KnownBlocksPlan, output: Output) -> int:
     figures: dict[str, Any] = {
         "engines": plan.engines,
         "blocks": len(caches.index),
+        "keys_by": "compiled" if block_keys.is_native else "python",
         "bytes_per_block": round((_resident() - before) / len(caches.index)),
     }
     figures |= _choices(plan, caches, prompts)
@@ -74,7 +75,7 @@ def run(plan: KnownBlocksPlan, output: Output) -> int:
     figures |= asyncio.run(_heard())
     table = Table("figure", "value", title="choosing by what caches hold")
     for name, value in figures.items():
-        table.add_row(name, f"{value:,}")
+        table.add_row(name, value if isinstance(value, str) else f"{value:,}")
     show(table)
     aims = [
         target("a choice, us, p99", figures["choice_p99_us"], at_most=200),

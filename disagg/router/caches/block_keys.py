@@ -1,9 +1,12 @@
 """The router's own keys of a prompt's blocks.
 
-The key of a block is the 64-bit XXH3 of its token ids and extra keys, with the key of the block
-before it as the seed. So equal keys mean equal prefixes, whatever hash an engine uses and whatever
-its PYTHONHASHSEED is. Two block sizes never share a key. A collision costs a worse choice of
-engine, never a wrong token: engines match by their own hashes.
+The key of a block is a 64-bit hash of its token ids and extra keys, seeded with the key of the
+block before it. So equal keys mean equal prefixes, whatever hash an engine uses and whatever its
+PYTHONHASHSEED is. Two block sizes never share a key. A collision costs a worse choice of engine,
+never a wrong token: engines match by their own hashes.
+
+A compiled module works the keys out: native_keys.c, which says why. Without it, Python does, by
+another hash and slower. Keys never leave their process.
 """
 
 from __future__ import annotations
@@ -20,9 +23,32 @@ BYTES_EACH = 4
 """Of one token id."""
 _CHUNK = 128  # blocks whose keys are worked out at a time
 
-next_key = xxhash.xxh3_64_intdigest
-"""`next_key(token ids as `packed` and then `extra_bytes`, key of the block before it or `root`)`"""
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def _packed(ids: Sequence[int], /) -> bytes:
+    return array("I", ids).tobytes()
+
+
+def _chain(data: bytes, width: int, parent: int, extra: list[bytes] | None = None, /) -> list[int]:
+    """The keys of blocks of `width` bytes each. `parent`: the key of the block before them, or
+    `root`. `extra`: `extra_bytes` of each block."""
+    # One call for all of them; slices would take as long as the hashing.
+    blocks: Sequence[bytes] = struct.unpack(f"{width}s" * (len(data) // width), data)
+    if extra is not None:
+        blocks = [block + more for block, more in zip(blocks, extra, strict=True)]
+    next_key = xxhash.xxh3_64_intdigest
+    return [parent := next_key(block, parent) for block in blocks]
+
+
+try:
+    from disagg.router.caches import native_keys
+except ImportError:
+    is_native = False
+    pack, chain = _packed, _chain
+else:
+    is_native = True
+    pack, chain = native_keys.packed, native_keys.chain
 
 
 def root(block_size: int) -> int:
@@ -33,7 +59,7 @@ def root(block_size: int) -> int:
 def packed(ids: Sequence[int]) -> bytes:
     """Token ids as 32-bit numbers. Raises ValueError if they are none."""
     try:
-        return array("I", ids).tobytes()
+        return pack(ids)
     except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(str(error)) from None
 
@@ -79,13 +105,9 @@ class PromptBlocks:
 
     def _add(self, known: list[int], upto: int, size: int, adapter: str | None) -> None:
         first, parent = len(known), known[-1] if known else root(size)
-        count, width = upto - first, size * BYTES_EACH
-        data = self._data[first * width : upto * width]
-        # One call for all of them; slices would take as long as the hashing.
-        blocks: Sequence[bytes] = struct.unpack(f"{width}s" * count, data)
+        width, extra = size * BYTES_EACH, None
         if adapter is not None or (self._salt and not first):
-            extra = extra_bytes(adapter)
-            blocks = [block + extra for block in blocks]
+            extra = [extra_bytes(adapter)] * (upto - first)
             if self._salt and not first:
-                blocks[0] = data[:width] + extra_bytes(adapter, [self._salt])
-        known += [parent := next_key(block, parent) for block in blocks]
+                extra[0] = extra_bytes(adapter, [self._salt])
+        known += chain(self._data[first * width : upto * width], width, parent, extra)

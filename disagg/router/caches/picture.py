@@ -134,30 +134,29 @@ class Picture:
         except (ValueError, TypeError, RecursionError):
             self.ignored["malformed"] += count
             return
-        next_key, at = block_keys.next_key, 0
-        for number, name in enumerate(event.block_hashes):
-            hash_ = name if type(name) is int else handle(name)
-            block = data[at : at + width]
-            at += width
-            if extra is not None:
-                block += extra[number]
-            parent = next_key(block, parent)
-            known = keys.get(hash_)
-            if known is None:
-                if len(keys) >= self._most:
-                    self.ignored["too_many"] += count - number
+        for first in range(0, count, _SLICE):
+            names = event.block_hashes[first : first + _SLICE]
+            some = data[first * width : (first + _SLICE) * width]
+            more = extra and extra[first : first + _SLICE]
+            made = block_keys.chain(some, width, parent, more)
+            for number, (name, key) in enumerate(zip(names, made, strict=True), first):
+                hash_ = name if type(name) is int else handle(name)
+                known = keys.get(hash_)
+                if known is None:
+                    if len(keys) >= self._most:
+                        self.ignored["too_many"] += count - number
+                        return
+                    keys[hash_] = key
+                elif known != key:
+                    # One hash for two blocks: an engine's 64 bits collided, or it is no engine.
+                    self.ignored["malformed"] += count - number
                     return
-                keys[hash_] = parent
-            elif known != parent:
-                # One hash for two blocks: an engine's 64 bits collided, or it is no engine.
-                self.ignored["malformed"] += count - number
-                return
-            elif is_gpu and index.gpu.get(known, 0) & index.bit(slot):
-                self._copies[hash_] = self._copies.get(hash_, 0) + 1
-            index.add(holders, parent, slot)
-            self.stored += 1
-            if number % _SLICE == _SLICE - 1:
-                yield
+                elif is_gpu and index.gpu.get(known, 0) & index.bit(slot):
+                    self._copies[hash_] = self._copies.get(hash_, 0) + 1
+                index.add(holders, key, slot)
+                self.stored += 1
+            parent = made[-1]
+            yield
 
     def _extra(self, event: Stored, count: int) -> list[bytes] | None:
         """What of each block counts besides its tokens. Raises TypeError."""

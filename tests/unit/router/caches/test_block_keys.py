@@ -1,13 +1,25 @@
-"""Keys of a prompt's blocks."""
+"""Keys of a prompt's blocks, by the compiled module and without it."""
 
 from __future__ import annotations
 
 import random
+import shutil
+import struct
+from array import array
 
 import pytest
 
 from disagg.router.caches import block_keys
 from disagg.router.caches.block_keys import PromptBlocks
+
+
+@pytest.fixture(autouse=True, params=["native", "python"])
+def _by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "python":
+        monkeypatch.setattr(block_keys, "pack", block_keys._packed)
+        monkeypatch.setattr(block_keys, "chain", block_keys._chain)
+    elif not block_keys.is_native:
+        pytest.skip("no compiled module")
 
 
 def keys(
@@ -60,13 +72,15 @@ def test_what_is_no_token_id_is_refused(ids: list[int]) -> None:
         PromptBlocks(ids)
 
 
-def test_a_key_is_the_same_everywhere() -> None:
-    """Pinned: routers of several versions may compare keys one day, and PYTHONHASHSEED differs."""
-    first = block_keys.next_key(block_keys.packed(range(16)), block_keys.root(16))
-    assert keys(list(range(17))) == [first] == [PINNED]
+def test_what_is_no_list_is_packed_too() -> None:
+    ids = [0, 7, (1 << 32) - 1]
+    assert {block_keys.packed(kind) for kind in (ids, tuple(ids), array("I", ids))} == {
+        struct.pack("3I", *ids)
+    }
 
 
-PINNED = 18335588083479875892
+def test_the_compiled_module_is_there_where_a_compiler_was() -> None:
+    assert block_keys.is_native or shutil.which("cc") is None
 
 
 @pytest.mark.parametrize(("adapter", "salt"), [(None, None), ("a", None), (None, "s"), ("a", "s")])
@@ -77,6 +91,32 @@ def test_a_key_depends_on_the_block_the_one_before_and_the_extra_keys(
     parent, expected = block_keys.root(16), []
     for at in range(0, 4999 // 16 * 16, 16):
         extra = block_keys.extra_bytes(adapter, [salt] if salt and at == 0 else [])
-        parent = block_keys.next_key(block_keys.packed(ids[at : at + 16]) + extra, parent)
+        (parent,) = block_keys.chain(block_keys.packed(ids[at : at + 16]), 64, parent, [extra])
         expected.append(parent)
     assert keys(ids, adapter=adapter, salt=salt) == expected
+
+
+@pytest.mark.parametrize("bytes_each", [8, 16, 20, 64])
+def test_each_bit_counts(bytes_each: int) -> None:
+    """A key has about half of its bits changed by any bit of its block or of the key before it."""
+    generator = random.Random(bytes_each)
+    for _ in range(20):
+        block, parent = generator.randbytes(bytes_each), generator.getrandbits(64)
+        (key,) = block_keys.chain(block, bytes_each, parent)
+        for bit in range(bytes_each * 8):
+            other = (int.from_bytes(block, "little") ^ 1 << bit).to_bytes(bytes_each, "little")
+            (changed,) = block_keys.chain(other, bytes_each, parent)
+            assert 10 <= (key ^ changed).bit_count() <= 54
+        for bit in range(64):
+            (changed,) = block_keys.chain(block, bytes_each, parent ^ 1 << bit)
+            assert 10 <= (key ^ changed).bit_count() <= 54
+
+
+def test_blocks_that_are_much_alike_share_no_key() -> None:
+    """Few small ids in all orders, and blocks of one id; no two of 200,000."""
+    generator = random.Random(3)
+    blocks = {struct.pack("16I", *generator.choices(range(3), k=16)) for _ in range(100_000)}
+    blocks |= {struct.pack("I", number) * 16 for number in range(100_000)}
+    data = b"".join(blocks)
+    each = [block_keys.chain(data[at : at + 64], 64, 7)[0] for at in range(0, len(data), 64)]
+    assert len(set(each)) == len(blocks) > 190_000

@@ -191,7 +191,7 @@ def test_bytes_that_are_no_batch_cost_the_picture(payload: bytes) -> None:
 @pytest.mark.parametrize("turns", range(1, 13))
 def test_a_cancellation_amid_a_replay_ends_it(tmp_path: Path, turns: int) -> None:
     """Whatever else that turn of the event loop brings, such as the next batch."""
-    source = Source(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    source = Source(f"ipc://{tmp_path}/events", at := f"ipc://{tmp_path}/replay")
 
     async def send(replay: zmq.asyncio.Socket) -> None:
         """Batches without an end: one or more wait at any time."""
@@ -205,7 +205,7 @@ def test_a_cancellation_amid_a_replay_ends_it(tmp_path: Path, turns: int) -> Non
         context: zmq.asyncio.Context = zmq.asyncio.Context()
         events, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
         events.bind(source.endpoint)
-        replay.bind(source.replay)
+        replay.bind(at)
         sending = asyncio.create_task(send(replay))
         follower = Follower(source, context)
         task = asyncio.create_task(follower.events.run())
