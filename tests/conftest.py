@@ -1,8 +1,9 @@
 """For all tests.
 
 SIGTERM ends the run as Ctrl-C does, so that fixtures stop their engines. Python imports the test
-modules without garbage collection, which takes a fifth less time. `pytest -n N --dist loadgroup`
-runs each module in one process, and all modules that use the session's engines in the same one.
+modules without garbage collection, which takes a fifth less time. A busy machine fails no generated
+test. `pytest -n N --dist loadgroup` runs each module in one process, and all modules that use the
+session's engines in the same one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("busy")
 
 # Directly, or through the engines that the module names (tests/engine/conftest.py).
 _USES_FLEET = re.compile(r"^ENGINES =|\bfleet: Fleet\b", re.MULTILINE)

@@ -140,7 +140,7 @@ def _choices(
             pass
         keys.append(time.perf_counter() - began)
         assert request.blocks is not None
-        found += caches.held(request.blocks, None, chosen.name).on_gpu >= _PROMPT
+        found += caches.held(request.blocks, None, chosen.engine.name).on_gpu >= _PROMPT
     for times in (seconds, cpu, keys, again):
         times.sort()
     return {

@@ -158,11 +158,11 @@ class Replay:
         self.now_s = at
         body = {"model": "traced", "prompt": request.token_ids()}
         plan = RequestPlan("/v1/completions", body)
-        endpoint = self._policy.choose(plan, self._endpoints)
-        engine = self.engines[endpoint.name]
-        # As `request/prefill_leg.py` does.
-        seat = self._in_flight.take(endpoint, plan.tokens)
-        source = self._source(plan, endpoint)
+        chosen = self._policy.choose(plan, self._endpoints)
+        engine = self.engines[chosen.engine.name]
+        # As `pairing/admission.py` does.
+        seat = self._in_flight.take(chosen.engine, chosen.work)
+        source = self._source(plan, chosen.engine)
         engine.queue.append(Job(request, at, seat, source))
         if len(engine.queue) == 1:
             self._begin(engine)

@@ -14,8 +14,9 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Odd numbers with as many ones as zeros, made at random. A token id never makes the other factor
-   zero: their upper halves are no ids of any vocabulary. */
+/* Odd numbers with as many ones as zeros, made at random. No token ids make a factor zero: the
+   upper halves are ids of no vocabulary. A block begins with another number than its steps have:
+   two factors that are almost the same leave what differs in two blocks almost as it was. */
 #define FIRST 0x9e82e870326f8d1fu
 #define SECOND 0xecaea8295c2492efu
 #define LAST 0xb4b0cec60e9ed42du
@@ -91,7 +92,7 @@ static PyObject *chain(PyObject *module, PyObject *args) {
     keys = PyList_New(count);
     const char *block = data.buf;
     for (Py_ssize_t number = 0; keys != NULL && number < count; number++, block += width) {
-        uint64_t key = mix(parent ^ FIRST, block, width);
+        uint64_t key = mix(parent ^ SECOND, block, width);
         if (extra != Py_None) {
             char *more;
             Py_ssize_t size;

@@ -119,10 +119,10 @@ class Admission:
         if role == "decode" and self._in_flight.of_role(role) >= limits.max_in_flight:
             return None
         room = limits.max_in_flight_per_engine
-        engine = self._pairer.choose(role, request, tried, partner, room=room)
-        if engine is None:
+        chosen = self._pairer.choose(role, request, tried, partner, room=room)
+        if chosen is None:
             return None
-        return self._in_flight.take(engine, request.tokens, self._admit_waiting)
+        return self._in_flight.take(chosen.engine, chosen.work, self._admit_waiting)
 
     def admit_waiting(self) -> None:
         """Try to seat the waiting requests: the engines have changed."""

@@ -32,7 +32,7 @@ from disagg.router.caches.engine_caches import Among, EngineCaches
 from disagg.router.caches.index import Steps, slots_of
 from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.prefix_memory import PrefixMemory
-from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.pairing.request_info import Choice, RequestInfo
 from disagg.router.pairing.sharing import LEAST_TOKENS, Sharing
 from disagg.router.topology import EngineEndpoint
 
@@ -48,7 +48,7 @@ _Costs: TypeAlias = Callable[[int], Iterable[tuple[float, EngineEndpoint]]]
 class _Otherwise(Protocol):
     memory: PrefixMemory
 
-    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> Choice:
         """See `policies.Policy`."""
 
 
@@ -72,7 +72,7 @@ class CacheAware:
         """Which engines were sent the prompts that the other policy chose for."""
         return self._otherwise.memory
 
-    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> Choice:
         blocks = request.blocks
         if blocks is None or len(engines) == 1:
             return self._otherwise.choose(request, engines)
@@ -82,9 +82,9 @@ class CacheAware:
             return self._otherwise.choose(request, engines)
         return self._cheapest(blocks, request.model, self._among)
 
-    def _cheapest(self, blocks: PromptBlocks, model: object, among: Among) -> EngineEndpoint:
+    def _cheapest(self, blocks: PromptBlocks, model: object, among: Among) -> Choice:
         best: tuple[float, int, float] | None = None
-        chosen: EngineEndpoint | None = None
+        chosen: tuple[EngineEndpoint, float] | None = None
         left = _MOST_COMPARED
         for least, costs in self._by_cost(blocks, model, among):
             if best is not None and least > best[0]:
@@ -94,9 +94,10 @@ class CacheAware:
                 rank = cost + queue, queue, self._random.random()
                 left -= 1
                 if best is None or rank < best:
-                    best, chosen = rank, engine
+                    best, chosen = rank, (engine, least)
         assert chosen is not None
-        return chosen
+        engine, work = chosen
+        return Choice(engine, round(work))
 
     def _by_cost(
         self, blocks: PromptBlocks, model: object, among: Among

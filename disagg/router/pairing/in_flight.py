@@ -95,7 +95,8 @@ class InFlight:
         self._loads: dict[str, _EngineLoad] = {}
 
     def take(self, engine: EngineEndpoint, tokens: int, on_free: OnFree | None = None) -> Seat:
-        """A seat for a request of so many prompt tokens. `on_free` is called when it is left."""
+        """A seat for a request. `tokens`: what its prompt costs the engine (`Choice.work`).
+        `on_free` is called when the seat is left."""
         cost, load = tokens + REQUEST_TOKENS, self._of(engine)
         load.cost += cost
         load.requests += 1

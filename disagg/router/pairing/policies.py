@@ -21,11 +21,12 @@ from disagg.router.pairing.cache_aware import CacheAware
 from disagg.router.pairing.in_flight import InFlight
 from disagg.router.pairing.other_routers import MemoryName
 from disagg.router.pairing.prefix_memory import PrefixMemory
-from disagg.router.pairing.request_info import RequestInfo
+from disagg.router.pairing.request_info import Choice, RequestInfo
 from disagg.router.pairing.sharing import Sharing
 from disagg.router.topology import EngineEndpoint, Topology
 
-# How much busier the engine that knows a prefix may be before another one gets the request.
+# How much busier the engine that knows a prefix may be, at least, before another one gets the
+# request: leaving costs the next turns of a conversation too.
 _WORTH_WAITING_TOKENS = 4096
 _MOST_SHOWN = 8  # engines in a message
 
@@ -33,7 +34,7 @@ _MOST_SHOWN = 8  # engines in a message
 class Policy(Protocol):
     """Chooses among engines of one role."""
 
-    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> Choice:
         """One of `engines`, which is not empty."""
 
 
@@ -43,8 +44,8 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turns = itertools.count()
 
-    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
-        return engines[next(self._turns) % len(engines)]
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> Choice:
+        return Choice(engines[next(self._turns) % len(engines)], request.tokens)
 
 
 class LeastLoaded:
@@ -54,35 +55,36 @@ class LeastLoaded:
         self._in_flight = in_flight
         self._random = random.Random()
 
-    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
-        if len(engines) == 1:
-            return engines[0]
-        return min(self._random.sample(engines, 2), key=self._in_flight.cost)
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> Choice:
+        two = engines if len(engines) == 1 else self._random.sample(engines, 2)
+        return Choice(min(two, key=self._in_flight.cost), request.tokens)
 
 
 class PrefixAffinity:
-    """The engine that last had the longest prefix of this prompt, unless it is clearly busier."""
+    """The engine that last had the longest prefix of this prompt, unless it is clearly busier: by
+    more work than the prefix spares it."""
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight, self._otherwise = in_flight, LeastLoaded(in_flight)
         self.memory = PrefixMemory()
 
-    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> Choice:
         chosen = self._knows(request, engines) or self._otherwise.choose(request, engines)
-        self.memory.sent(request.prefix_keys, chosen.name)
+        self.memory.sent(request.prefixes.keys, chosen.engine.name)
         return chosen
 
-    def _knows(
-        self, request: RequestInfo, engines: Sequence[EngineEndpoint]
-    ) -> EngineEndpoint | None:
+    def _knows(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> Choice | None:
         by_name = {engine.name: engine for engine in engines}
         least = min(self._in_flight.cost(engine) for engine in engines)
-        for key in reversed(request.prefix_keys):
-            for name in self.memory.engines(key):
+        prefixes = request.prefixes
+        for count in range(len(prefixes.keys), 0, -1):
+            for name in self.memory.engines(prefixes.keys[count - 1]):
                 engine = by_name.get(name)
                 if engine is not None:
-                    busy = self._in_flight.cost(engine) > least + _WORTH_WAITING_TOKENS
-                    return None if busy else engine
+                    known = round(request.tokens * prefixes.known(count))
+                    worth = max(known, _WORTH_WAITING_TOKENS)
+                    busy = self._in_flight.cost(engine) > least + worth
+                    return None if busy else Choice(engine, request.tokens - known)
         return None
 
 
@@ -95,11 +97,11 @@ class SessionAffinity:
     def __init__(self, header: str, in_flight: InFlight) -> None:
         self._header, self._otherwise = header.lower(), LeastLoaded(in_flight)
 
-    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> EngineEndpoint:
+    def choose(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> Choice:
         session = request.headers.get(self._header)
         if not session:
             return self._otherwise.choose(request, engines)
-        return max(engines, key=lambda e: _rank(session, e))
+        return Choice(max(engines, key=lambda e: _rank(session, e)), request.tokens)
 
 
 def _rank(session: str, engine: EngineEndpoint) -> int:
@@ -202,7 +204,7 @@ class Pairer:
         partner: EngineEndpoint | None = None,
         *,
         room: int | None = None,
-    ) -> EngineEndpoint | None:
+    ) -> Choice | None:
         """An engine of this role that is not among `tried`, fits `partner` (the engine at the other
         end of the handoff), and has less than `room` requests; None if there is none."""
         engines = [
@@ -213,7 +215,7 @@ class Pairer:
         if not engines:
             return None
         chosen = self._policies[role].choose(request, engines)
-        self._health.trying(chosen)
+        self._health.trying(chosen.engine)
         return chosen
 
     def _candidates(

@@ -1,11 +1,23 @@
-"""What pairing policies see of a request."""
+"""What pairing policies see of a request, and what they answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from disagg.router.api.prompt_length import Prefixes
 from disagg.router.caches.block_keys import PromptBlocks
+from disagg.router.topology import EngineEndpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An engine, and about what the prompt costs it: the tokens that it has to compute or fetch, in
+    computed tokens. All of them, where nothing is known of its cache."""
+
+    engine: EngineEndpoint
+    work: int
 
 
 class RequestInfo(Protocol):
@@ -24,8 +36,8 @@ class RequestInfo(Protocol):
         """About how many tokens the prompt has."""
 
     @property
-    def prefix_keys(self) -> Sequence[int]:
-        """See `prompt_length.prefixes`."""
+    def prefixes(self) -> Prefixes:
+        """Keys of the prompt's prefixes."""
 
     @property
     def model(self) -> Any:

@@ -324,7 +324,7 @@ class Legs:
             self._releases.give_back(prefilled)
         else:
             if self._pairing.local_prefill_tokens:
-                self.answered.sent(prompt.prefix_keys, opened.engine.name)
+                self.answered.sent(prompt.prefixes.keys, opened.engine.name)
             self._releases.fetched(prefilled)
             if prefilled is not None:
                 self._metrics.paired(prefilled.prefill.name, opened.engine.name)
@@ -363,7 +363,7 @@ class Legs:
         name, caches = seat.engine.name, self._caches
         if caches is not None and plan.blocks is not None and caches.tells(name):
             return max(0, plan.tokens - caches.held(plan.blocks, plan.model, name).tokens)
-        known = self.answered.known(plan.prefix_keys, name)
+        known = self.answered.known(plan.prefixes.keys, name)
         return round(plan.tokens * (1 - plan.prefixes.known(known)))
 
     def _prefill_is_idle(self) -> bool:

@@ -111,11 +111,6 @@ class RequestPlan:
         shape = prompt_parts.shape(self.body)
         return prompt_length.prefixes(shape, self._parts, self.estimates.media)
 
-    @property
-    def prefix_keys(self) -> Sequence[int]:
-        """One key for each leading chunk of the prompt, shortest prefix first."""
-        return self.prefixes.keys
-
     @_Answer
     def blocks(self) -> PromptBlocks | None:
         """The prompt's blocks, if its token ids are known: the client sent them, or see

@@ -42,8 +42,8 @@ def text(said: str) -> dict[str, Any]:
 def known(first: dict[str, Any], second: dict[str, Any], path: str = CHAT) -> float:
     """The share of the second prompt that an engine has from the first one."""
     memory, later = PrefixMemory(), plan(second, path)
-    memory.note(plan(first, path).prefix_keys, "e")
-    return later.prefixes.known(memory.known(later.prefix_keys, "e"))
+    memory.note(plan(first, path).prefixes.keys, "e")
+    return later.prefixes.known(memory.known(later.prefixes.keys, "e"))
 
 
 # ---- lengths -----------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_token_ids_are_counted() -> None:
 def test_any_body_has_a_length(body: dict[str, Any], path: str) -> None:
     one = plan(body, path)
     assert one.tokens >= 0
-    assert one.prefix_keys == plan(body, path).prefix_keys
+    assert one.prefixes.keys == plan(body, path).prefixes.keys
 
 
 def test_a_body_that_is_nested_without_end() -> None:
@@ -156,8 +156,8 @@ def test_a_body_that_is_nested_without_end() -> None:
     for _ in range(900):
         deep = [deep]
     assert plan({"messages": [{"role": "user", "content": deep}]}).tokens > 0
-    assert plan({"prompt": [2**70, -1]}).prefix_keys
-    assert plan({"messages": [{"role": "\ud800", "content": "\udfff"}]}).prefix_keys
+    assert plan({"prompt": [2**70, -1]}).prefixes.keys
+    assert plan({"messages": [{"role": "\ud800", "content": "\udfff"}]}).prefixes.keys
 
 
 # ---- media -------------------------------------------------------------------------------------
@@ -257,10 +257,10 @@ def test_short_turns_are_not_taken_for_long_ones() -> None:
 
 def test_prefixes_of_token_ids() -> None:
     one, other = list(range(1000)), [*range(500), *range(600)]
-    keys, others = (plan({"prompt": prompt}, COMPLETION).prefix_keys for prompt in (one, other))
+    keys, others = (plan({"prompt": prompt}, COMPLETION).prefixes.keys for prompt in (one, other))
     assert keys[:3] == others[:3]
     assert set(keys[3:]).isdisjoint(others[3:])
-    assert len(plan({"prompt": "long" * 1_000_000}).prefix_keys) < 1200
+    assert len(plan({"prompt": "long" * 1_000_000}).prefixes.keys) < 1200
 
 
 def test_a_long_prompt_that_is_known_is_known_to_its_end() -> None:

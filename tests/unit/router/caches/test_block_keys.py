@@ -113,7 +113,8 @@ def test_each_bit_counts(bytes_each: int) -> None:
 
 
 def test_blocks_that_are_much_alike_share_no_key() -> None:
-    """Few small ids in all orders, and blocks of one id; no two of 200,000."""
+    """Few small ids in all orders, and blocks of one id; no two of 200,000. After a small key,
+    which says little."""
     generator = random.Random(3)
     blocks = {struct.pack("16I", *generator.choices(range(3), k=16)) for _ in range(100_000)}
     blocks |= {struct.pack("I", number) * 16 for number in range(100_000)}

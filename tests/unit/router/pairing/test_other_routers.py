@@ -121,7 +121,7 @@ def reused(routers: list[OneRouter], *, tell: bool) -> float:
     for number, talk in enumerate(draw.sample([*range(200)] * 6, 1200)):
         router = draw.choice(routers)
         request: RequestInfo = ask(talks[talk])
-        chosen = router.affinity.choose(request, ENGINES)
+        chosen = router.affinity.choose(request, ENGINES).engine
         if talk in last:
             turns += 1
             again += chosen == last[talk]
@@ -148,7 +148,7 @@ def largest_gap(count: int, *, tell: bool) -> float:
     load = Counter[str]()
     for number in range(2000):
         router, tokens = draw.choice(routers), draw.choice([500, 20_000])
-        engine = router.least.choose(ask("x"), ENGINES)
+        engine = router.least.choose(ask("x"), ENGINES).engine
         seats.append((router.in_flight.take(engine, tokens), engine.name, tokens))
         load[engine.name] += tokens
         if len(seats) > 40:

@@ -39,43 +39,73 @@ def ask(prompt: Any, **headers: str) -> RequestPlan:
     return RequestPlan("/v1/completions", {"model": "m", "prompt": prompt}, headers)
 
 
+def chosen_of(pairer: Pairer, *args: Any, **more: Any) -> EngineEndpoint | None:
+    """The engine that `pairer.choose` names."""
+    chosen = pairer.choose(*args, **more)
+    return None if chosen is None else chosen.engine
+
+
 def test_least_loaded(in_flight: InFlight) -> None:
     seats = [in_flight.take(engine, 1000) for engine in ENGINES[:3]]
     policy = LeastLoaded(in_flight)
-    chosen = Counter(policy.choose(ask("x"), ENGINES).name for _ in range(400))
+    chosen = Counter(policy.choose(ask("x"), ENGINES).engine.name for _ in range(400))
     assert chosen["decode-3"] > 150, "it is in half of all draws"
     for seat in seats:
         seat.leave()
         seat.leave()
     assert [in_flight.cost(engine) for engine in ENGINES] == [0] * 4
-    assert policy.choose(ask("x"), ENGINES[:1]) == ENGINES[0]
+    assert policy.choose(ask("x"), ENGINES[:1]).engine == ENGINES[0]
 
 
 def test_prefix_affinity(in_flight: InFlight) -> None:
     policy = PrefixAffinity(in_flight)
     turn = list(range(2000))
-    first = policy.choose(ask(turn), ENGINES)
+    first = policy.choose(ask(turn), ENGINES).engine
     for _ in range(5):
         turn = [*turn, *range(300)]
-        assert policy.choose(ask(turn), ENGINES) == first
+        assert policy.choose(ask(turn), ENGINES).engine == first
+    seat = in_flight.take(first, 3000)
+    assert policy.choose(ask(turn), ENGINES).engine == first, "it is a little busier"
+    seat.leave()
     seat = in_flight.take(first, 10_000)
-    assert policy.choose(ask(turn), ENGINES) != first, "it is clearly busier"
+    assert policy.choose(ask(turn), ENGINES).engine != first, "it is clearly busier"
     seat.leave()
     rest = [engine for engine in ENGINES if engine != first]
-    assert policy.choose(ask(turn), rest) in rest
+    assert policy.choose(ask(turn), rest).engine in rest
+
+
+def test_a_known_prefix_is_no_work(in_flight: InFlight) -> None:
+    """So the engine of many conversations is not taken for a busy one."""
+    policy = PrefixAffinity(in_flight)
+    turn = list(range(2000))
+    first = policy.choose(ask(turn), ENGINES)
+    assert first.work == 2000
+    again = policy.choose(ask([*turn, *range(100)]), ENGINES)
+    assert (again.engine, again.work) == (first.engine, 2100 - 2000 // 128 * 128)
+    assert policy.choose(ask("other words"), ENGINES).work == ask("other words").tokens
+
+
+def test_a_long_prefix_is_worth_a_long_wait(in_flight: InFlight) -> None:
+    policy = PrefixAffinity(in_flight)
+    turn = list(range(20_000))
+    first = policy.choose(ask(turn), ENGINES).engine
+    in_flight.take(first, 15_000)
+    assert policy.choose(ask(turn), ENGINES).engine == first
+    in_flight.take(first, 6000)
+    assert policy.choose(ask(turn), ENGINES).engine != first
 
 
 def test_session_affinity(in_flight: InFlight) -> None:
     policy = SessionAffinity("X-Session-Id", in_flight)
     homes = {
-        name: policy.choose(ask("x", **{"x-session-id": name}), ENGINES)
+        name: policy.choose(ask("x", **{"x-session-id": name}), ENGINES).engine
         for name in map(str, range(200))
     }
     assert set(homes.values()) == set(ENGINES)
     left = ENGINES[:3]
     for name, home in homes.items():
         again = SessionAffinity("x-session-id", in_flight)
-        moved = again.choose(ask("y", **{"x-session-id": name}), left)
+        moved = again.choose(ask("y", **{"x-session-id": name}), left).engine
         assert moved == home or home == ENGINES[3], "only sessions of the engine that went move"
 
 
@@ -85,10 +115,10 @@ def test_pairer_never_names_one_twice(in_flight: InFlight, health: Health, name:
         Topology(ENGINES), PairingSection(decode=name), in_flight, health, Compatibility()
     )
     tried: list[EngineEndpoint] = []
-    while (engine := pairer.choose("decode", ask("x"), tried)) is not None:
+    while (engine := chosen_of(pairer, "decode", ask("x"), tried)) is not None:
         tried.append(engine)
     assert sorted(e.name for e in tried) == [e.name for e in ENGINES]
-    assert pairer.choose("prefill", ask("x")) is None
+    assert chosen_of(pairer, "prefill", ask("x")) is None
 
 
 def test_an_engine_that_rests_is_tried_by_one_request(in_flight: InFlight) -> None:
@@ -99,24 +129,24 @@ def test_an_engine_that_rests_is_tried_by_one_request(in_flight: InFlight) -> No
         health.failed(ENGINES[0])
     for _ in range(2):
         now += 30
-        chosen = [pairer.choose("decode", ask("x"), ENGINES[1:]) for _ in range(5)]
+        chosen = [chosen_of(pairer, "decode", ask("x"), ENGINES[1:]) for _ in range(5)]
         assert chosen == [ENGINES[0], *[None] * 4]
         assert pairer.awaits("decode", ENGINES[1:]), "the others wait for what comes of it"
         assert health.usable(ENGINES[:2]) == ENGINES[1:2], "the first of them was the trial"
     now += 30
-    got = Counter(pairer.choose("decode", ask("x")) for _ in range(100))
+    got = Counter(chosen_of(pairer, "decode", ask("x")) for _ in range(100))
     assert got[ENGINES[0]] <= 1
 
 
 def test_no_engine_gets_more_than_it_has_room_for(in_flight: InFlight, health: Health) -> None:
     pairer = Pairer(Topology(ENGINES[:2]), PairingSection(), in_flight, health, Compatibility())
     for _ in range(4):
-        engine = pairer.choose("decode", ask("x"), room=2)
+        engine = chosen_of(pairer, "decode", ask("x"), room=2)
         assert engine is not None
         in_flight.take(engine, 10)
     assert [in_flight.requests(engine) for engine in ENGINES[:2]] == [2, 2]
-    assert pairer.choose("decode", ask("x"), room=2) is None
-    assert pairer.choose("decode", ask("x")) is not None
+    assert chosen_of(pairer, "decode", ask("x"), room=2) is None
+    assert chosen_of(pairer, "decode", ask("x")) is not None
     assert pairer.serves("decode"), "a seat may become free"
     assert not pairer.serves("decode", ENGINES[:2])
     assert not pairer.serves("prefill")
@@ -135,7 +165,7 @@ def test_engines_that_do_not_fit_are_not_paired(in_flight: InFlight, health: Hea
     pairer = Pairer(topology, PairingSection(), in_flight, health, fits)
 
     def partners(decode: EngineEndpoint) -> set[str]:
-        chosen = (pairer.choose("prefill", ask("x"), partner=decode) for _ in range(50))
+        chosen = (chosen_of(pairer, "prefill", ask("x"), partner=decode) for _ in range(50))
         return {engine.name for engine in chosen if engine}
 
     assert partners(ENGINES[0]) == {"prefill-0"}

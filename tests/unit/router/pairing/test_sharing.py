@@ -143,11 +143,11 @@ def test_what_can_be_fetched_costs_little(scene: Scene) -> None:
     )
     scene.holds(ENGINES[0], 90)
     asked = ask()
-    assert policy.choose(asked, ENGINES) == ENGINES[0]
+    assert policy.choose(asked, ENGINES).engine == ENGINES[0]
     scene.in_flight.take(ENGINES[0], 0)  # 256 tokens, more than a tenth of 90 blocks
-    assert policy.choose(asked, ENGINES) in ENGINES[1:]
+    assert policy.choose(asked, ENGINES).engine in ENGINES[1:]
     alone = CacheAware(scene.in_flight, scene.caches, PrefixAffinity(scene.in_flight))
-    assert alone.choose(asked, ENGINES) == ENGINES[0], "nobody shares"
+    assert alone.choose(asked, ENGINES).engine == ENGINES[0], "nobody shares"
 
 
 @pytest.mark.parametrize("how", ["if_faster", "always"])

@@ -91,7 +91,7 @@ def test_the_prompt_is_measured_once() -> None:
     plan = RequestPlan(COMPLETION, body)
     assert body.reads == 0, "of a request that no policy asks about, nothing is measured"
     assert plan.tokens == plan.tokens == 2
-    assert plan.prefix_keys == plan.prefix_keys
+    assert plan.prefixes.keys == plan.prefixes.keys
     assert body.reads == 1
 
 
