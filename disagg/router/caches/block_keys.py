@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ import xxhash
 
 BYTES_EACH = 4
 """Of one token id."""
-_CHUNK = 128  # blocks whose keys are worked out at a time
+_CHUNK = 512  # blocks whose keys are worked out at a time
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -51,6 +52,7 @@ else:
     pack, chain = native_keys.packed, native_keys.chain
 
 
+@lru_cache
 def root(block_size: int) -> int:
     """What stands for the parent of the first block. `block_size`: in tokens."""
     return xxhash.xxh3_64_intdigest(b"blocks of %d" % block_size)
