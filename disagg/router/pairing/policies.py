@@ -26,8 +26,8 @@ from disagg.router.pairing.sharing import Sharing
 from disagg.router.topology import EngineEndpoint, Topology
 
 # How much busier the engine that knows a prefix may be, at least, before another one gets the
-# request: leaving costs the next turns of a conversation too.
-_WORTH_WAITING_TOKENS = 4096
+# request: to leave it costs the next turns of a conversation, too.
+_WORTH_WAITING_TOKENS = 2048
 _MOST_SHOWN = 8  # engines in a message
 
 
@@ -61,8 +61,8 @@ class LeastLoaded:
 
 
 class PrefixAffinity:
-    """The engine that last had the longest prefix of this prompt, unless it is clearly busier: by
-    more work than the prefix spares it."""
+    """The engine that had the longest prefix of this prompt, unless it is clearly busier: by more
+    work than the prefix spares it. Of several such engines, the least busy."""
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight, self._otherwise = in_flight, LeastLoaded(in_flight)
@@ -75,16 +75,16 @@ class PrefixAffinity:
 
     def _knows(self, request: RequestInfo, engines: Sequence[EngineEndpoint]) -> Choice | None:
         by_name = {engine.name: engine for engine in engines}
-        least = min(self._in_flight.cost(engine) for engine in engines)
-        prefixes = request.prefixes
+        cost, prefixes = self._in_flight.cost, request.prefixes
         for count in range(len(prefixes.keys), 0, -1):
-            for name in self.memory.engines(prefixes.keys[count - 1]):
-                engine = by_name.get(name)
-                if engine is not None:
-                    known = round(request.tokens * prefixes.known(count))
-                    worth = max(known, _WORTH_WAITING_TOKENS)
-                    busy = self._in_flight.cost(engine) > least + worth
-                    return None if busy else Choice(engine, request.tokens - known)
+            names = self.memory.engines(prefixes.keys[count - 1])
+            if having := [by_name[name] for name in names if name in by_name]:
+                engine = min(having, key=cost)
+                known = round(request.tokens * prefixes.known(count))
+                worth = max(known, _WORTH_WAITING_TOKENS)
+                if cost(engine) > worth + min(map(cost, engines)):
+                    return None
+                return Choice(engine, request.tokens - known)
         return None
 
 

@@ -64,7 +64,7 @@ def test_prefix_affinity(in_flight: InFlight) -> None:
     for _ in range(5):
         turn = [*turn, *range(300)]
         assert policy.choose(ask(turn), ENGINES).engine == first
-    seat = in_flight.take(first, 3000)
+    seat = in_flight.take(first, 1700)
     assert policy.choose(ask(turn), ENGINES).engine == first, "it is a little busier"
     seat.leave()
     seat = in_flight.take(first, 10_000)
@@ -93,6 +93,16 @@ def test_a_long_prefix_is_worth_a_long_wait(in_flight: InFlight) -> None:
     assert policy.choose(ask(turn), ENGINES).engine == first
     in_flight.take(first, 6000)
     assert policy.choose(ask(turn), ENGINES).engine != first
+
+
+def test_engines_that_know_the_same_share_the_load(in_flight: InFlight) -> None:
+    policy = PrefixAffinity(in_flight)
+    asked = ask(list(range(2000)))
+    for engine in ENGINES[:3]:
+        policy.memory.note(asked.prefixes.keys, engine.name)
+    for _ in range(9):
+        in_flight.take(policy.choose(asked, ENGINES).engine, 0)
+    assert [in_flight.requests(engine) for engine in ENGINES] == [3, 3, 3, 0]
 
 
 def test_session_affinity(in_flight: InFlight) -> None:
