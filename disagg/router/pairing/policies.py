@@ -61,8 +61,11 @@ class LeastLoaded:
 
 
 class PrefixAffinity:
-    """The engine that had the longest prefix of this prompt, unless it is clearly busier: by more
-    work than the prefix spares it. Of several such engines, the least busy."""
+    """The engine that last had the longest prefix of this prompt, unless it is clearly busier: by
+    more work than the prefix spares it.
+
+    Then any engine: the others that had the prefix would soon have more than their caches hold.
+    """
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight, self._otherwise = in_flight, LeastLoaded(in_flight)
@@ -78,8 +81,8 @@ class PrefixAffinity:
         cost, prefixes = self._in_flight.cost, request.prefixes
         for count in range(len(prefixes.keys), 0, -1):
             names = self.memory.engines(prefixes.keys[count - 1])
-            if having := [by_name[name] for name in names if name in by_name]:
-                engine = min(having, key=cost)
+            engine = next((by_name[name] for name in names if name in by_name), None)
+            if engine is not None:
                 known = round(request.tokens * prefixes.known(count))
                 worth = max(known, _WORTH_WAITING_TOKENS)
                 if cost(engine) > worth + min(map(cost, engines)):
