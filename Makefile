@@ -52,7 +52,7 @@ endif
 install: $(INSTALLED)
 
 # uv comes from PyPI by any Python, or is there already. What fails says so in one line.
-$(INSTALLED): pyproject.toml $(LOCK)
+$(INSTALLED): pyproject.toml $(LOCK) disagg/router/caches/native_keys.c
 	@test -x $(BIN)/python || { test -n "$(PYTHON)" && $(PYTHON) -m venv $(VENV); } || \
 		{ command -v uv >/dev/null && uv venv --quiet --seed --python 3.11 $(VENV); } || \
 		{ echo "make: no Python 3.11 to 3.13 with venv here, and no uv that could get one:" \
@@ -154,4 +154,5 @@ audit: $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	find disagg -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
