@@ -181,21 +181,21 @@ class CacheIndex:
     def _leap(self, keys: Sequence[int], depth: int, left: int, steps: Steps) -> int:
         """The same by halving."""
         get = self.gpu.get
-
-        def halve(first: int, end: int, before: int, after: int) -> None:
+        at_end = left & get(keys[-1], 0)
+        # `(first, end, before, after)`: of `before`, `after` hold the blocks up to `end`, too.
+        parts = [(0, len(keys), left, at_end)]
+        while parts:
+            first, end, before, after = parts.pop()
             if before == after:
-                return
+                continue
             if end - first == 1:
                 _note(steps, depth + first, before ^ after)
-                return
+                continue
             middle = (first + end) // 2
             amid = before & get(keys[middle - 1], 0) | after
-            halve(first, middle, before, amid)
-            halve(middle, end, amid, after)
-
-        after = left & get(keys[-1], 0)
-        halve(0, len(keys), left, after)
-        return after
+            parts.append((middle, end, amid, after))
+            parts.append((first, middle, before, amid))
+        return at_end
 
     def _depths_in_all(
         self, keys: Iterable[Sequence[int]], among: int, lower: Sequence[Holders]

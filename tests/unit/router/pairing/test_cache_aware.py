@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -211,3 +212,19 @@ def test_a_pairer_chooses_by_caches(in_flight: InFlight, caches: EngineCaches) -
     assert set(pairer.memories()) == {"prefill"}
     assert settings.hears_caches
     assert not PairingSection().hears_caches
+
+
+def test_a_choice_leaves_no_garbage(in_flight: InFlight, caches: EngineCaches) -> None:
+    """What holds itself waits for the collector, which then stops all requests for some 25 ms."""
+    policy = CacheAware(in_flight, caches, PrefixAffinity(in_flight))
+    holds(caches, ENGINES[0], PROMPT)
+    holds(caches, ENGINES[1], PROMPT[: 40 * SIZE])
+    policy.choose(ask(), ENGINES)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(100):
+            policy.choose(ask(), ENGINES)
+        assert gc.collect() < 50
+    finally:
+        gc.enable()
