@@ -34,7 +34,8 @@ class EngineDied(Exception):
 def bind(host: str, port: int = 0) -> socket.socket:
     """A TCP socket bound to one address; port 0 takes any free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # Of a socket without its protocol, asyncio does not turn off Nagle's delay.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))

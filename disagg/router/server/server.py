@@ -68,7 +68,8 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     `shared`: other sockets of the same user may bind the same address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # Of a socket without its protocol, asyncio does not turn off Nagle's delay.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if shared:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
