@@ -158,6 +158,7 @@ class Peers:
         self._idle: dict[Endpoint, list[Connection]] = {}
         self._opened: dict[Endpoint, OpenedTransports] = {}
         self._lock = threading.Lock()
+        self._closed = False
 
     @contextlib.contextmanager
     def connection(self, endpoint: Endpoint, deadline: Deadline) -> Iterator[Connection]:
@@ -177,7 +178,9 @@ class Peers:
             connection.channel.close()
 
     def close(self) -> None:
-        """Close all idle connections."""
+        """Close all idle connections, and from now on those that are in use, once they are not."""
+        with self._lock:
+            self._closed = True
         for endpoint in list(self._idle):
             self.forget(endpoint)
 
@@ -197,7 +200,7 @@ class Peers:
         if connection.settled:
             with self._lock:
                 idle = self._idle.setdefault(connection.endpoint, [])
-                if len(idle) < _POOLED_PER_PEER:
+                if len(idle) < _POOLED_PER_PEER and not self._closed:
                     idle.append(connection)
                     return
         connection.channel.close()

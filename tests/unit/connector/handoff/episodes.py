@@ -12,6 +12,7 @@ import contextlib
 import gc
 import os
 import random
+import socket
 import sys
 import threading
 import time
@@ -276,7 +277,8 @@ class Episode:
             raise WrongError(f"left after the engines' end: {self._open_now('thread')}")
         gc.collect()  # mapped memory ends with its objects
         if not wait_until(lambda: not self._open_now(), _CLOSE_S):
-            raise WrongError(f"left after the engines' end: {self._open_now()}")
+            left, ends = self._open_now(), list(_ends())
+            raise WrongError(f"left after the engines' end: {left}; all sockets: {ends}")
 
     def _open_now(self, kind: str = "") -> list[str]:
         opened = (name for name in _of_transfers() - self._before if name.startswith(kind))
@@ -552,3 +554,16 @@ def _of_transfers() -> set[str]:
             if target.startswith("socket:") or "disagg" in target:
                 found.add(f"{os.fstat(int(number)).st_ino} {target}")
     return found
+
+
+def _ends() -> Iterator[str]:
+    """The sockets of this process with their ends, for whoever looks for what is left."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as sock:
+            ends = [str(sock.getsockname())]
+            with contextlib.suppress(OSError):
+                ends.append(str(sock.getpeername()))
+            yield f"{os.fstat(int(number)).st_ino}: {' to '.join(ends)}"

@@ -47,6 +47,15 @@ def test_a_connection_that_was_answered_is_pooled(pair: Pair) -> None:
     assert pair.server.connections() == 1
 
 
+def test_a_connection_in_use_while_the_pool_closes_is_closed_after(pair: Pair) -> None:
+    with pair.peers.connection(pair.endpoint, Deadline.after(5)) as connection:
+        pair.peers.close()
+        with pytest.raises(LeaseGone):
+            connection.ask(p.Acquire("life-0", 0), p.Acquired, Deadline.after(5))
+        assert connection.settled
+    assert connection.channel._sock.fileno() == -1
+
+
 def test_so_many_idle_connections_are_kept(pair: Pair) -> None:
     deadline = Deadline.after(10)
     with contextlib.ExitStack() as opened:
