@@ -67,7 +67,7 @@ def run(plan: KnownBlocksPlan, output: Output) -> int:
     figures: dict[str, Any] = {
         "engines": plan.engines,
         "blocks": len(caches.index),
-        "keys_by": "compiled" if block_keys.is_native else "python",
+        "keys_by": "compiled" if block_keys.is_compiled else "python",
         "bytes_per_block": round((_resident() - before) / len(caches.index)),
     }
     figures |= _choices(plan, caches, prompts)

@@ -5,8 +5,8 @@ block before it. So equal keys mean equal prefixes, whatever hash an engine uses
 PYTHONHASHSEED is. Two block sizes never share a key. A collision costs a worse choice of engine,
 never a wrong token: engines match by their own hashes.
 
-A compiled module works the keys out: native_keys.c, which says why. Without it, Python does, by
-another hash and slower. Keys never leave their process.
+A compiled module works the keys out: native_keys.c, which says why. Without it Python does, slower
+and by another hash; the router says so in its log. Keys never leave their process.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def _chain(data: bytes, width: int, parent: int, extra: list[bytes] | None = Non
 try:
     from disagg.router.caches import native_keys
 except ImportError:
-    is_native = False
-    pack, chain = _packed, _chain
+    is_compiled = False
+    _pack, chain = _packed, _chain
 else:
-    is_native = True
-    pack, chain = native_keys.packed, native_keys.chain
+    is_compiled = True
+    _pack, chain = native_keys.packed, native_keys.chain
 
 
 @lru_cache
@@ -61,7 +61,7 @@ def root(block_size: int) -> int:
 def packed(ids: Sequence[int]) -> bytes:
     """Token ids as 32-bit numbers. Raises ValueError if they are none."""
     try:
-        return pack(ids)
+        return _pack(ids)
     except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(str(error)) from None
 

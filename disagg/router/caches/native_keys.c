@@ -1,6 +1,6 @@
 /* A prompt's token ids as bytes, and the keys of its blocks: block_keys.py's `packed` and `chain`.
 
-   Python takes 105 us to do both for 8,000 tokens, half of all that a choice of an engine may take;
+   Python takes 115 us to do both for 8,000 tokens, half of all that a choice of an engine may take;
    this takes 25 us. Where no compiler is found at installation, block_keys.py does without.
 
    The key of a block mixes its bytes, 16 at a time, into the key of the block before it: each step
