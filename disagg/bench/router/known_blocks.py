@@ -192,7 +192,8 @@ async def _heard() -> dict[str, Any]:
         lags = await _lags(_HEARD_S / 2)
         rate = (picture.stored + picture.removed - before) / (time.perf_counter() - began)
     finally:
-        publisher.terminate()
+        with suppress(ProcessLookupError):  # on a busy machine it is done before
+            publisher.terminate()
         await publisher.wait()
         task.cancel()
         with suppress(asyncio.CancelledError):
