@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -597,6 +598,11 @@ def connections(pair: Pair) -> list[Channel]:
     return list(pair.sender._listener._connections.values())
 
 
+def all_rest(pair: Pair, count: int) -> bool:
+    resting = [one.resting_since for one in connections(pair)]
+    return len(resting) == count and None not in resting
+
+
 def test_too_many_connections(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "_MAX_CONNECTIONS", 3)
     pair = make(small(None), small(POISON))
@@ -604,14 +610,14 @@ def test_too_many_connections(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
     pool = tcp_pool.Pool(SECRET)
     soon(lambda: not connections(pair))
     with contextlib.ExitStack() as stack:
-        held = [
-            stack.enter_context(pool.connection((at[0], at[1]), Deadline.after(5)))
-            for _ in range(3)
-        ]
-        soon(lambda: all(one.resting_since for one in connections(pair)))
+        held = []
+        for count in range(1, 4):  # each rests before the next: their order is the sender's too
+            held.append(stack.enter_context(pool.connection((at[0], at[1]), Deadline.after(5))))
+            soon(partial(all_rest, pair, count))
         fourth = stack.enter_context(pool.connection((at[0], at[1]), Deadline.after(5)))
+        soon(lambda: not held[0].is_quiet())  # the oldest makes place
         soon(lambda: len(connections(pair)) == 3)
-        assert [one.is_quiet() for one in held] == [False, True, True], "the oldest makes place"
+        assert all(one.is_quiet() for one in held[1:])
         soon(lambda: all(one.resting_since for one in connections(pair)))
         for one in connections(pair):
             one._resting_since = None  # as if it served a stream
