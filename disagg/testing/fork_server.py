@@ -27,8 +27,10 @@ MODULES = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
-    "disagg.connector",
-    "disagg.connector.offload",
+    "vllm.model_executor.models.qwen3",
+    "compressed_tensors",  # as a model loads; it imports torch's compiler, 3 s of a core
+    "disagg.connector.handoff.connector",
+    "disagg.connector.offload.connector",
 )
 
 
@@ -37,6 +39,7 @@ def main() -> None:
     gc.disable()
     for name in MODULES:
         importlib.import_module(name)
+    gc.freeze()  # what is imported stays; an engine collects garbage twice, else 3 s of a core
     gc.enable()
     setproctitle.getproctitle()  # it looks for the title's place, which the environment moves
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: who asked for them watches them
@@ -54,6 +57,7 @@ def main() -> None:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+    os._exit(0)  # Triton's bindings print a page about themselves as Python ends
 
 
 def serve(asked: dict[str, Any]) -> None:
