@@ -27,7 +27,19 @@ from disagg.testing.vllm_server import VllmServer
 # Short, so that tests can see leases end; long enough for the slowest prefill.
 LEASE_S = 8.0
 
+_LAYER = 2 * 128 * 2 * 64 * 4  # KV heads, tokens, K and V, head dim, float32
+LAYERS, DEEP_LAYERS = 2, 4  # an engine's step takes 2 ms more for each
+BLOCK_BYTES, DEEP_BLOCK_BYTES = LAYERS * _LAYER, DEEP_LAYERS * _LAYER
+
 # Gives every consumer tiers as well, for a run by hand: host, directory or both.
+SLOW = pytest.mark.slow
+
+
+def lengths(*short: int, long: Sequence[int] = ()) -> pytest.MarkDecorator:
+    """Parametrizes `length`, in tokens of a prompt; `long` ones are for `make soak`."""
+    return pytest.mark.parametrize("length", [*short, *(pytest.param(n, marks=SLOW) for n in long)])
+
+
 TIERS = os.environ.get("DISAGG_TEST_TIERS", "")
 _TIERS: dict[str, Callable[[pytest.TempPathFactory], dict[str, object]]] = {
     "host": lambda folders: {"host_bytes": 1 << 28},
@@ -156,7 +168,16 @@ def begun(url: str) -> float:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(path)
+    # Of most seeds the model goes on for ever in some grammar.
+    make_model(path, layers=LAYERS, seed=19)
+    return path
+
+
+@pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what needs more layers than two."""
+    path = tmp_path_factory.mktemp("model") / "deep"
+    make_model(path, layers=DEEP_LAYERS)
     return path
 
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from disagg.testing.vllm_server import VllmServer, free_port, token_ids
-from engine.conftest import running, transfer
+from engine.conftest import lengths, running, transfer
 from engine.followed import check_followed
 from engine.windows import make_experts
 
@@ -77,7 +77,7 @@ def right(reference: Any, ids: list[int], tokens: int = TOKENS) -> list[int]:
     return answer
 
 
-@pytest.mark.parametrize("length", [5, 128, 700])
+@lengths(5, 700, long=[128])
 @pytest.mark.parametrize(("source", "target"), [*itertools.permutations(NAMES, 2)])
 def test_exact_between_ranks_and_sizes(
     engines: Engines, reference: Any, prompt: Prompt, source: str, target: str, length: int

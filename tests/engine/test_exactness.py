@@ -13,10 +13,9 @@ import pytest
 from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from disagg.testing.waiting import eventually
-from engine.conftest import Fleet
+from engine.conftest import BLOCK_BYTES, Fleet, lengths
 
 Prompt = Callable[[int], list[int]]
-BLOCK = 4 * 2 * 128 * 2 * 64 * 4  # layers, KV heads, tokens, K and V, head dim, float32
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def prompt(request: pytest.FixtureRequest) -> Prompt:
     return lambda length: [generator.randrange(300, 1000) for _ in range(length)]
 
 
-@pytest.mark.parametrize("length", [1, 5, 127, 128, 129, 640, 1000, 3000, 8000])
+@lengths(1, 5, 127, 128, 129, 1000, 3000, long=[640, 8000])
 def test_any_length(pair: Pair, prompt: Prompt, length: int) -> None:
     # 3,000 and 8,000 are prefilled in several chunks: more than max_num_batched_tokens.
     ids = prompt(length)
@@ -87,7 +86,7 @@ def test_any_length(pair: Pair, prompt: Prompt, length: int) -> None:
 def test_blocks_do_arrive(pair: Pair, prompt: Prompt, length: int) -> None:
     before = pair.moved()
     pair.handoff(prompt(length))
-    assert pair.moved() - before == -(-length // 128) * BLOCK
+    assert pair.moved() - before == -(-length // 128) * BLOCK_BYTES
 
 
 def test_repeated_prompt_uses_prefix_caches(pair: Pair, prompt: Prompt) -> None:
@@ -100,7 +99,7 @@ def test_repeated_prompt_uses_prefix_caches(pair: Pair, prompt: Prompt) -> None:
     moved = pair.moved() - before
     assert token_ids(first) == token_ids(again) == token_ids(pair.single.complete(ids))
     assert token_ids(extended) == token_ids(pair.single.complete(longer))
-    assert moved <= 3 * BLOCK, "what decode holds already was moved again"
+    assert moved <= 3 * BLOCK_BYTES, "what decode holds already was moved again"
 
 
 def test_text_and_chat(pair: Pair) -> None:

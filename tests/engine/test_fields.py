@@ -70,8 +70,9 @@ def url(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[str]:
     [
         ("decode", whole, None),
         pytest.param("decode", streamed, None, marks=pytest.mark.slow),
-        ("prefill", streamed, None),
-        ("watched", streamed, 1),
+        ("prefill", streamed, 1),
+        pytest.param("prefill", streamed, None, marks=pytest.mark.slow),
+        pytest.param("watched", streamed, 1, marks=pytest.mark.slow),
         pytest.param("watched", streamed, None, marks=pytest.mark.slow),
     ],
     indirect=["url"],

@@ -11,12 +11,11 @@ import pytest
 
 from disagg.testing.http import client
 from disagg.testing.waiting import eventually
-from engine.conftest import Fleet, begun, routed
+from engine.conftest import BLOCK_BYTES, Fleet, begun, routed
 from engine.streams import Streamed, stream
 
 ENGINES = ("producer", "consumer", "single")
 PATH = "/v1/completions"
-BLOCK = 4 * 2 * 128 * 2 * 64 * 4  # as in test_exactness
 OPTIONS = {"model": "tiny", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
 Prompt = Callable[[int], list[int]]
 
@@ -47,13 +46,23 @@ def same(fleet: Fleet, url: str, body: dict[str, Any]) -> None:
     assert seen.tokens == reference["choices"][0]["token_ids"]
 
 
+def spoken(fleet: Fleet, prompt: Prompt, length: int) -> list[int]:
+    """A prompt whose first token is text: a stream does not begin with half a character."""
+    while True:
+        ids = prompt(length)
+        first = fleet.single.post(PATH, {**OPTIONS, "prompt": ids, "max_tokens": 1}).json()
+        if first["choices"][0]["text"].strip("\ufffd"):
+            return ids
+
+
 def test_answers_and_what_moves(fleet: Fleet, url: str, prompt: Prompt) -> None:
     """All of the prompt's blocks, whole or not: the token itself is all that decode computes."""
     for length in (1, 5, 127, 128, 129, 1000, 3000):
+        ids = spoken(fleet, prompt, length)
         before = begun(url), moved(fleet)
-        same(fleet, url, {**OPTIONS, "prompt": prompt(length)})
+        same(fleet, url, {**OPTIONS, "prompt": ids})
         assert begun(url) - before[0] == 1, length
-        assert moved(fleet) - before[1] == -(-length // 128) * BLOCK
+        assert moved(fleet) - before[1] == -(-length // 128) * BLOCK_BYTES
 
 
 def moved(fleet: Fleet) -> float:
@@ -62,11 +71,11 @@ def moved(fleet: Fleet) -> float:
 
 
 def test_many_at_once_and_of_any_length(fleet: Fleet, url: str, prompt: Prompt) -> None:
+    bodies: list[dict[str, Any]] = []
+    for number, limit in enumerate([1, 2, 3, 8, 30, 60] * 3):
+        ids = spoken(fleet, prompt, 20 + 60 * number)
+        bodies.append({**OPTIONS, "prompt": ids, "max_tokens": limit, "min_tokens": limit})
     before = begun(url)
-    bodies: list[dict[str, Any]] = [
-        {**OPTIONS, "prompt": prompt(20 + 60 * number), "max_tokens": limit, "min_tokens": limit}
-        for number, limit in enumerate([1, 2, 3, 8, 30, 60] * 3)
-    ]
     seen = [Streamed() for _ in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:
         for _ in pool.map(lambda body, one: stream(url, PATH, body, one), bodies, seen):
@@ -86,19 +95,19 @@ def test_what_is_drawn_is_as_likely_as_ever(fleet: Fleet, url: str, prompt: Prom
     body |= {"temperature": 2, "return_token_ids": True}
     for _ in range(10):  # until both are likely
         body["prompt"] = prompt(200)
-        drawn = fleet.single.post(PATH, {**body, "n": 400}).json()["choices"]
+        drawn = fleet.single.post(PATH, {**body, "n": 200}).json()["choices"]
         expected = sum(one["token_ids"][0] == silent for one in drawn) / len(drawn)
         if 0.3 < expected < 0.7:
             break
     assert 0.3 < expected < 0.7, expected
-    seen = [Streamed() for _ in range(400)]
+    seen = [Streamed() for _ in range(200)]
     before = begun(url)
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(lambda one: stream(url, PATH, body, one), seen):
             pass
     got = sum(one.tokens[0] == silent for one in seen) / len(seen)
     assert begun(url) > before
-    assert got == pytest.approx(expected, abs=0.14), "four standard deviations"
+    assert got == pytest.approx(expected, abs=0.2), "four standard deviations"
 
 
 @pytest.mark.parametrize(

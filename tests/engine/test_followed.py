@@ -34,7 +34,7 @@ from disagg.testing.followed_legs import (
 )
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from disagg.testing.waiting import eventually
-from engine.conftest import LEASE_S, Fleet, running, transfer
+from engine.conftest import BLOCK_BYTES, LEASE_S, SLOW, Fleet, lengths, running, transfer
 from engine.followed import (
     check_followed,
     check_idle,
@@ -43,7 +43,7 @@ from engine.followed import (
     invitation,
     loads,
 )
-from engine.test_exactness import BLOCK, WAYS
+from engine.test_exactness import WAYS
 
 ENGINES = ("consumer", "single")
 Prompt = Callable[[int], list[int]]
@@ -54,7 +54,11 @@ EARLY, MIDDLE, LATE = (tokens / N / BLOCKS for tokens in (200, 1200, 1900))
 """Shares of the prefill engine's cache that so many tokens of a prompt have."""
 HEARD_S = 1.0
 """Within this time vLLM's API server tells its scheduler that a client left."""
-AT = pytest.mark.parametrize("at", [EARLY, MIDDLE, LATE], ids=["early", "middle", "late"])
+AT = pytest.mark.parametrize(
+    "at",
+    [pytest.param(EARLY, marks=SLOW), MIDDLE, pytest.param(LATE, marks=SLOW)],
+    ids=["early", "middle", "late"],
+)
 STEPS = ("--max-num-batched-tokens", str(STEP), "--max-num-seqs", "16")
 SIZE = ("--num-gpu-blocks-override", str(BLOCKS))
 
@@ -140,7 +144,7 @@ def is_alive(server: VllmServer) -> bool:
 # ---- answers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [2, STEP + 1, 127, 128, 129, 193, 2000])
+@lengths(2, STEP + 1, 128, 129, 2000, long=[127, 193])
 @pytest.mark.parametrize("way", WAYS)
 def test_any_length(
     fleet: Fleet, prefill: VllmServer, prompt: Prompt, way: str, length: int
@@ -160,7 +164,7 @@ def test_any_length(
 
     invited, before = invitation(prefill, decode), moved()
     check_followed(prefill, decode, ask, right, invited=invited)
-    assert moved() - before == len(asked) * -(-length // N) * BLOCK
+    assert moved() - before == len(asked) * -(-length // N) * BLOCK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -281,8 +285,8 @@ def test_prefill_pauses_for_long(scene: Scene, prompt: Prompt) -> None:
 
 @pytest.mark.parametrize(
     ("anew", "at"),
-    [(False, MIDDLE), (True, EARLY), (True, LATE)],
-    ids=["goes-on-middle", "anew-early", "anew-late"],
+    [(False, MIDDLE), (True, LATE), pytest.param(True, EARLY, marks=SLOW)],
+    ids=["goes-on-middle", "anew-late", "anew-early"],
 )
 def test_prefills_cache_is_reset(scene: Scene, prompt: Prompt, anew: bool, at: float) -> None:
     ids = prompt(LONG)
@@ -372,7 +376,7 @@ def test_decode_is_killed(scene: Scene, start: Callable[..., VllmServer], prompt
 
 @pytest.mark.parametrize(
     ("who", "at"),
-    [("all", EARLY), ("worker", LATE)],
+    [pytest.param("all", EARLY, marks=SLOW), ("worker", LATE)],
     ids=["all-early", "worker-late"],
 )
 def test_prefill_is_killed(scene: Scene, prompt: Prompt, who: str, at: float) -> None:

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(
-    model: Path,
+    deep_model: Path,
     folder: Path,
     vllm_server: Callable[..., VllmServer],
     tmp_path_factory: pytest.TempPathFactory,
@@ -64,7 +64,7 @@ def engine(
     }
     server = vllm_server(
         "hidden-states",
-        model,
+        deep_model,
         tmp_path_factory.mktemp("logs") / "hidden-states.log",
         transfer,
         (
@@ -79,9 +79,9 @@ def engine(
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> Callable[[list[int]], torch.Tensor]:
+def plain(deep_model: Path) -> Callable[[list[int]], torch.Tensor]:
     """[tokens, layers, hidden] of a plain forward pass."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(deep_model, dtype=torch.float32).eval()
     outputs: list[torch.Tensor] = []
     for layer in loaded.model.layers:
         layer.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
-from engine.conftest import beside, running, tiers, transfer
+from engine.conftest import beside, lengths, running, tiers, transfer
 from engine.engines_with_tiers import forget
 from engine.followed import check_followed
 from engine.windows import BLOCK, GROUP_BYTES, WINDOW, make_mixed
@@ -41,7 +41,7 @@ def pair(
         yield servers[0], servers[1]
 
 
-@pytest.mark.parametrize("length", [5, 128, 257, 384, 1000, 3000])
+@lengths(5, 257, 1000, long=[128, 384, 3000])
 def test_blocks_of_both_sizes_move(
     pair: tuple[VllmServer, VllmServer], prompt: Prompt, length: int
 ) -> None:
@@ -57,7 +57,7 @@ def test_blocks_of_both_sizes_move(
     assert moved == (full + 2 * sliding) * 2 * GROUP_BYTES
 
 
-@pytest.mark.parametrize("length", [2, 257, 384, 1400, 3000])
+@lengths(2, 384, long=[257, 1400, 3000])
 def test_followed(pair: tuple[VllmServer, VllmServer], prompt: Prompt, length: int) -> None:
     first, second = pair
     check_followed(first, second, lambda: prompt(length), lambda i: token_ids(first.complete(i)))

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from disagg.testing.vllm_server import VllmServer, token_ids
-from engine.conftest import running, transfer
+from engine.conftest import SLOW, lengths, running, transfer
 from engine.followed import check_followed
 from engine.windows import LATENT, ROTATED, make_latent
 
@@ -73,7 +73,7 @@ def engines(
         yield Engines(servers[0], servers[1], model.eval())
 
 
-@pytest.mark.parametrize("length", [5, 16, 257, 1000])
+@lengths(5, 257, long=[16, 1000])
 @pytest.mark.parametrize("way", ["1-to-2", "2-to-1"])
 def test_exact_between_sizes(engines: Engines, prompt: Prompt, way: str, length: int) -> None:
     """Each rank of the target has all bytes, whatever the sizes."""
@@ -93,12 +93,12 @@ def test_exact_between_sizes(engines: Engines, prompt: Prompt, way: str, length:
     assert moved == -(-length // BLOCK) * BLOCK_BYTES * ranks
 
 
-@pytest.mark.parametrize("way", ["1-to-2", "2-to-1"])
+@pytest.mark.parametrize("way", ["1-to-2", pytest.param("2-to-1", marks=SLOW)])
 def test_followed(engines: Engines, prompt: Prompt, way: str) -> None:
     source, target = engines.one, engines.two
     if way == "2-to-1":
         source, target = target, source
-    for length in (17, 1500):
+    for length in (17, 700):
         ask = functools.partial(prompt, length)
         check_followed(source, target, ask, lambda ids: [engines.right(ids)], may_fail=True)
 

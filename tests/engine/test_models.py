@@ -15,7 +15,7 @@ import pytest
 from transformers.models.phi3 import Phi3Config
 
 from disagg.testing.vllm_server import VllmServer, token_ids
-from engine.conftest import running, transfer
+from engine.conftest import lengths, running, transfer
 from engine.windows import BLOCK, GROUP_BYTES, SIZES, WINDOW, make, make_windows
 
 Prompt = Callable[[int], list[int]]
@@ -53,7 +53,7 @@ def pair(
         yield Pair(*servers)
 
 
-@pytest.mark.parametrize("length", [5, 128, 257, 384, 1000, 3000])
+@lengths(5, 257, 1000, long=[128, 384, 3000])
 def test_only_the_window_of_sliding_layers_moves(pair: Pair, prompt: Prompt, length: int) -> None:
     ids = prompt(length)
     before = pair.moved()

@@ -99,7 +99,7 @@ def nearly(content: Any) -> Any:
     return pytest.approx(content, abs=1e-3) if isinstance(content, float) else content
 
 
-@pytest.mark.parametrize("ask", [whole, streamed])
+@pytest.mark.parametrize("ask", [pytest.param(whole, marks=pytest.mark.slow), streamed])
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 def test_as_one_engine_answers(
     fleet: Fleet, url: str, path: str, ask: Callable[[str, str, dict[str, Any]], Any]

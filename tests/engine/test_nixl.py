@@ -9,11 +9,10 @@ import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from disagg.transport.nixl.settings import is_installed
-from engine.conftest import running, transfer
+from engine.conftest import BLOCK_BYTES, lengths, running, transfer
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
 
-BLOCK = 4 * 2 * 128 * 2 * 64 * 4  # layers, KV heads, tokens, K and V, head dim, float32
 Prompt = Callable[[int], list[int]]
 
 
@@ -39,7 +38,7 @@ def servers(
         yield made
 
 
-@pytest.mark.parametrize("length", [1, 129, 1000, 3000])
+@lengths(1, 1000, long=[129, 3000])
 def test_answers_are_exact_and_blocks_came_by_nixl(
     servers: list[VllmServer], prompt: Prompt, length: int
 ) -> None:
@@ -51,7 +50,7 @@ def test_answers_are_exact_and_blocks_came_by_nixl(
     moved = consumer.metric("disagg_handoff_bytes_total", transport="nixl") - before
     assert token_ids(answer) == token_ids(single.complete(ids))
     # Of a prompt of one token decode has nothing to load: it computes the last token itself.
-    assert moved == (0 if length == 1 else -(-length // 128) * BLOCK)
+    assert moved == (0 if length == 1 else -(-length // 128) * BLOCK_BYTES)
 
 
 def test_a_dead_producer_costs_no_answer(servers: list[VllmServer], prompt: Prompt) -> None:

@@ -24,13 +24,12 @@ from slow_proxy import SlowProxy, slow_proxy
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from disagg.testing.waiting import eventually
-from engine.conftest import Fleet, running, tiers
+from engine.conftest import BLOCK_BYTES, Fleet, running, tiers
 from engine.resets import reset_caches
 
 ENGINES = ("single",)
 Prompt = Callable[[int], list[int]]
 N = 128
-BLOCK = 4 * 2 * N * 2 * 64 * 4  # layers, KV heads, tokens, K and V, head dim, float32
 SMALL = ("--num-gpu-blocks-override", "36", "--max-model-len", "4096")
 
 
@@ -97,7 +96,7 @@ def engines(
 def read(engine: VllmServer) -> int:
     """Blocks that it has read from the store."""
     name = "vllm:kv_offload_total_bytes_total"
-    return int(engine.metric(name, transfer_type="STORAGE_to_CPU")) // BLOCK
+    return int(engine.metric(name, transfer_type="STORAGE_to_CPU")) // BLOCK_BYTES
 
 
 def written(engine: VllmServer) -> float:

@@ -13,7 +13,7 @@ import pytest
 
 from disagg.testing.vllm_server import completion, token_ids
 from disagg.testing.waiting import eventually
-from engine.conftest import LEASE_S, Fleet
+from engine.conftest import BLOCK_BYTES, LEASE_S, Fleet
 
 ENGINES = ("producer", "consumer", "single")
 Prompt = Callable[[int], list[int]]
@@ -97,7 +97,7 @@ def test_only_the_common_prefix_is_loaded(fleet: Fleet, prompt: Prompt) -> None:
     before = fleet.consumer.metric("disagg_handoff_bytes_total", transport="process_memory")
     answers_as_if_alone(fleet, longer, params)
     after = fleet.consumer.metric("disagg_handoff_bytes_total", transport="process_memory")
-    assert after - before == 3 * 4 * 2 * 128 * 2 * 64 * 4
+    assert after - before == 3 * BLOCK_BYTES
 
 
 def forge(params: Params) -> Params:

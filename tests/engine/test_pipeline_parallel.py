@@ -16,21 +16,28 @@ import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from disagg.testing.waiting import eventually
-from engine.conftest import Fleet, beside, running, tiers, transfer
+from engine.conftest import (
+    DEEP_BLOCK_BYTES,
+    LEASE_S,
+    SLOW,
+    beside,
+    lengths,
+    running,
+    tiers,
+    transfer,
+)
 from engine.followed import check_followed
 from engine.ranks import check_streams, check_tiers
 
-ENGINES = ("producer", "consumer", "single")
 TRIES = 5
-BLOCK = 4 * 2 * 128 * 2 * 64 * 4  # layers, KV heads, tokens, K and V, head dim, float32
+SMALL = ("--num-gpu-blocks-override", "192")
 STAGES = (
     "--pipeline-parallel-size",
     "2",
     "--no-enforce-eager",
     "--compilation-config",
     json.dumps({"mode": 2, "backend": "eager"}),
-    "--num-gpu-blocks-override",
-    "192",
+    *SMALL,
     "--max-num-batched-tokens",
     "512",
     "--max-num-seqs",
@@ -40,17 +47,23 @@ Prompt = Callable[[int], list[int]]
 
 
 @pytest.fixture(scope="module")
-def staged(
-    fleet: Fleet,
-    model: Path,
+def engines(
+    deep_model: Path,
     vllm_server: Callable[..., VllmServer],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, VllmServer]]:
     """`even`: two layers in each of its stages, over process memory. `odd`: one and three, TCP, and
-    beside it tiers."""
-    fleet.wake(*ENGINES)
-    logs = tmp_path_factory.mktemp("logs")
-    made = {}
+    beside it tiers. `whole`: one stage; `single`: without a connector."""
+    logs, temporary = tmp_path_factory.mktemp("logs"), str(tmp_path_factory.mktemp("tmp"))
+
+    def server(name: str, config: dict[str, object] | None, *args: str, **env: str) -> VllmServer:
+        env["TMPDIR"] = temporary
+        return vllm_server(name, deep_model, logs / f"{name}.log", config, args, env=env)
+
+    made = {
+        "whole": server("whole", transfer("kv_both", lease_s=LEASE_S), *SMALL),
+        "single": server("single", None, *SMALL),
+    }
     for name, cut in (("even", "2,2"), ("odd", "1,3")):
         extra = {} if name == "even" else {"transports": ["tcp"]}
         config = transfer("kv_both", lease_s=60.0, load_deadline_s=60.0, **extra)
@@ -58,13 +71,13 @@ def staged(
             folder = str(tmp_path_factory.mktemp("tier"))
             kept = tiers(host_bytes=1 << 28, directory=folder, reset_keeps_files=True)
             config = beside(config, kept)
-        env = {"TMPDIR": fleet.producer.env["TMPDIR"], "VLLM_PP_LAYER_PARTITION": cut}
-        env["VLLM_SERVER_DEV_MODE"] = "1"
-        made[name] = vllm_server(name, model, logs / f"{name}.log", config, STAGES, env=env)
+        env = {"VLLM_PP_LAYER_PARTITION": cut, "VLLM_SERVER_DEV_MODE": "1"}
+        made[name] = server(name, config, *STAGES, **env)
     with running([*made.values()]):
-        for server in made.values():
-            assert server.process is not None
-            os.setpriority(os.PRIO_PGRP, server.process.pid, 19)
+        for name in ("even", "odd"):
+            process = made[name].process
+            assert process is not None
+            os.setpriority(os.PRIO_PGRP, process.pid, 19)
         yield made
 
 
@@ -75,60 +88,63 @@ def moved(server: VllmServer) -> float:
     )
 
 
-WAYS = ["producer-even", "even-consumer", "producer-odd", "odd-consumer", "even-odd", "odd-even"]
+WAYS = ["whole-even", "even-whole", "whole-odd", "odd-whole", "even-odd", "odd-even"]
 
 
-@pytest.mark.parametrize("length", [5, 128, 1000])
+@lengths(5, 1000, long=[128])
 @pytest.mark.parametrize("way", WAYS)
 def test_exact_between_stages(
-    fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt, way: str, length: int
+    engines: dict[str, VllmServer], prompt: Prompt, way: str, length: int
 ) -> None:
     """All of the prompt moves, over one fetch for each stage that has layers of another's."""
-    source, target = (staged.get(name) or getattr(fleet, name) for name in way.split("-"))
+    source, target = (engines[name] for name in way.split("-"))
     for _ in range(TRIES):
         ids, before = prompt(length), moved(target)
         answer = target.complete(ids, kv_transfer_params=source.prefill(ids))
-        assert token_ids(answer) == token_ids(fleet.single.complete(ids))
-        if moved(target) - before == -(-length // 128) * BLOCK:
+        assert token_ids(answer) == token_ids(engines["single"].complete(ids))
+        if moved(target) - before == -(-length // 128) * DEEP_BLOCK_BYTES:
             return
     pytest.fail("nothing was handed over")
 
 
-@pytest.mark.parametrize("way", ["producer-even", "even-consumer", "even-odd"])
-def test_followed(fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt, way: str) -> None:
-    source, target = (staged.get(name) or getattr(fleet, name) for name in way.split("-"))
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param("whole-even", marks=SLOW), "even-whole", pytest.param("even-odd", marks=SLOW)],
+)
+def test_followed(engines: dict[str, VllmServer], prompt: Prompt, way: str) -> None:
+    source, target = (engines[name] for name in way.split("-"))
 
     def right(ids: list[int]) -> list[list[int]]:
-        return token_ids(fleet.single.complete(ids))
+        return token_ids(engines["single"].complete(ids))
 
-    length = 7000 if source is fleet.producer else 2000
+    length = 7000 if source is engines["whole"] else 2000
     check_followed(source, target, lambda: prompt(length), right, may_fail=True)
 
 
-@pytest.mark.parametrize("way", ["producer-even", "even-consumer"])
+@pytest.mark.parametrize("way", ["whole-even", pytest.param("even-whole", marks=SLOW)])
 def test_streams_that_begin_at_prefill(
-    fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt, way: str
+    engines: dict[str, VllmServer], prompt: Prompt, way: str
 ) -> None:
-    source, target = (staged.get(name) or getattr(fleet, name) for name in way.split("-"))
-    check_streams(source, target, fleet.single, prompt, partial(moved, target))
+    source, target = (engines[name] for name in way.split("-"))
+    check_streams(source, target, engines["single"], prompt, partial(moved, target))
 
 
-def test_tiers_of_two_stages(fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt) -> None:
+def test_tiers_of_two_stages(engines: dict[str, VllmServer], prompt: Prompt) -> None:
     """Each stage has its layers in host memory and in files of its own, in as many slots."""
-    check_tiers(staged["odd"], fleet.single, prompt(1000), BLOCK)
+    check_tiers(engines["odd"], engines["single"], prompt(1000), DEEP_BLOCK_BYTES)
 
 
-def test_nothing_is_held(fleet: Fleet, staged: dict[str, VllmServer], prompt: Prompt) -> None:
+def test_nothing_is_held(engines: dict[str, VllmServer], prompt: Prompt) -> None:
     """Every stage's lease has ended, also of prompts that nobody fetched whole: decode had them."""
-    even, ids = staged["even"], prompt(300)
-    engines = [fleet.producer, *staged.values()]
-    for server in engines:  # those of the tests before
+    even, ids = engines["even"], prompt(300)
+    holders = [engines[name] for name in ("whole", "even", "odd")]
+    for server in holders:  # those of the tests before
         held = partial(server.metric, "disagg_leases_held")
         assert eventually(lambda held=held: held() == 0)
-    expired = [one.metric("disagg_leases_total", outcome="expired") for one in engines]
+    expired = [one.metric("disagg_leases_total", outcome="expired") for one in holders]
     for _ in range(3):
-        fleet.consumer.complete(ids, kv_transfer_params=even.prefill(ids))
-    for server, before in zip(engines, expired, strict=True):
+        engines["whole"].complete(ids, kv_transfer_params=even.prefill(ids))
+    for server, before in zip(holders, expired, strict=True):
         held = partial(server.metric, "disagg_leases_held")
         assert eventually(lambda held=held: held() == 0)
         assert server.metric("disagg_leases_total", outcome="expired") == before

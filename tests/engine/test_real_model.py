@@ -117,7 +117,7 @@ BODIES = {
 }  # fmt: skip
 
 
-_QUICK = ("greedy", "stop", "tool")
+_QUICK = ("greedy", "tool")
 
 
 @pytest.mark.parametrize(

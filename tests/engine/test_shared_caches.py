@@ -202,7 +202,7 @@ def check_idle(engines: Sequence[Engine]) -> None:
 
 
 SLOW = [pytest.mark.slow, pytest.mark.soak]
-MANY = pytest.mark.parametrize("count", [12, pytest.param(500, marks=SLOW)])
+MANY = pytest.mark.parametrize("count", [8, pytest.param(500, marks=SLOW)])
 
 
 @MANY

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from disagg.testing.waiting import eventually
-from engine.conftest import Fleet, beside, routed, running, tiers, transfer
+from engine.conftest import Fleet, beside, lengths, routed, running, tiers, transfer
 from engine.fields import CHAT, COMPLETION, cases, differing, numbered, streamed, whole
 from engine.followed import check_followed
 from engine.resets import reset_caches
@@ -42,7 +42,7 @@ def write_eagle(model: Path, folder: Path) -> None:
         "intermediate_size": inner,
         "draft_vocab_size": given["vocab_size"],
         "torch_dtype": "float32",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     }
     hidden, width = given["hidden_size"], given["head_dim"]
     sizes = {
@@ -142,7 +142,7 @@ def check_guesses(pair: Pair, before: tuple[float, float]) -> None:
         assert accepted > 0.9 * drafted, "the draft's own cache did not come along"
 
 
-@pytest.mark.parametrize("length", [5, 128, 129, 1000])
+@lengths(5, 129, long=[128, 1000])
 def test_the_drafts_cache_is_handed_over(
     pair: Pair, fleet: Fleet, prompt: Prompt, length: int
 ) -> None:
@@ -154,7 +154,7 @@ def test_the_drafts_cache_is_handed_over(
     check_guesses(pair, before)
 
 
-@pytest.mark.parametrize("length", [129, 2000])
+@lengths(129, long=[2000])
 def test_followed(pair: Pair, fleet: Fleet, prompt: Prompt, length: int) -> None:
     before = guessed(pair.second)
 

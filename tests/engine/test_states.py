@@ -19,7 +19,7 @@ from disagg.errors import StartupError
 from disagg.router.api.bodies import PARAMS, REMOTE_DECODE_AND_TOKEN
 from disagg.testing.vllm_server import VllmServer, completion, token_ids
 from disagg.testing.waiting import eventually
-from engine.conftest import begun, beside, routed, running, tiers, transfer
+from engine.conftest import begun, beside, lengths, routed, running, tiers, transfer
 from engine.engines_with_tiers import ANSWER, EnginesWithTiers
 from engine.followed import check_followed
 from engine.streams import Streamed, stream
@@ -101,7 +101,7 @@ def three(
         yield Three(prefill, decode, single, tiered, args == STEPS and not tiered)
 
 
-@pytest.mark.parametrize("length", [2, 256, 257, 258, 513, 3000])
+@lengths(2, 257, 513, long=[256, 258, 3000])
 def test_the_state_before_the_last_token_moves(three: Three, prompt: Prompt, length: int) -> None:
     ids, before = prompt(length), three.moved()
     assert three.handed(ids) == three.right(ids)
@@ -111,7 +111,7 @@ def test_the_state_before_the_last_token_moves(three: Three, prompt: Prompt, len
     assert token_ids(three.prefill.complete(ids)) == three.right(ids), "it cached what is not so"
 
 
-@pytest.mark.parametrize("length", [2, 257, 513, 3000])
+@lengths(257, long=[2, 513, 3000])
 def test_followed(three: Three, prompt: Prompt, length: int) -> None:
     check_followed(three.prefill, three.decode, lambda: prompt(length), three.right)
 
@@ -180,7 +180,7 @@ def test_two_answers_of_one_prompt(three: Three, prompt: Prompt) -> None:
     assert three.handed(ids, **drawn) == three.right(ids, **drawn)
 
 
-@pytest.mark.parametrize("length", [1, 256, 1000])
+@lengths(256, long=[1, 1000])
 def test_a_stream_that_begins_at_prefill(three: Three, prompt: Prompt, length: int) -> None:
     """Its lease has the state behind the whole prompt, and decode goes on behind its token."""
     pairing = {"first_token": "prefill", "local_prefill_tokens": 0}
@@ -207,7 +207,7 @@ def tiered(three: Three) -> EnginesWithTiers:
     return EnginesWithTiers(three.single, three.prefill, three.decode, PAGE)
 
 
-@pytest.mark.parametrize("length", [257, 640, 3000])
+@lengths(640, long=[257, 3000])
 def test_what_tiers_keep(tiered: EnginesWithTiers, prompt: Prompt, length: int) -> None:
     """All blocks of attention, and of each state that behind the last full one."""
     full, all_full = (length - 1) // BLOCK, (length + ANSWER - 1) // BLOCK

@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
-from engine.conftest import Fleet, beside, tiers, transfer
+from engine.conftest import BLOCK_BYTES, SLOW, Fleet, beside, lengths, tiers, transfer
 from engine.followed import check_followed
 from engine.ranks import check_streams, check_tiers
 
 ENGINES = ("producer", "consumer", "single")
 TRIES = 5
 STEPS = ("--max-num-batched-tokens", "512", "--max-num-seqs", "16")
-BLOCK = 4 * 2 * 128 * 2 * 64 * 4  # layers, KV heads, tokens, K and V, head dim, float32
 Prompt = Callable[[int], list[int]]
 
 
@@ -65,7 +64,7 @@ def handoff(fleet: Fleet, source: VllmServer, target: VllmServer, ids: list[int]
     return target.metric("disagg_handoff_bytes_total", transport="tcp") - before
 
 
-@pytest.mark.parametrize("length", [5, 128, 1000])
+@lengths(5, 1000, long=[128])
 @pytest.mark.parametrize("way", ["1-to-2", "2-to-1"])
 def test_exact_between_sizes(
     fleet: Fleet, two_ranks: VllmServer, prompt: Prompt, way: str, length: int
@@ -74,10 +73,12 @@ def test_exact_between_sizes(
     moved = [handoff(fleet, *pair, prompt(length)) for _ in range(2)]
     while not any(moved) and len(moved) < TRIES:
         moved.append(handoff(fleet, *pair, prompt(length)))
-    assert max(moved) == -(-length // 128) * BLOCK
+    assert max(moved) == -(-length // 128) * BLOCK_BYTES
 
 
-@pytest.mark.parametrize(("way", "length"), [("1-to-2", 300), ("1-to-2", 7000), ("2-to-1", 2000)])
+@pytest.mark.parametrize(
+    ("way", "length"), [("1-to-2", 300), pytest.param("1-to-2", 7000, marks=SLOW), ("2-to-1", 2000)]
+)
 def test_followed(
     fleet: Fleet, two_ranks: VllmServer, prompt: Prompt, way: str, length: int
 ) -> None:
@@ -100,4 +101,4 @@ def test_streams_that_begin_at_prefill(
 
 def test_tiers_of_two_ranks(fleet: Fleet, two_ranks: VllmServer, prompt: Prompt) -> None:
     """Each rank has its heads in host memory and in files of its own."""
-    check_tiers(two_ranks, fleet.single, prompt(1000), BLOCK)
+    check_tiers(two_ranks, fleet.single, prompt(1000), BLOCK_BYTES)

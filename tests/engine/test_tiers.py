@@ -15,13 +15,12 @@ import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
 from disagg.testing.waiting import eventually
-from engine.conftest import Fleet, beside, running, tiers, transfer
+from engine.conftest import BLOCK_BYTES, Fleet, beside, lengths, running, tiers, transfer
 from engine.resets import reset_caches
 
 ENGINES = ("producer", "single")
 Prompt = Callable[[int], list[int]]
 N = 128
-BLOCK = 4 * 2 * N * 2 * 64 * 4  # layers, KV heads, tokens, K and V, head dim, float32
 SLOTS = 24
 # So small that a few prompts push each other out of the engine's own cache, and are preempted.
 SMALL = ("--num-gpu-blocks-override", "36", "--max-model-len", "4096")
@@ -50,7 +49,7 @@ def engines(
         return vllm_server(name, model, logs / f"{name}.log", config, SMALL, env=env)
 
     first = server(
-        "first", beside(transfer("kv_consumer"), tiers(host_bytes=SLOTS * BLOCK, **kept))
+        "first", beside(transfer("kv_consumer"), tiers(host_bytes=SLOTS * BLOCK_BYTES, **kept))
     )
     large = tiers(host_bytes=1 << 28, eviction="arc", **kept)
     engines = Engines(first, server("second", large))
@@ -73,7 +72,7 @@ def second(engines: Engines) -> VllmServer:
 def moved(engine: VllmServer, medium: str) -> int:
     """Blocks, by their bytes. Files have a head besides."""
     name = "vllm:kv_offload_total_bytes_total"
-    return int(engine.metric(name, transfer_type=medium)) // BLOCK
+    return int(engine.metric(name, transfer_type=medium)) // BLOCK_BYTES
 
 
 def files(engine: VllmServer) -> float:
@@ -93,7 +92,7 @@ def forget(engine: VllmServer, *, host: bool = False) -> None:
     reset_caches(engine, host=host)
 
 
-@pytest.mark.parametrize("length", [1, 127, 128, 129, 640, 1000, 3000])
+@lengths(1, 128, 129, 1000, long=[127, 640, 3000])
 def test_any_length(fleet: Fleet, second: VllmServer, prompt: Prompt, length: int) -> None:
     ids, blocks = prompt(length), length // N
     reference = fleet.single.complete(ids)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from disagg.testing.vllm_server import VllmServer, token_ids
-from engine.conftest import beside, running, tiers, transfer
+from engine.conftest import beside, lengths, running, tiers, transfer
 from engine.engines_with_tiers import ANSWER, EnginesWithTiers, Prompt
 from engine.followed import check_followed
 from engine.windows import BLOCK, GROUP_BYTES, WINDOW, make_windows
@@ -47,14 +47,14 @@ def needed(full: int) -> int:
     return full + WINDOWED * (full - skipped)
 
 
-@pytest.mark.parametrize("length", [129, 640, 3001])
+@lengths(640, long=[129, 3001])
 def test_answers_and_what_is_loaded(engines: EnginesWithTiers, prompt: Prompt, length: int) -> None:
     full, all_full = (length - 1) // BLOCK, (length + ANSWER - 1) // BLOCK
     loads = needed(full), needed(all_full)
     engines.check_what_is_loaded(prompt, length, full * BLOCK, GROUPS * all_full, loads)
 
 
-@pytest.mark.parametrize("length", [2, 257, 385, 1400, 3000])
+@lengths(2, 385, long=[257, 1400, 3000])
 def test_followed(engines: EnginesWithTiers, prompt: Prompt, length: int) -> None:
     def right(ids: list[int]) -> list[list[int]]:
         return token_ids(engines.plain.complete(ids))

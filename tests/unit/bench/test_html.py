@@ -96,7 +96,19 @@ def numbers_in(table: Table) -> Iterator[float]:
             yield from (one for part in parts if (one := as_number(part)) is not None)
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+# Of each benchmark, whose name stands behind the date and the machine.
+NEWEST = {
+    re.split(r"-(?:\d+c|hbm\d)-", path.stem)[1].rstrip("-2345678"): path for path in COMMITTED
+}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(one, marks=() if one in NEWEST.values() else pytest.mark.slow, id=one.stem)
+        for one in COMMITTED
+    ],
+)
 def test_the_page_of_a_committed_file_has_its_figures(path: Path) -> None:
     result = results.load(path)
     page = check(html.page([result]))

@@ -79,7 +79,9 @@ def check(gpu: str, models: tuple[str, ...] = ()) -> None:
     assert models or lines == documented
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    "gpu", [GPUS[0], *(pytest.param(g, marks=pytest.mark.slow) for g in GPUS[1:])]
+)
 def test_one_model_of_each_kind(gpu: str) -> None:
     check(gpu, SHORT)
 
@@ -96,6 +98,7 @@ def test_pools_of_different_gpus() -> None:
     assert tables.exchanges(*map(rows_of, GPUS)) == tables.block(PAGE.read_text(), "both")
 
 
+@pytest.mark.slow
 def test_two_pools_of_the_same_model() -> None:
     """Attention backends differ, and neither the layout nor what workers compare does."""
     of_gpu = [{(row.model, row.dtype): row for row in rows_of(gpu, SHORT)} for gpu in GPUS]
@@ -105,6 +108,7 @@ def test_two_pools_of_the_same_model() -> None:
         assert hopper.identity == blackwell.identity != ""
 
 
+@pytest.mark.slow
 def test_what_an_engine_of_a_gpu_is_compared_with() -> None:
     """`engine/test_on_a_gpu_kinds.py` compares it with what real engines registered."""
     asked = {

@@ -28,6 +28,8 @@ SMALL = {
     "two busy engines",
     "a stalled decode engine",
 }
+# Each takes seconds; `make verify` tries them too.
+LONG = {"a ticket used twice", "two engines, two sizes", "two engines, prompts loaded in part"}
 
 
 def run_id(run: Run) -> str:
@@ -40,7 +42,13 @@ def test_the_protocol_holds(run: Run) -> None:
     assert result.problem == "", "\n".join(result.trace)
 
 
-@pytest.mark.parametrize("run", MUTANTS, ids=run_id)
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, marks=pytest.mark.slow if run.setup in LONG else (), id=run_id(run))
+        for run in MUTANTS
+    ],
+)
 def test_a_mutant_is_caught(run: Run) -> None:
     result = run.start()
     assert result.problem == run.breaks

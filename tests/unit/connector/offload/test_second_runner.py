@@ -61,7 +61,7 @@ def second_runner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_order(start: Start, tmp_path: Path, name: str, seed: int) -> None:
     """A chunk with wrong bytes is found by the request that loads it."""
     eviction, groups = ["lru", "arc", "turns"][seed % 3], CACHES[name]
