@@ -50,13 +50,15 @@ SLOW = pytest.mark.slow
         ("handoffs, one by one", {Outcome.RIGHT: 2}),
         pytest.param("consumed reference", {Outcome.COMPUTED: 2}, marks=SLOW),
         ("another prompt's reference", {Outcome.COMPUTED: 2}),
-        ("several prompts in a request", {Outcome.RIGHT: 2}),
+        pytest.param("several prompts in a request", {Outcome.RIGHT: 2}, marks=SLOW),
         pytest.param("both directions at once", None, marks=SLOW),
         pytest.param("producer killed before the decode leg", {Outcome.COMPUTED: 2}, marks=SLOW),
         pytest.param("streamed: handoffs, one by one", {Outcome.RIGHT: 2}, marks=SLOW),
         pytest.param("streamed: consumer killed amid the prompt", {Outcome.RIGHT: 2}, marks=SLOW),
         ("streamed: decode's client leaves amid the prompt", {Outcome.COMPUTED: 2}),
-        ("streamed: prefill's cache reset amid the prompt", {Outcome.RIGHT: 2}),
+        pytest.param(
+            "streamed: prefill's cache reset amid the prompt", {Outcome.RIGHT: 2}, marks=SLOW
+        ),
         ("streamed: another prompt's stream", {Outcome.COMPUTED: 2, Outcome.RIGHT: 2}),
     ],
 )

@@ -269,6 +269,7 @@ def test_prefill_pauses(scene: Scene, prompt: Prompt) -> None:
     scene.end(ids, first)
 
 
+@pytest.mark.slow
 def test_prefill_pauses_for_long(scene: Scene, prompt: Prompt) -> None:
     """Decode waits for a deadline, and no longer."""
     ids, before = prompt(LONG), failures(scene.decode)

@@ -28,7 +28,7 @@ from engine.streams import Streamed, stream
 
 MODELS = Path(__file__).parents[2] / ".cache" / "models"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-DOCUMENT = files("disagg.testing").joinpath("demo_document.txt").read_text()
+DOCUMENT = files("disagg.testing").joinpath("demo_document.txt").read_text()[:2400]
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -153,6 +153,7 @@ def test_an_answer_is_one_engine_s(
         assert set(json.loads(message["content"])) == {"day"}
 
 
+@pytest.mark.slow
 def test_a_conversation_moves_only_what_is_new(
     engines: tuple[VllmServer, VllmServer], url: str
 ) -> None:

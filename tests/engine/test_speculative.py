@@ -249,6 +249,7 @@ def test_whatever_is_asked_is_answered_as_by_one_engine(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_a_greedy_answer_beside_sampled_ones(pair: Pair, fleet: Fleet, prompt: Prompt) -> None:
     """In one batch: each keeps its own temperature."""
     ids = prompt(300)

@@ -216,6 +216,7 @@ def test_what_tiers_keep(tiered: EnginesWithTiers, prompt: Prompt, length: int) 
     tiered.check_what_is_loaded(prompt, length, full * BLOCK, kept, loads)
 
 
+@pytest.mark.slow
 def test_tiers_beside_the_handoff_and_under_pressure(
     tiered: EnginesWithTiers, prompt: Prompt
 ) -> None:

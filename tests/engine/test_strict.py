@@ -33,7 +33,7 @@ def test_strict_refuses_what_could_not_be_loaded(fleet: Fleet, prompt: Prompt) -
     assert token_ids(fleet.strict.complete(ids)) == token_ids(fleet.single.complete(ids))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_inside_multi_connector(
     fleet: Fleet,
     vllm_server: Callable[..., VllmServer],

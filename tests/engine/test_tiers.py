@@ -183,7 +183,7 @@ def test_damaged_files_are_computed_and_removed(second: VllmServer, prompt: Prom
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("count", [int(os.environ.get("DISAGG_TEST_PRESSURE", "60"))])
+@pytest.mark.parametrize("count", [int(os.environ.get("DISAGG_TEST_PRESSURE", "30"))])
 def test_under_pressure(fleet: Fleet, first: VllmServer, prompt: Prompt, count: int) -> None:
     """Both caches so small that every request evicts; half of the requests are handed over."""
     base, generator = prompt(640), random.Random(7)

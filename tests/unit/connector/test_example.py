@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "without_vllm_engine.py"
 
 
+@pytest.mark.slow
 def test_two_workers_without_an_engine() -> None:
     command = [sys.executable, str(EXAMPLE), "--mib", "8", "--times", "2", "--transport", "tcp"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

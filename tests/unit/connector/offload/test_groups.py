@@ -54,6 +54,13 @@ CACHES = {
 }
 
 
+# `make test` has half of them.
+SOME_CACHES = pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=pytest.mark.slow if at % 2 else ()) for at, one in enumerate(CACHES)],
+)
+
+
 def is_stateful(name: str) -> bool:
     return any(group.state for group in CACHES[name])
 
@@ -120,7 +127,7 @@ def test_only_what_the_window_needs_is_loaded(start: Start) -> None:
     assert loaded(engine, since) == [1, 1]
 
 
-@pytest.mark.parametrize("name", CACHES)
+@SOME_CACHES
 def test_the_next_turn(start: Start, name: str) -> None:
     """What was generated is found too, up to the last full block."""
     engine = start(groups=CACHES[name])
@@ -277,7 +284,7 @@ def test_what_is_stored_twice_before_it_is_written_is_written_once(
     assert scheduler._shared.stats.stored == 4
 
 
-@pytest.mark.parametrize("name", CACHES)
+@SOME_CACHES
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_order(start: Start, tmp_path: Path, name: str, seed: int) -> None:
     eviction, groups = ["lru", "arc", "turns"][seed % 3], CACHES[name]
