@@ -3,7 +3,7 @@
 #   make demo     talk to a small model on this machine, without a GPU; TINY=1: without a download
 #   make serve    serve that model on 127.0.0.1:8000, until Ctrl-C
 #   make check    lint, format, types
-#   make test     all tests
+#   make test     the tests, the longest of them in a short form
 #   make newcomer play README's commands in a fresh clone, a wheel, a Ray job, the examples
 #   make coverage the unit tests, and which lines they run, by folder
 #   make mutants  write small faults into the rules that keep answers right: do the tests notice?
@@ -12,7 +12,7 @@
 #   make verify   check a model of the lease protocol: all interleavings, in about a minute
 #   make bench    measure a handoff
 #   make gpu      what only a GPU can show: tests of transports, and how fast they are
-#   make soak     many requests for a long time, faults and pressure all the while
+#   make soak     the long forms; many requests for a long time, faults and pressure all the while
 #   make lock     write the installed versions to .ci/constraints.txt, which `make install` uses
 #   make audit    look for known vulnerabilities in those versions (needs the internet)
 #   make clean    remove all that make made
