@@ -28,7 +28,7 @@ from engine.streams import Streamed, stream
 
 MODELS = Path(__file__).parents[2] / ".cache" / "models"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-DOCUMENT = files("disagg.testing").joinpath("demo_document.txt").read_text()[:2400]
+DOCUMENT = files("disagg.testing").joinpath("demo_document.txt").read_text()
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
