@@ -47,7 +47,8 @@ else
 UV_CONFIG := --no-config
 endif
 
-# Some machines forbid it; tests start hundreds of processes, and each would compile all it imports.
+# Python keeps the modules that it compiled, also where the environment forbids it: tests start
+# hundreds of processes, and each would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install demo serve check test coverage newcomer mutants matrix vllm-next verify bench gpu soak lock audit clean

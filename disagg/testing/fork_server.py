@@ -39,7 +39,8 @@ def main() -> None:
     gc.disable()
     for name in MODULES:
         importlib.import_module(name)
-    gc.freeze()  # what is imported stays; an engine collects garbage twice, else 3 s of a core
+    # An engine collects garbage twice as it starts. Without what is imported here, that is quick.
+    gc.freeze()
     gc.enable()
     setproctitle.getproctitle()  # it looks for the title's place, which the environment moves
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: who asked for them watches them

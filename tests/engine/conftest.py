@@ -28,24 +28,23 @@ from disagg.testing.vllm_server import VllmServer
 LEASE_S = 8.0
 
 _LAYER = 2 * 128 * 2 * 64 * 4  # KV heads, tokens, K and V, head dim, float32
-LAYERS, DEEP_LAYERS = 2, 4  # an engine's step takes 2 ms more for each
+LAYERS, DEEP_LAYERS = 2, 4  # each makes a step 2 ms longer
 BLOCK_BYTES, DEEP_BLOCK_BYTES = LAYERS * _LAYER, DEEP_LAYERS * _LAYER
 
-# Gives every consumer tiers as well, for a run by hand: host, directory or both.
 SLOW = pytest.mark.slow
 
-
-def lengths(*short: int, long: Sequence[int] = ()) -> pytest.MarkDecorator:
-    """Parametrizes `length`, in tokens of a prompt; `long` ones are for `make soak`."""
-    return pytest.mark.parametrize("length", [*short, *(pytest.param(n, marks=SLOW) for n in long)])
-
-
+# Gives every consumer tiers as well, for a run by hand: host, directory or both.
 TIERS = os.environ.get("DISAGG_TEST_TIERS", "")
 _TIERS: dict[str, Callable[[pytest.TempPathFactory], dict[str, object]]] = {
     "host": lambda folders: {"host_bytes": 1 << 28},
     "directory": lambda folders: {"host_bytes": 1 << 24, "directory": str(folders.mktemp("tier"))},
     "both": lambda folders: {"host_bytes": 1 << 28, "directory": str(folders.mktemp("tier"))},
 }
+
+
+def lengths(*short: int, long: Sequence[int] = ()) -> pytest.MarkDecorator:
+    """Parametrizes `length`, the tokens of a prompt. `make soak` alone tries the `long` ones."""
+    return pytest.mark.parametrize("length", [*short, *(pytest.param(n, marks=SLOW) for n in long)])
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def begun(url: str) -> float:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
-    # Of most seeds the model goes on for ever in some grammar.
+    # With most seeds, some JSON that the model is asked for never ends.
     make_model(path, layers=LAYERS, seed=19)
     return path
 

@@ -13,6 +13,7 @@ from disagg.chaos.faults.engines import Engines, Outcome
 from disagg.chaos.faults.run import play
 from disagg.testing.checkpoint import make_model
 from disagg.testing.vllm_server import VllmServer
+from engine.conftest import SLOW
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,6 @@ def test_the_driver_speaks_as_each_peer_expects(
     with connector.beside(tmp_path), Engines(connector, models, tmp_path, start) as peers:
         found = play(peers, "handoffs, one by one", 2)
     assert found["outcomes"] == {str(Outcome.RIGHT): 2}
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

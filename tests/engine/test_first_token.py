@@ -48,11 +48,12 @@ def same(fleet: Fleet, url: str, body: dict[str, Any]) -> None:
 
 def spoken(fleet: Fleet, prompt: Prompt, length: int) -> list[int]:
     """A prompt whose first token is text: a stream does not begin with half a character."""
-    while True:
+    for _ in range(20):
         ids = prompt(length)
         first = fleet.single.post(PATH, {**OPTIONS, "prompt": ids, "max_tokens": 1}).json()
         if first["choices"][0]["text"].strip("\ufffd"):
             return ids
+    pytest.fail("twenty prompts, and no answer begins with text")
 
 
 def test_answers_and_what_moves(fleet: Fleet, url: str, prompt: Prompt) -> None:
@@ -95,19 +96,19 @@ def test_what_is_drawn_is_as_likely_as_ever(fleet: Fleet, url: str, prompt: Prom
     body |= {"temperature": 2, "return_token_ids": True}
     for _ in range(10):  # until both are likely
         body["prompt"] = prompt(200)
-        drawn = fleet.single.post(PATH, {**body, "n": 200}).json()["choices"]
+        drawn = fleet.single.post(PATH, {**body, "n": 400}).json()["choices"]
         expected = sum(one["token_ids"][0] == silent for one in drawn) / len(drawn)
         if 0.3 < expected < 0.7:
             break
     assert 0.3 < expected < 0.7, expected
-    seen = [Streamed() for _ in range(200)]
+    seen = [Streamed() for _ in range(400)]
     before = begun(url)
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(lambda one: stream(url, PATH, body, one), seen):
             pass
     got = sum(one.tokens[0] == silent for one in seen) / len(seen)
     assert begun(url) > before
-    assert got == pytest.approx(expected, abs=0.2), "four standard deviations"
+    assert got == pytest.approx(expected, abs=0.14), "four standard deviations"
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_followed(engines: Engines, prompt: Prompt, way: str) -> None:
     source, target = engines.one, engines.two
     if way == "2-to-1":
         source, target = target, source
-    for length in (17, 700):
+    for length in (17, 1500):
         ask = functools.partial(prompt, length)
         check_followed(source, target, ask, lambda ids: [engines.right(ids)], may_fail=True)
 

@@ -202,7 +202,7 @@ def check_idle(engines: Sequence[Engine]) -> None:
 
 
 SLOW = [pytest.mark.slow, pytest.mark.soak]
-MANY = pytest.mark.parametrize("count", [8, pytest.param(500, marks=SLOW)])
+MANY = pytest.mark.parametrize("count", [12, pytest.param(500, marks=SLOW)])
 
 
 @MANY
@@ -214,10 +214,10 @@ MANY = pytest.mark.parametrize("count", [8, pytest.param(500, marks=SLOW)])
 def test_under_eviction_and_resets(fresh: Scene, count: int, roles: tuple[int, int]) -> None:
     """The caches are too small for all conversations, and are reset now and then."""
     split, engines = roles[0], fresh.engines
-    choose = random.Random(count)
+    choose, every = random.Random(count), min(20, count // 2)
 
     def reset(number: int) -> None:
-        if number % 20 == 19:
+        if number % every == every - 1:
             path = "/reset_prefix_cache?reset_external=true&reset_running_requests=true"
             server = choose.choice(engines).server
             # vLLM refuses while a request of the engine waits for blocks.

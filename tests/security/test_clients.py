@@ -448,9 +448,7 @@ def test_bodies_of_all_connections_together_are_bounded(start: Callable[..., Rou
 
 
 @pytest.mark.parametrize("unit", [b"[],", b'"",', b"1,", b'{"":[]},'])
-@pytest.mark.parametrize(
-    "path", ["/v1/completions", pytest.param("/v1/embeddings", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 def test_no_json_stops_the_other_requests(
     start: Callable[..., Router], unit: bytes, path: str
 ) -> None:

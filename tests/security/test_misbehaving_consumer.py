@@ -141,10 +141,7 @@ EMULATED = Setup(
         pytest.param(
             EMULATED,
             id="emulated",
-            marks=[
-                pytest.mark.skipif(COMPILER is None, reason="needs g++ for the kernel"),
-                pytest.mark.slow,  # requests are read alike; what is moved differs
-            ],
+            marks=pytest.mark.skipif(COMPILER is None, reason="needs g++ for the kernel"),
         ),
     ],
 )

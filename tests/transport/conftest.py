@@ -45,7 +45,6 @@ WAYS = [
 # Of these `make test` has one case of each test: what differs between cases is of the parts that
 # they share with other ways.
 SAMPLED: set[Way] = {
-    ("cuda_ipc", "emulated"),
     ("nccl", "emulated"),
     ("nixl", "cpu"),
     ("process_memory", "cpu" + ASKED),

@@ -96,16 +96,13 @@ def numbers_in(table: Table) -> Iterator[float]:
             yield from (one for part in parts if (one := as_number(part)) is not None)
 
 
-# Of each benchmark, whose name stands behind the date and the machine.
-NEWEST = {
-    re.split(r"-(?:\d+c|hbm\d)-", path.stem)[1].rstrip("-2345678"): path for path in COMMITTED
-}
+NEWEST = {path for path, _ in results.newest(ROOT / "benchmarks/results").values()}
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(one, marks=() if one in NEWEST.values() else pytest.mark.slow, id=one.stem)
+        pytest.param(one, marks=() if one in NEWEST else pytest.mark.slow, id=one.stem)
         for one in COMMITTED
     ],
 )
