@@ -252,6 +252,11 @@ class Setup:
     endpoints: list[EngineEndpoint]
     others: list[FakeEngine] = field(default_factory=list)
 
+    def lose(self, engine: FakeEngine) -> None:
+        """Stop an engine that the first probe has found well, so that requests find it gone."""
+        assert wait_for(lambda: "/disagg/fingerprint" in engine.asked)
+        self.loop.run(engine.stop())
+
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 5.0) -> bool:
     """Whether the condition held once. It is not asked again: it may not hold for long."""

@@ -187,8 +187,7 @@ def test_prefill_fails(make: Make, failure: str, strict: bool) -> None:
     if failure == "status":
         setup.prefill.status = 500
     elif failure == "dead":
-        assert wait_for(lambda: "/disagg/fingerprint" in setup.prefill.asked)  # the first probe
-        setup.loop.run(setup.prefill.stop())
+        setup.lose(setup.prefill)
     elif failure == "no-params":
         setup.prefill.params = None
     else:
@@ -214,7 +213,7 @@ def test_decode_fails_and_the_lease_is_released(make: Make, failure: str, status
     if failure in ("status", "refuses"):
         setup.decode.status = status
     elif failure == "dead":
-        setup.loop.run(setup.decode.stop())
+        setup.lose(setup.decode)
     else:
         setup.decode.first_byte_s = 5
     answer = post(setup, BODY)

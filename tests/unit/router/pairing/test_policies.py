@@ -205,7 +205,7 @@ def test_a_failing_prefill_is_replaced(make: Make, fault: str) -> None:
     if fault == "status":
         setup.prefill.status = 503
     else:
-        setup.loop.run(setup.prefill.stop())
+        setup.lose(setup.prefill)
     assert [complete(setup).status_code for _ in range(20)] == [200] * 20
     assert [body["kv_transfer_params"] for body in setup.decode.bodies] == [PARAMS] * 20
     assert metric(setup, "disagg_router_retries_total") >= 1
@@ -216,9 +216,9 @@ def test_a_failing_prefill_is_replaced(make: Make, fault: str) -> None:
 
 @pytest.mark.parametrize("fault", [500, 503, "dead"])
 def test_a_failing_decode_is_replaced(make: Make, fault: Any) -> None:
-    setup = make(others=["prefill", "decode"])
+    setup = make(others=["prefill", "decode"], section={"probe_interval_s": 60})
     if fault == "dead":
-        setup.loop.run(setup.decode.stop())
+        setup.lose(setup.decode)
     else:
         setup.decode.status = fault
     assert [complete(setup).status_code for _ in range(20)] == [200] * 20
