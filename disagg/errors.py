@@ -37,6 +37,8 @@ class StartupError(DisaggError):
     def __init__(self, message: str, log_tail: str = "") -> None:
         self.log_tail = log_tail
         super().__init__(message)
+        if log_tail:
+            self.add_note(log_tail)  # a traceback shows it
 
 
 class TransferError(DisaggError):

@@ -37,7 +37,8 @@ from disagg.testing.http import client
 from disagg.testing.launch import launch
 from disagg.testing.network import Link, bits_per_s
 from disagg.testing.openai_stream import stream
-from disagg.testing.vllm_server import completion, free_port
+from disagg.testing.ports import free_port
+from disagg.testing.vllm_server import completion
 from examples.traces import Traces, collect
 
 LAYERS, KV_HEADS, HEAD_DIM = 4, 8, 128

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import httpx
 
+from disagg.testing.ports import free_port
+
 BUCKET = "kv-blocks"
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 _START_S = 30.0
@@ -27,7 +29,7 @@ class Server(abc.ABC):
     url: str
 
     def __init__(self, log: Path) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -123,7 +125,7 @@ class MooncakeServer(Server):
         super().__init__(log)
         self.url = f"mooncake://127.0.0.1:{self.port}/test"
         self._lender: subprocess.Popen[bytes] | None = None
-        self._other_port, self._metrics_port = _free_port(), _free_port()
+        self._other_port, self._metrics_port = free_port(), free_port()
 
     def command(self) -> Sequence[str]:
         words = [_beside("mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}"]
@@ -174,13 +176,6 @@ def has_mooncake() -> bool:
 
 def _beside(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ from disagg.errors import DisaggError
 from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
 from disagg.testing.deployment import MODEL
-from disagg.testing.vllm_server import VllmServer, free_port
+from disagg.testing.ports import free_port
+from disagg.testing.vllm_server import VllmServer
 
 START_S, COMMAND_S, STOP_S = 300.0, 600.0, 30.0
 _SETTLE_S = 5.0

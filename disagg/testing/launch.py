@@ -14,7 +14,7 @@ from http.client import HTTPException
 import psutil
 
 from disagg.errors import StartupError
-from disagg.testing.vllm_server import free_port
+from disagg.testing.ports import free_port
 
 START_S = 60.0
 _END_S = 5.0

@@ -20,7 +20,7 @@ import psutil
 
 from disagg.cluster.ray_session import SLOW_START
 from disagg.errors import DisaggError
-from disagg.testing.vllm_server import free_port
+from disagg.testing.ports import free_port
 
 START_S, END_S = 60.0, 20.0
 TRIES = 3

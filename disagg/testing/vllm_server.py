@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from disagg.engine.vllm_patches.busy_poll import POLL_SLEEP_ENV, POLL_SLEEP_US
 from disagg.errors import StartupError
 from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.testing.http import client
+from disagg.testing.ports import free_port
 
 START_S = 600.0
 HOLD_OPTION = "hold_file"
@@ -263,20 +263,3 @@ def completion(prompt: Any, **options: Any) -> dict[str, Any]:
 def token_ids(answer: dict[str, Any]) -> list[list[int]]:
     """The token ids of every choice."""
     return [choice["token_ids"] for choice in answer["choices"]]
-
-
-_GIVEN: set[int] = set()
-
-
-def free_port() -> int:
-    """A port that was free a moment ago; never the same twice.
-
-    vLLM shares its port (SO_REUSEPORT): of two engines with one port, one gets the requests.
-    """
-    while True:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port: int = sock.getsockname()[1]
-        if port not in _GIVEN:
-            _GIVEN.add(port)
-            return port

@@ -20,12 +20,12 @@ from cluster.test_serve import (
     core_of,
     deployment,
     end,
-    free_port,
     handed_over,
     launch,
     states,
     temporary,
 )
+from disagg.testing.ports import free_port
 from engine.windows import make_experts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

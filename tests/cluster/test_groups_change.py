@@ -26,12 +26,12 @@ from cluster.test_serve import (
     command,
     deployment,
     end,
-    free_port,
     handed_over,
     launch,
     states,
     temporary,
 )
+from disagg.testing.ports import free_port
 from engine.windows import make_experts
 
 CHANGE_S = 600  # of each change; an engine may take minutes to start beside other tests

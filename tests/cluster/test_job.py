@@ -22,8 +22,8 @@ import yaml
 from cluster.titles import title
 from disagg.engine import guardian
 from disagg.testing.checkpoint import make_model
+from disagg.testing.ports import free_port
 from disagg.testing.ray_nodes import RayNodes
-from disagg.testing.vllm_server import free_port
 
 START_S, GONE_S = 240, 30
 OF_RUNS = ("disagg-run-", "disagg-ipc-")

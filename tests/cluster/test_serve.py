@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from cluster.browser import CHROMIUM, browser
 from cluster.titles import title
 from disagg.testing.checkpoint import make_model
 from disagg.testing.http import client
+from disagg.testing.ports import free_port
 
 START_S = 240
 STOP_S = 15
@@ -229,13 +229,6 @@ def core_of(served: Served, name: str) -> psutil.Process:
     found = [c for c, line in children.items() if "spawn_main" in line or "EngineCore" in line]
     assert len(found) == 1, children
     return found[0]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def complete(port: int, prompt: str = "the quick brown fox ", **headers: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from cluster.test_serve import (
     Served,
     command,
     end,
-    free_port,
     handed_over,
     launch,
     listening,
@@ -27,6 +26,7 @@ from cluster.test_serve import (
 from cluster.titles import title
 from disagg.testing.checkpoint import make_model
 from disagg.testing.http import client
+from disagg.testing.ports import free_port
 
 # Four engines share the cores with whatever else runs.
 START_S, STOP_S = 500, 30

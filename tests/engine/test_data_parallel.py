@@ -16,7 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from disagg.testing.vllm_server import VllmServer, free_port, token_ids
+from disagg.testing.ports import free_port
+from disagg.testing.vllm_server import VllmServer, token_ids
 from engine.conftest import lengths, running, transfer
 from engine.followed import check_followed
 from engine.windows import make_experts

@@ -35,7 +35,8 @@ from disagg.errors import ConfigError, StartupError
 from disagg.tables import show as show_table
 from disagg.testing.checkpoint import make_model
 from disagg.testing.openai_stream import stream
-from disagg.testing.vllm_server import VllmServer, completion, free_port
+from disagg.testing.ports import free_port
+from disagg.testing.vllm_server import VllmServer, completion
 from disagg.transport.names import TransportName
 
 MODEL = Path(".cache/models/kv32k-float32")

@@ -29,7 +29,8 @@ from disagg.errors import StartupError
 from disagg.testing.followed_legs import INVITATION, STREAM, decode_params
 from disagg.testing.network import OWN_SYSFS, Link
 from disagg.testing.openai_stream import stream
-from disagg.testing.vllm_server import VllmServer, completion, free_port, spawn, token_ids
+from disagg.testing.ports import free_port
+from disagg.testing.vllm_server import VllmServer, completion, spawn, token_ids
 
 BLOCK = 128
 """Tokens; `VllmServer`'s."""

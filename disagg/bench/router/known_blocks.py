@@ -39,7 +39,7 @@ from disagg.router.server.server import settle
 from disagg.router.telemetry.metrics import RouterMetrics
 from disagg.router.topology import EngineEndpoint
 from disagg.tables import show
-from disagg.testing.vllm_server import free_port
+from disagg.testing.ports import free_port
 
 _PROMPT = 8000  # tokens
 _SHARED = 64  # blocks of a system prompt that all engines hold

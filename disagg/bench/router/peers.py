@@ -7,12 +7,10 @@ how, and its rows are left out.
 from __future__ import annotations
 
 import json
-import random
-import socket
 import time
 import urllib.request
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -25,6 +23,7 @@ from disagg.bench.router.report import DYNAMO, RAY_SERVE
 from disagg.errors import StartupError
 from disagg.testing.checkpoint import make_model
 from disagg.testing.launch import launch
+from disagg.testing.ports import free_port
 
 _CACHE = Path(".cache")
 _DYNAMO_ENV = _CACHE / "dynamo-venv"
@@ -174,19 +173,9 @@ def _start_ray(stack: ExitStack, folder: Path, python: str) -> Started:
         env=env,
         is_ready=is_ready,
         start_s=_RAY_START_S,
-        port=_quiet_port(),
+        port=free_port(),
     )
     return Started(url, process, [])
-
-
-def _quiet_port() -> int:
-    """A free port that nobody gets by chance while Ray starts, which takes a minute. Raises
-    `StartupError` if there is none."""
-    for port in random.sample(range(20000, 30000), 100):  # below those that the kernel hands out
-        with socket.socket() as sock, suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return port
-    raise StartupError("no free port from 20000 to 29999")
 
 
 PEERS = {

@@ -52,7 +52,7 @@ from disagg.bench.router.report import (
 )
 from disagg.errors import ConfigError, StartupError
 from disagg.testing.launch import launch
-from disagg.testing.vllm_server import free_port
+from disagg.testing.ports import free_port
 
 # Its requests are a client's, from a web page, through a proxy.
 _ALL_HEADERS = {

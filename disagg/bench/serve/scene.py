@@ -28,7 +28,8 @@ from disagg.errors import StartupError
 from disagg.testing.forked_servers import ForkServer
 from disagg.testing.http import client
 from disagg.testing.launch import launch
-from disagg.testing.vllm_server import Started, VllmServer, free_port, spawn
+from disagg.testing.ports import free_port
+from disagg.testing.vllm_server import Started, VllmServer, spawn
 
 BLOCK = 128
 """Tokens of the engines' blocks."""

@@ -28,7 +28,8 @@ from disagg.errors import StartupError
 from disagg.router.api.bodies import REMOTE_DECODE
 from disagg.testing import followed_legs
 from disagg.testing.http import client
-from disagg.testing.vllm_server import START_S, free_port
+from disagg.testing.ports import free_port
+from disagg.testing.vllm_server import START_S
 from disagg.vllm_compat.versions import installed as vllm_version
 
 LEASE_S = 6

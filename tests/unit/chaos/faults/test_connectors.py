@@ -9,7 +9,7 @@ import pytest
 
 from disagg.chaos.faults.connectors import CONNECTORS, REQUEST_ID, _wait_for_port
 from disagg.errors import StartupError
-from disagg.testing.vllm_server import free_port
+from disagg.testing.ports import free_port
 
 KNOWN = {connector.name: connector for connector in CONNECTORS}
 

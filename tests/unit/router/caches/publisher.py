@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from disagg.router.caches.events import Source
-from disagg.testing.vllm_server import free_port
+from disagg.testing.ports import free_port
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ from disagg.router.main import RouterServer, bind, create_app
 from disagg.router.server.gossip import PATH
 from disagg.router.topology import EngineEndpoint
 from disagg.testing.http import client
+from disagg.testing.ports import free_port
 
 CONVERSATIONS = 12
 HEARD = "disagg_router_prompts_of_others_total"
@@ -73,15 +72,6 @@ def router(folder: Path, engines: list[FakeEngine], **settings: Any) -> Iterator
     finally:
         process.terminate()
         process.wait(60)
-
-
-def free_port() -> int:
-    """A port that is free now, outside of those that the kernel gives to others."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        with socket.socket() as sock:
-            if sock.connect_ex(("127.0.0.1", port)) != 0:
-                return port
 
 
 def figure(url: str, name: str) -> float:
