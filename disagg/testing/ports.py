@@ -1,12 +1,13 @@
 """Ports for servers that are told where to listen, and do so seconds later.
 
 They are below those that the kernel gives to connections: one of those may be in use when the
-server comes. Processes that take ports at the same time take them from different blocks.
+server comes. Each process that takes ports has a block of its own.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import socket
 import threading
@@ -22,8 +23,9 @@ _lock = threading.Lock()
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens at, and that no other process is given. It comes
-    again after a hundred others. Raises `StartupError` if there is none."""
+    """A port of 127.0.0.1 that nobody listens at. Neither it nor the three after it are given to
+    another process; this one gets it again after a hundred others. Raises `StartupError` if there
+    is none."""
     with _lock:
         _, ports = _block()
         for port in itertools.islice(ports, _BLOCK // _STEP):
@@ -51,3 +53,6 @@ def _block() -> tuple[socket.socket, Iterator[int]]:
         random.shuffle(ports)
         return held, itertools.cycle(ports)
     raise StartupError(f"other processes hold all ports from {_FIRST} to {_END}")
+
+
+os.register_at_fork(after_in_child=_block.cache_clear)

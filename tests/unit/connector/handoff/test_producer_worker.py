@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from disagg.connector.handoff.producer_worker import ProducerWorker
 from disagg.connector.handoff.rank import RankCache, WorkerRank
 from disagg.connector.handoff.settings import ConnectorSettings
 from disagg.errors import ConfigError, LeaseGone
+from disagg.testing.ports import free_port
 from disagg.transport.blocks import BlockCache, Region
 from disagg.transport.control.lease import Progress
 from disagg.transport.registry import Means
@@ -37,21 +37,8 @@ def producer(folder: Path, port: int, tensor: int, replica: int) -> Iterator[Pro
         made.close()
 
 
-def free_ports(count: int) -> int:
-    """The first of several adjacent ports that are free."""
-    for first in range(20_000, 30_000, count):
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-            return first
-    raise AssertionError("no free ports")
-
-
 def test_with_a_fixed_port_data_parallel_ranks_listen_beside_each_other(tmp_path: Path) -> None:
-    first = free_ports(4)
+    first = free_port()  # the three after it are nobody's either
     ranks = [(tensor, replica) for replica in range(2) for tensor in range(2)]
     with ExitStack() as stack:
         found = [
