@@ -8,6 +8,9 @@ take.
 A request whose load fails gives back its blocks and starts over. Then blocks that the window has
 passed are computed too, so it may need more than it gave back. Loaded requests behind it hold
 theirs, and vLLM schedules them after it. So enough stays free for any one that starts over.
+
+Some versions of vLLM stop at the first waiting request that gets no blocks, and may never reach one
+behind it that holds them and whose load has ended. There, other requests step aside until it runs.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class LoadAdmission:
         self._pool = manager.block_pool
         self._groups = manager.coordinator.single_type_managers
         self._loading: dict[str, Request] = {}
+        self._loaded = set[str]()
 
     def has_room(self, request: Request, tokens: int) -> bool:
         """Whether a load may start that brings this request to `tokens` computed tokens."""
@@ -52,11 +56,22 @@ class LoadAdmission:
     def begins(self, request: Request) -> None:
         """This request's blocks are allocated, and will be loaded."""
         self._loading[request.request_id] = request
+        self._loaded.discard(request.request_id)
+
+    def loaded(self, request_ids: Iterable[str]) -> None:
+        """The loads of these requests have ended, well or not; they do not run yet."""
+        self._loaded.update(name for name in request_ids if name in self._loading)
+
+    def steps_aside(self, request: Request) -> bool:
+        """Whether another request whose load has ended holds blocks, and waits to run."""
+        others = (self._loading[name] for name in self._loaded if name != request.request_id)
+        return any(self._holds(other) for other in others)
 
     def end(self, request_ids: Iterable[str]) -> None:
         """These requests run, or have finished."""
         for request_id in request_ids:
             self._loading.pop(request_id, None)
+            self._loaded.discard(request_id)
 
     def _holds(self, request: Request) -> int:
         """Blocks that it would give back; 0 once its load has failed."""

@@ -1,6 +1,7 @@
 """The base of connectors that load blocks into vLLM's cache: the handoff and the tiers.
 
-It passes the scheduler's calls on, and lets a load wait while earlier ones may need its blocks.
+It passes the scheduler's calls on. It lets a load wait while earlier ones may need its blocks, and
+a request while vLLM would not reach one that has loaded its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from disagg.connector.base import ConnectorBase, WorkerT
 from disagg.connector.kv_cache_layout import has_windows
 from disagg.connector.load_admission import LoadAdmission, load_admission_of
+from disagg.vllm_compat.manager import loaded_requests_wait_in_line
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -45,10 +47,13 @@ class LoadConnector(ConnectorBase[LoadSchedulerT, WorkerT]):
     """A connector whose scheduler half is a `LoadScheduler`."""
 
     _admission: LoadAdmission | None = None
+    _loads_wait = _all_wait = False
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if has_windows(self._kv_cache_config):
+        self._loads_wait = has_windows(self._kv_cache_config)
+        self._all_wait = loaded_requests_wait_in_line()
+        if self._loads_wait or self._all_wait:
             self._admission = load_admission_of(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
@@ -57,8 +62,10 @@ class LoadConnector(ConnectorBase[LoadSchedulerT, WorkerT]):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self._admission and self._all_wait and self._admission.steps_aside(request):
+            return None, False
         tokens, is_async = self.scheduler.num_new_matched_tokens(request, num_computed_tokens)
-        if self._admission and tokens:
+        if self._admission and self._loads_wait and tokens:
             if not self._admission.has_room(request, num_computed_tokens + tokens):
                 return None, False  # ask again: earlier loads may need the blocks
         return tokens, is_async
@@ -77,6 +84,8 @@ class LoadConnector(ConnectorBase[LoadSchedulerT, WorkerT]):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler.update(connector_output)
+        if self._admission:
+            self._admission.loaded(connector_output.finished_recving or ())
 
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset()

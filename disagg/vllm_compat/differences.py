@@ -50,6 +50,12 @@ BLOCK_TABLES_IN_A_DICT = Difference(
     "A step's block tables are a dictionary of requests that got blocks; later `get_block_ids` "
     "returns that of any. `manager.py` adds the others.",
 )
+LOADED_REQUESTS_WAIT_IN_LINE = Difference(
+    "LOADED_REQUESTS_WAIT_IN_LINE",
+    "<0.31",
+    "The scheduler stops at the first waiting request that gets no blocks, and never reaches one "
+    "behind it that holds them; later it serves those first. Requests step aside for such a one.",
+)
 ADMISSION_CAP_IS_PRIVATE = Difference(
     "ADMISSION_CAP_IS_PRIVATE",
     "<0.31",

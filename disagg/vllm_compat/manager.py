@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 from disagg.vllm_compat.differences import (
     ADMISSION_CAP_IS_PRIVATE,
     BLOCK_TABLES_IN_A_DICT,
+    LOADED_REQUESTS_WAIT_IN_LINE,
     ONE_GROUP_OF_INVALID_BLOCKS,
     ONLY_THE_BLOCK_POOL,
 )
@@ -50,6 +51,11 @@ def admission_cap(group: SingleTypeKVCacheManager) -> int | None:
         cap: int | None = group._max_admission_blocks_per_request  # type: ignore[attr-defined]
         return cap
     return group.max_admission_blocks_per_request
+
+
+def loaded_requests_wait_in_line() -> bool:
+    """Whether a request that holds blocks may wait behind one that gets none, for ever."""
+    return LOADED_REQUESTS_WAIT_IN_LINE.here
 
 
 def block_table(blocks: KVConnectorBlockState, request_id: str) -> Sequence[Sequence[int]] | None:

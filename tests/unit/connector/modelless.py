@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.config.scheduler import SchedulerPolicy
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.parallel_state import (
@@ -215,9 +216,10 @@ class Engine:
         events: bool = False,
         groups: Sequence[Layers] = PLAIN,
         prefix_caching: bool = True,
+        policy: SchedulerPolicy = "fcfs",
     ) -> None:
         self.groups, self.weights = groups, WEIGHTS
-        self.config = _engine_config(model, transfer, max_seqs, prefix_caching)
+        self.config = _engine_config(model, transfer, max_seqs, prefix_caching, policy)
         if events:
             self.config.kv_events_config = KVEventsConfig(
                 enable_kv_cache_events=True, publisher="null"
@@ -267,13 +269,22 @@ class Engine:
 
     # ---- requests --------------------------------------------------------------------------
 
-    def add(self, prompt: Sequence[int], count: int, params: dict[str, Any] | None) -> str:
+    def add(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        params: dict[str, Any] | None,
+        *,
+        priority: int = 0,
+    ) -> str:
         """A new request for `count` tokens."""
         assert self.config.kv_transfer_config is not None
         name = f"{self.config.kv_transfer_config.kv_role}-{next(self._ids)}"
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(max_tokens=count, ignore_eos=True, extra_args=extra)
-        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher)
+        request = Request(
+            name, list(prompt), sampling, None, priority=priority, block_hasher=self._hasher
+        )
         self.answers[name] = []
         self.scheduler.add_request(request)
         return name
@@ -481,7 +492,11 @@ def _slots(
 
 
 def _engine_config(
-    model: Path, transfer: dict[str, Any], max_seqs: int, prefix_caching: bool
+    model: Path,
+    transfer: dict[str, Any],
+    max_seqs: int,
+    prefix_caching: bool,
+    policy: SchedulerPolicy = "fcfs",
 ) -> VllmConfig:
     return EngineArgs(
         model=str(model),
@@ -492,6 +507,7 @@ def _engine_config(
         max_num_batched_tokens=STEP,
         enforce_eager=True,
         async_scheduling=False,
+        scheduling_policy=policy,
         enable_prefix_caching=prefix_caching,
         kv_transfer_config=KVTransferConfig(**transfer),
     ).create_engine_config()

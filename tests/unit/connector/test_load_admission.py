@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from unit.connector.modelless import BLOCK, PLAIN, Layers, answer, run
-from unit.connector.offload.test_modelless import Start, ask, prompt_of, start
+from unit.connector.offload.test_modelless import Start, ask, forget, prompt_of, start
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -36,6 +36,22 @@ def test_loads_do_not_wait_for_each_other(start: Start, tmp_path: Path, requests
         assert small.answers[name] == answer(prompt, 4, WINDOW)
     loads = [load for step in small.scheduled for load in step.kv_connector_metadata.loads]
     assert [len(load.fillings[0].block_ids) for load in loads] == [3] * requests
+
+
+def test_a_loaded_request_is_reached_behind_one_without_room(start: Start) -> None:
+    """A request of a higher priority needs the blocks that a loaded one holds."""
+    engine = start(blocks=1 + 6, policy="priority")
+    stored, other = prompt_of(4 * BLOCK + 1, seed=1), prompt_of(4 * BLOCK, seed=2)
+    ask(engine, stored)
+    forget(engine)
+    loaded = engine.add(stored, 3, None)
+    engine.step()
+    assert len(engine.block_ids(loaded)) == 4, "held for its load"
+    asked = {loaded: stored, engine.add(other, 3, None, priority=-1): other}
+    run([engine], lambda: set(asked) <= set(engine.finished) and engine.is_idle())
+    for name, prompt in asked.items():
+        assert engine.answers[name] == answer(prompt, 3, PLAIN)
+    assert list(engine.finished)[-2:] == list(asked), "who holds blocks ends first"
 
 
 # ---- the rule, with vLLM's cache manager alone ---------------------------------------------------
@@ -147,6 +163,24 @@ def test_each_group_needs_blocks_of_its_own() -> None:
     # Of five blocks the window has passed two.
     assert not here.starts(5, loaded=4)
     assert here.starts(5, loaded=5)
+
+
+def test_others_step_aside_for_a_loaded_request_that_holds_blocks() -> None:
+    here = Room(8)
+    one, other = here.begins(3, held=3), request(2)
+    assert not here.admission.steps_aside(other), "one is still loading"
+    here.admission.loaded([one.request_id, "unknown"])
+    assert here.admission.steps_aside(other)
+    assert not here.admission.steps_aside(one)
+    here.manager.free(one)
+    assert not here.admission.steps_aside(other), "one starts over, and waits like other"
+    here.allocate(one, 3)
+    here.admission.begins(one)
+    assert not here.admission.steps_aside(other), "one loads again"
+    here.admission.loaded([one.request_id])
+    assert here.admission.steps_aside(other)
+    here.admission.end([one.request_id])
+    assert not here.admission.steps_aside(other)
 
 
 def test_one_for_each_engine() -> None:

@@ -29,6 +29,7 @@ from unit.connector.modelless import (
     answer,
     run,
 )
+from vllm.config.scheduler import SchedulerPolicy
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, EventPublisher
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -80,12 +81,15 @@ def start(
         blocks: int = 48,
         layout: str = "LBHNC",
         groups: Sequence[Layers] = PLAIN,
+        policy: SchedulerPolicy = "fcfs",
         **extra: Any,
     ) -> Engine:
         # Longer than the default: on busy cores what is found would depend on the hour.
         config = tiers(slots * chunk_blocks(groups), **{"lookup_deadline_s": 30, **extra})
         layout_ = KVCacheLayout[layout]
-        started.append(Engine(model, config, blocks=blocks, layout=layout_, groups=groups))
+        started.append(
+            Engine(model, config, blocks=blocks, layout=layout_, groups=groups, policy=policy)
+        )
         poison_before_loads(started[-1])
         return started[-1]
 
