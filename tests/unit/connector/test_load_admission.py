@@ -132,6 +132,15 @@ def test_loads_that_ended_count_no_more() -> None:
     assert here.starts(9)
 
 
+def test_a_load_that_holds_more_than_its_prompt_lends_nothing() -> None:
+    """As with room for guesses: the loads beside it lack two blocks all the same."""
+    here = Room(12)
+    for blocks, held in ((2, 3), (4, 3), (4, 3)):
+        here.begins(blocks, held)
+    assert here.starts(1)
+    assert not here.starts(2)
+
+
 def test_a_preempted_load_starts_over() -> None:
     here = Room(8)
     one = here.begins(6, held=2)
