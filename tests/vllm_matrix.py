@@ -6,7 +6,7 @@
 Versions with a CPU build run real engines, and hand requests over to the installed version. Of
 those for GPUs alone, the Python sources are compared (`tests/vllm_next.py`), and the connectors run
 under their schedulers. Prints a line as each suite ends and a table at the end; exit status 1 if
-any failed.
+any failed. The output of each suite stays in `.cache/matrix` until it runs again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 from rich.console import Console
@@ -31,6 +30,7 @@ from disagg.tables import show
 CPU_BUILDS = ("0.29.0", "0.30.0", "0.31.0")
 """Besides the installed one, with which `make test` runs."""
 GPU_BUILDS = ("0.33.0",)
+LOGS = ROOT / ".cache" / "matrix"
 _LIMIT_S = 3600
 
 
@@ -74,6 +74,7 @@ class Result:
 def run(suite: Suite, environment: Environment, log: Path) -> Result:
     """Run a suite in a process of its own; its output goes to `log`."""
     report = log.with_suffix(".xml")
+    report.unlink(missing_ok=True)  # of an earlier run
     python = Path(sys.executable) if suite.here else environment.python
     command: list[str | Path] = [
         python,
@@ -138,18 +139,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", nargs="*", default=[], help="versions; all by default")
     parser.add_argument("--suites", nargs="*", default=[], help="suites; all by default")
-    parser.add_argument("--logs", type=Path, help="a folder that keeps each suite's output")
+    parser.add_argument("--logs", type=Path, default=LOGS, help="a folder for each suite's output")
     options = parser.parse_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     results: dict[tuple[str, str], Result] = {}
-    with TemporaryDirectory(prefix="disagg-matrix-") as temporary:
-        logs = options.logs or Path(temporary)
-        logs.mkdir(parents=True, exist_ok=True)
-        for version in options.vllm or (*CPU_BUILDS, *GPU_BUILDS):
-            console.print(f"vLLM {version}: environment")
-            make = of_sources if version in GPU_BUILDS else of_cpu_build
-            for name, result in _results(make(version), set(options.suites), logs, console):
-                results[version, name] = result
+    options.logs.mkdir(parents=True, exist_ok=True)
+    for version in options.vllm or (*CPU_BUILDS, *GPU_BUILDS):
+        console.print(f"vLLM {version}: environment")
+        make = of_sources if version in GPU_BUILDS else of_cpu_build
+        wanted = set(options.suites)
+        for name, result in _results(make(version), wanted, options.logs, console):
+            results[version, name] = result
     show(table(results, [*(suite.name for suite in SUITES), COMPARED]))
     return 1 if any(result.failed for result in results.values()) else 0
 
@@ -170,7 +170,7 @@ def _results(
         seconds = time.monotonic() - begun
         console.print(f"vLLM {environment.version}: {name}: {result} in {seconds:.0f} s")
         if result.failed:
-            console.print("\n".join(log.read_text().splitlines()[-40:]), markup=False)
+            console.print("\n".join([*log.read_text().splitlines()[-40:], str(log)]), markup=False)
         found.append((name, result))
     return found
 
