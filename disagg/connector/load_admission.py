@@ -1,4 +1,6 @@
-"""Whether a load may start: it has to leave enough blocks to the loads started before it.
+"""When a request waits for loads of others, so that none waits for ever.
+
+A load has to leave enough blocks to the loads started before it.
 
 For models with sliding windows, vLLM reserves too few blocks for requests that are being loaded: it
 counts blocks that a window has passed as held, although they were freed. Two loading requests can

@@ -1,7 +1,7 @@
 """The base of connectors that load blocks into vLLM's cache: the handoff and the tiers.
 
-It passes the scheduler's calls on. It lets a load wait while earlier ones may need its blocks, and
-a request while vLLM would not reach one that has loaded its own.
+It passes the scheduler's calls on. A load waits while earlier ones may need its blocks. With some
+versions of vLLM, all requests wait until one that has loaded its blocks runs.
 """
 
 from __future__ import annotations
